@@ -24,10 +24,10 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.hooks import attach, detach
 from .integration.layers import PagedLayer, live_states, make_layer
-from .integration.own_layers import LayersWithRows, OwnLayers
 from .integration.ranks import Ranks
 from .integration.session import Session
 from .integration.side_forward import SideForwards
+from .integration.without_store import LayersWithoutStore, LayersWithRows
 from .model.probing import hold_as
 from .model.support import cache_layers
 from .prefix_store import PrefixStore, store_of
@@ -111,10 +111,10 @@ class PagedPrefixCache(Cache):
         self._side = side = SideForwards(self.store.model, reader, sibling)
         self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
-        self._own_layers = OwnLayers(self.store.model, self.call, ref(self))
+        self._without_store = LayersWithoutStore(self.store.model, self.call, ref(self))
         self._session = session = Session(
             self.call,
-            self._own_layers,
+            self._without_store,
             conditioning,
             reader,
             self.store.placeholders,
@@ -141,7 +141,7 @@ class PagedPrefixCache(Cache):
     def __repr__(self) -> str:
         rows = f"{self._session.num_rows} rows of {self.get_seq_length()} tokens"
         where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
-        return f"PagedPrefixCache({rows}{' without the store' if self._own_layers.has_rows else ''}, {where})"
+        return f"PagedPrefixCache({rows}{' without the store' if self._without_store.has_rows else ''}, {where})"
 
     @property
     def is_sliding(self) -> list[bool]:
@@ -169,9 +169,9 @@ class PagedPrefixCache(Cache):
         if is_scheduled and 0 <= layer_idx < len(layers) and isinstance(layers[layer_idx], PagedLayer):
             states = call.write(layer_idx, {"key": key_states, "value": value_states})
             return states["key"], states["value"]
-        if not is_scheduled and not self._own_layers.is_running:
+        if not is_scheduled and not self._without_store.is_running:
             raise self.why_unscheduled(layer_idx)
-        if self._own_layers.is_running and layer_idx < len(self.layers):
+        if self._without_store.is_running and layer_idx < len(self.layers):
             hold_as(self.layers[layer_idx], key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -201,12 +201,12 @@ class PagedPrefixCache(Cache):
         Of layer 0, by which models ask for the length of the rows, it is always the rows'. Before the first forward of a store
         has returned, all count as writing but those that a trial saw write nothing: columns of padding that it skips are there in each.
         """
-        if self.call.forward is None and not self._own_layers.is_running:
+        if self.call.forward is None and not self._without_store.is_running:
             self._session.open_unseen()
         if layer_idx < 0:
             layer_idx += len(self.layers)
         if type(self.layers) is LayersWithRows:
-            return self._own_layers.num_columns_of(layer_idx)
+            return self._without_store.num_columns_of(layer_idx)
         if layer_idx and not self.store.blocks.may_write(layer_idx):
             return 0
         return self.call.num_columns
@@ -220,7 +220,7 @@ class PagedPrefixCache(Cache):
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
         self._session.records_drafts = True
         self.call.keep_past()
-        if self._own_layers.has_rows:
+        if self._without_store.has_rows:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -250,9 +250,9 @@ class PagedPrefixCache(Cache):
 
     def reset(self) -> None:
         """Drop the running rows and their copy, as transformers means it; full blocks stay in the prefix cache."""
-        self._own_layers.check_not_busy()
+        self._without_store.check_not_busy()
         self.call.drop_rows()
-        self._own_layers.end()
+        self._without_store.end()
 
     # What a user asks.
 
@@ -271,7 +271,7 @@ class PagedPrefixCache(Cache):
         call, blocks = self.call, self.store.blocks
         with blocks.lock:
             blocks.settle()
-            copied_bytes = self.view.num_bytes + self._own_layers.num_bytes
+            copied_bytes = self.view.num_bytes + self._without_store.num_bytes
             return stats_of(
                 blocks, call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes, self.view.backend
             )
@@ -366,8 +366,8 @@ class PagedPrefixCache(Cache):
         """A second cache on the same store, whose rows hold the same blocks; K/V are copied only of a bypassed call."""
         sibling = self.sibling()
         memo[id(self)] = sibling
-        self._own_layers.copy_to(sibling._own_layers, memo)
-        sibling._session.resumption.take_over(self._session.resumption)
+        self._without_store.copy_to(sibling._without_store, memo)
+        sibling._session.without_images.take_over(self._session.without_images)
         sibling.call.take_over(self.call.fork_rows(), ended=self.call.has_ended)
         return sibling
 
@@ -400,7 +400,7 @@ class PagedPrefixCache(Cache):
 
     def _make_layer(self) -> Any:
         """A layer more than the model's config names."""
-        has_own = self._own_layers.has_rows
+        has_own = self._without_store.has_rows
         return DynamicLayer() if has_own else PagedLayer(self, len(self.layers))  # type: ignore[no-untyped-call]
 
 

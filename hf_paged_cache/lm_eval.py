@@ -22,7 +22,7 @@ from tqdm import tqdm
 from .ask.scoring import Tokens, may_score_together, score_contexts
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, OutOfBlocksError
-from .run.program import running_program
+from .programs.program import running_program
 
 logger = logging.getLogger("lm_eval")
 

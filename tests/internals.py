@@ -26,7 +26,7 @@ from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, resumption
+from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, without_images
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
@@ -432,7 +432,7 @@ def never_flush(patch: pytest.MonkeyPatch) -> None:
 
 def begin_chunks_at_the_first_column(patch: pytest.MonkeyPatch) -> None:
     """Transformers is taken for one before 5.23, where rows are to resume."""
-    patch.setattr(resumption, "SLICES_CHUNKS", False)
+    patch.setattr(without_images, "SLICES_CHUNKS", False)
 
 
 def read_zeros(patch: pytest.MonkeyPatch) -> None:

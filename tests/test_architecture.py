@@ -37,7 +37,7 @@ LEVELS = [
         "store_options",
     ],
     ["jobs", "__init__"],
-    ["run"],
+    ["programs"],
     ["lm_eval", "trainer"],
     ["cli"],
     ["__main__"],
@@ -63,7 +63,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.chunked_prompt",
     "integration.image_inputs",
     "integration.layers",
-    "integration.own_layers",
+    "integration.without_store",
     "model.cache_adapters",
     "model.output_flags",
     "model.placeholders",
@@ -74,7 +74,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
 WITHOUT_TORCH = {
     *("errors", "stats", "locks", "stacks", "wording", "blocks", "__init__", "__main__"),
     *("jobs.rows", "jobs.order", "jobs.journal", "jobs.summary", "jobs.progress"),
-    *("run.options", "run.startup", "run.program"),
+    *("programs.options", "programs.startup", "programs.program"),
 }
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py
@@ -156,7 +156,7 @@ def test_torch_is_not_imported_where_integers_are_enough() -> None:
 
 def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arguments() -> None:
     commands = [module for module in FILES if unit(module) == "cli"]
-    others = {"cli", "jobs", "run", "store_options", "wording"}
+    others = {"cli", "jobs", "programs", "store_options", "wording"}
     used = {
         name
         for module in commands

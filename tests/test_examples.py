@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from .run.comparing import run_program
+from .programs.comparing import run_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 Run = Callable[..., list[str]]

@@ -17,8 +17,8 @@ from ..blocks.image_tokens import hold_images
 from ..blocks.roots import RootFacts
 from ..call.rows import Row, Rows, gather_rows
 from ..errors import UnsupportedModelError
-from ..integration.own_layers import put_rows
 from ..integration.ranks import Ranks
+from ..integration.without_store import put_rows
 from ..kv.states import LiveStates, States, copied
 from ..kv.transfers import read_together
 from ..model.probing import dynamic_cache, eps_computed_in, input_device, run_columns

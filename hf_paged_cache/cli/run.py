@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CacheArgumentError
-from ..run.options import RunOptions
+from ..programs.options import RunOptions
 from ..store_options import store_options
 from .command import Attention, Command, DiskFolder, MaxBytes
 

@@ -27,11 +27,11 @@ from .forward_arguments import ArgumentReader, KnownInputs, for_scheduled
 from .forwards_ahead import Ahead, ForwardsAhead
 from .generate_arguments import GenerateArguments
 from .image_inputs import ImageInputs, Seen
-from .own_layers import OwnLayers, why_full
 from .prompt_images import ENCODED, PromptImages
 from .ranks import Ranks, of_all_ranks, tokens_as_bytes
-from .resumption import Look, Resumption
 from .running_generate import another_model, how_to_run, plant_bracket, running_elsewhere, running_generate
+from .without_images import Look, PromptsWithoutImages
+from .without_store import LayersWithoutStore, why_full
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -54,7 +54,7 @@ class Session:
 
     Args:
         call: what the forwards are scheduled on.
-        own_layers: where the rows of a bypassed call are.
+        without_store: where the rows of a bypassed call are.
         conditioning: the model, and what its keys and values depend on.
         reader: of the forwards' arguments.
         placeholders: token ids of the model that are no text.
@@ -68,7 +68,7 @@ class Session:
     def __init__(
         self,
         call: Call,
-        own_layers: OwnLayers,
+        without_store: LayersWithoutStore,
         conditioning: Conditioning,
         reader: ArgumentReader,
         placeholders: Placeholders,
@@ -81,8 +81,8 @@ class Session:
     ) -> None:
         self.records_drafts = False  # drafts will be verified in this call
         self.reads_only = False  # the next forward is read, and does not run: see `RequestRead`
-        self.own_layers = own_layers
-        self.resumption = Resumption(call, conditioning, placeholders)
+        self.without_store = without_store
+        self.without_images = PromptsWithoutImages(call, conditioning, placeholders)
         self._bypasses = bypasses
         self._call = call
         self._store = call.store
@@ -113,22 +113,22 @@ class Session:
     @property
     def num_columns(self) -> int:
         """Columns of the rows, wherever they are: those before a running forward's, or all confirmed ones."""
-        return self.own_layers.num_columns if self.own_layers.has_rows else self._call.num_columns
+        return self.without_store.num_columns if self.without_store.has_rows else self._call.num_columns
 
     @property
     def num_rows(self) -> int:
         """Rows of the batch, wherever they are."""
-        return self.own_layers.num_rows if self.own_layers.has_rows else len(self._call.rows.alias)
+        return self.without_store.num_rows if self.without_store.has_rows else len(self._call.rows.alias)
 
-    def rows(self) -> Call | OwnLayers:
+    def rows(self) -> Call | LayersWithoutStore:
         """Who holds the rows, so that they can be cut or change places there.
 
         Raises:
             CacheBusyError: a `generate` or a forward of another thread is running on them.
         """
         self._call.require_no_generate_elsewhere()
-        self.own_layers.roll_back()
-        return self.own_layers if self.own_layers.has_rows else self._call
+        self.without_store.roll_back()
+        return self.without_store if self.without_store.has_rows else self._call
 
     @contextmanager
     def generating(self, model: Any, given: GenerateArguments, bracket: ref[Bracket]) -> Iterator[None]:
@@ -144,7 +144,7 @@ class Session:
         """
         call, failed, no_memory = self._call, True, False
         try:
-            look = self.resumption.look(given)
+            look = self.without_images.look(given)
             with self._store.lock:
                 self._open(model, given, bracket, look)
             if self._chunked is not None:
@@ -194,9 +194,9 @@ class Session:
     def _open(self, model: Any, given: GenerateArguments, bracket: ref[Bracket], look: Look | None) -> None:
         """A `generate` begins; see `generating`. The store's lock is held."""
         self._require_may_begin(model, given)
-        resumes = self.resumption.settle(given, look, self.num_rows)
+        resumes = self.without_images.settle(given, look, self.num_rows)
         if not resumes:
-            self.own_layers.end()
+            self.without_store.end()
         self._call.begin(bracket, given.limits, keep_rows=resumes, is_round=given.is_round)
         self.records_drafts, self._synced_gpus = False, given.synced_gpus
         self._digest, self._inputs, self._was_alone, self._may_step = given.digest, given.inputs, False, False
@@ -240,7 +240,7 @@ class Session:
             return None
         if running.given.use_cache is False:
             raise CacheArgumentError(_NO_CACHE_WANTED)
-        look, records_drafts = self.resumption.look(running.given), self.records_drafts
+        look, records_drafts = self.without_images.look(running.given), self.records_drafts
         with self._store.lock:
             self._open(model, running.given, plant_bracket(running, self._store.left_behind, self), look)
             if records_drafts:  # which it has said before it came here
@@ -279,7 +279,7 @@ class Session:
         if self._images is not None:
             num_rows = len(arguments["input_ids"])
             arguments = {**arguments, ENCODED: self._images.encode(range(num_rows), num_rows)}
-        self.own_layers.start_forward(arguments, why, records_past=self.records_drafts)
+        self.without_store.start_forward(arguments, why, records_past=self.records_drafts)
         self._ranks.is_settled = True
         if said:
             logger.info("this call runs without the store: %s", said)
@@ -294,11 +294,11 @@ class Session:
             is_open = self.is_open
         call.roll_back()
         call.catch_up()
-        self.resumption.check_forward(arguments, self.num_columns, in_generate=is_open)
+        self.without_images.check_forward(arguments, self.num_columns, in_generate=is_open)
         if self._was_overtaken and is_open:
             raise CacheBusyError(f"another generate ran on this cache inside of this one; {_ANOTHER_CACHE}")
-        if self.own_layers.has_rows:
-            self._reader.require_outputs(arguments, lacks_padding=self.own_layers.lacks_padding)
+        if self.without_store.has_rows:
+            self._reader.require_outputs(arguments, lacks_padding=self.without_store.lacks_padding)
             return self._run_without_store(arguments)
         if not is_open:
             self._ranks.is_settled = False
@@ -396,9 +396,9 @@ class Session:
         if call.forward is not None and call.forward.is_step:
             call.confirm(conditions_held=None)
             return output
-        if self.own_layers.is_running:
-            self.own_layers.confirm()
-            self.resumption.note()
+        if self.without_store.is_running:
+            self.without_store.confirm()
+            self.without_images.note()
             return output
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
@@ -406,7 +406,7 @@ class Session:
             # with one thread before and after, nobody can have begun another that has ended since
             is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
             held = is_alone or self._conditions_hold(after_forward=True)
-        self.resumption.note()
+        self.without_images.note()
         try:
             copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
         except ForwardMismatchError as error:
@@ -640,7 +640,7 @@ class Session:
         """Only new tokens must resume exactly where the rows stopped; a mask of ones never reaches the forward."""
         self._call.check_not_busy()
         self._call.roll_back()
-        self.own_layers.roll_back()
+        self.without_store.roll_back()
         num_held = self.num_columns
         if given.num_masked != num_held + given.num_given:
             raise CacheArgumentError(

@@ -37,8 +37,8 @@ from hf_paged_cache.blocks import (
     resumable,
     root_hash,
 )
-from hf_paged_cache.blocks.engine import EngineAllocator
 from hf_paged_cache.blocks.eviction import END, ONCE, Reuse
+from hf_paged_cache.blocks.for_engines import EngineAllocator
 from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 

@@ -15,7 +15,7 @@ import pytest
 
 import hf_paged_cache.blocks
 from hf_paged_cache.blocks import BlockTable, HashChain, Snapshots, root_hash
-from hf_paged_cache.blocks.engine import EngineAllocator
+from hf_paged_cache.blocks.for_engines import EngineAllocator
 
 ROOT = root_hash(b"model")
 TENANT = root_hash(b"model", b"tenant")

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_paged_cache.cli import run as command
-from hf_paged_cache.run.options import options_of
+from hf_paged_cache.programs.options import options_of
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_options_before_the_program_are_the_command_s_and_all_after_it_its_own(
     assert options is not None
     assert options.cache == {"max_bytes": "4GB", "attention": "paged", "cache_salt": "me"}
     assert (options.stats, options.is_quiet, options.pid) == (str(stats), False, os.getpid())
-    assert environment["PYTHONPATH"].split(os.pathsep)[0].endswith(os.path.join("run", "site"))
+    assert environment["PYTHONPATH"].split(os.pathsep)[0].endswith(os.path.join("programs", "site"))
     assert json.loads(json.dumps(environment)) == environment
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 _here = str(Path(__file__).parent)
 sys.path[:] = [folder for folder in sys.path if folder != _here]
 try:
-    from hf_paged_cache.run.startup import begin
+    from hf_paged_cache.programs.startup import begin
 except ImportError:  # another Python than the command's, without the package
     print(f"hf-paged-cache run: {sys.executable} has no hf_paged_cache, and runs without it", file=sys.stderr)  # noqa: T201
 else:

@@ -12,7 +12,7 @@ from transformers import DynamicCache, GenerationConfig, Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.run.program import Program
+from hf_paged_cache.programs.program import Program
 from hf_paged_cache.trainer import PrefixCacheCallback
 
 from ..neighbours.tiny_training import NUM_STEPS, PREAMBLE, QUESTIONS, data, settings

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import GenerationMixin
 
-from hf_paged_cache.run import program as running
-from hf_paged_cache.run.options import RunOptions
-from hf_paged_cache.run.program import Program
+from hf_paged_cache.programs import program as running
+from hf_paged_cache.programs.options import RunOptions
+from hf_paged_cache.programs.program import Program
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks.engine import EngineAllocator
+from hf_paged_cache.blocks.for_engines import EngineAllocator
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
 

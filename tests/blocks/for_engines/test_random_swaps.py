@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from hf_paged_cache.blocks.engine import AllocStatus, BlockSwapper
+from hf_paged_cache.blocks.for_engines import AllocStatus, BlockSwapper
 from hf_paged_cache.errors import OutOfBlocksError
 
 from ..random_operations import Driver, Model, Prefixes, Sequence, World, random_step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, WindowBlocks, root_hash
-from hf_paged_cache.blocks.engine import AllocStatus, BlockSwapper, EngineAllocator
+from hf_paged_cache.blocks.for_engines import AllocStatus, BlockSwapper, EngineAllocator
 from hf_paged_cache.blocks.sight import Window
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 

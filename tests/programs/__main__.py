@@ -1,6 +1,6 @@
 """Run programs of others with and without `hf-paged-cache run`, and compare what they print.
 
-python -m tests.run [NAME ...]
+python -m tests.programs [NAME ...]
 """
 
 import sys
@@ -8,7 +8,7 @@ import tempfile
 from difflib import unified_diff
 from pathlib import Path
 
-from tests.run.comparing import EXIT_CODES, NAMES, compared, save_model
+from tests.programs.comparing import EXIT_CODES, NAMES, compared, save_model
 
 
 def main() -> int:

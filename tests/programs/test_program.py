@@ -15,7 +15,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.run.program import Program
+from hf_paged_cache.programs.program import Program
 
 from ..reference import IDS, AtStep, assert_same, batch, row, run
 from ..tiny_models import build

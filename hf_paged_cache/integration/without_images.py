@@ -34,7 +34,7 @@ class Look(NamedTuple):
     digest: bytes
 
 
-class Resumption:
+class PromptsWithoutImages:
     """The rows of one cache, as a `generate` may resume them that is passed the whole prompt without its images.
 
     Args:
@@ -139,7 +139,7 @@ class Resumption:
         if self._deltas is not None:
             self._deltas.note()
 
-    def take_over(self, other: "Resumption") -> None:
+    def take_over(self, other: "PromptsWithoutImages") -> None:
         """The rows of another cache were copied."""
         if self._deltas is not None and other._deltas is not None:
             self._deltas.held = other._deltas.held

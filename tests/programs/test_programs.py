@@ -1,4 +1,4 @@
-"""Programs in processes of their own print byte for byte what they print without the command; `python -m tests.run` runs all of them."""
+"""Programs in processes of their own print byte for byte what they print without the command; `python -m tests.programs` runs all of them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_sitecustomize_that_is_hidden_runs_all_the_same(tmp_path: Path, monkey
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.customised = True")
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys, sitecustomize; print(sitecustomize.__file__, sys.customised, [p for p in sys.path if 'run/site' in p])"
+        "import sys, sitecustomize; print(sitecustomize.__file__, sys.customised, [p for p in sys.path if 'programs/site' in p])"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     ours = run_program([str(script)], stats=tmp_path / "stats")

@@ -28,7 +28,7 @@ class LayersWithRows(list[Any]):
     """Transformers' own layers, in the place of a cache's."""
 
 
-class OwnLayers:
+class LayersWithoutStore:
     """Layers that hold one cache's rows while its call is bypassed.
 
     Args:
@@ -159,7 +159,7 @@ class OwnLayers:
             self.layers = None
         self._before = None
 
-    def copy_to(self, other: "OwnLayers", memo: dict[int, Any]) -> None:
+    def copy_to(self, other: "LayersWithoutStore", memo: dict[int, Any]) -> None:
         """Give another cache a copy of the rows, as `copy.deepcopy` of a `DynamicCache` does.
 
         Raises:

@@ -11,8 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from hf_paged_cache.run.options import RunOptions
-from hf_paged_cache.run.summary import Account, ModelRun, report
+from hf_paged_cache.programs.options import RunOptions
+from hf_paged_cache.programs.summary import Account, ModelRun, report
 from hf_paged_cache.store.call_totals import CallTotals
 from hf_paged_cache.tiers.read_or_compute import Rate
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PROGRAMS = Path(__file__).parent / "programs"
+PROGRAMS = Path(__file__).parent / "scripts"
 EXIT_CODES = {"exits": 3, "raises": 1}  # of all others: 0
 NAMES = sorted(path.stem for path in PROGRAMS.glob("*.py") if path.stem != "shared")
 # with --cpu accelerate starts one process, however many are asked for
