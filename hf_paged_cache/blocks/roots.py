@@ -39,7 +39,7 @@ class RootFacts(NamedTuple):
 
 
 class Roots:
-    """Root -> what it stands for, the last ones that were asked for."""
+    """Root -> what it stands for, the last ones that were new."""
 
     def __init__(self) -> None:
         self._facts: OrderedDict[bytes, RootFacts] = OrderedDict()
