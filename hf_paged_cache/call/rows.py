@@ -324,10 +324,13 @@ class Rows:
         self.committed = []
 
     def free(self) -> None:
-        """Give all blocks back."""
+        """Give all blocks back. Interrupted, it goes on when it is called again."""
         self.alias = []
         while self.distinct:
-            self.distinct.pop().table.free()
+            table = self.distinct[-1].table
+            if not table.allocation.is_freed:
+                table.free()
+            self.distinct.pop()  # last: nobody else knows the table
 
     def fork(self) -> "Rows":
         """The same rows with forked tables."""

@@ -161,7 +161,8 @@ class ArgumentReader:
             if running and not self.sees_columns and arguments.get("attention_mask") is None:
                 given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
         num_new, mask = given.num_new_columns, given.mask
-        self._require_kept(arguments, running, mask)
+        if running:
+            self._require_kept(arguments, running, mask)
         why_no_ids = None
         if given.are_embeddings:
             instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"

@@ -9,6 +9,8 @@ import logging
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -36,6 +38,14 @@ def content_bytes(parts: Sequence[Part], name: Name) -> int:
     num_tokens = len(name.block_hash.token_bytes) // TOKEN_BYTES
     header = _BYTES_OF_AN_ENTRY + _BYTES_OF_A_CHECKSUM * len(parts) + _BYTES_OF_A_TOKEN * num_tokens
     return header + sum(part.num_bytes for part in parts)
+
+
+@lru_cache
+def _warn_once(folder: Path, why: str) -> None:
+    """A disk that is full is so for many files."""
+    logger.warning(
+        "PagedPrefixCache: blocks could not be written to %s, and are dropped, as are later ones: %s", folder, why
+    )
 
 
 def kind_bytes(parts: Sequence[Part]) -> int:
@@ -177,9 +187,7 @@ class Run:
             if not self._home.write(self.num_bytes, self.save, may_wait=may_wait):
                 self.problem = "there is no room for it"
         except OSError as error:
-            logger.warning(
-                "PagedPrefixCache: blocks could not be written to %s, and are dropped: %s", self.path.parent, error
-            )
+            _warn_once(self.path.parent, error.strerror or str(error))
             self.problem = str(error)
         finally:
             with self._lock:

@@ -321,6 +321,31 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
             raise
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_an_interrupt_that_is_kept_holds_no_blocks(name: str) -> None:
+    """A notebook keeps the last exception, and so the frames that it went through, until another one comes."""
+    model = tiny(name)
+    store = PrefixStore(model, block_size=4, num_blocks=60)
+
+    cache = PagedPrefixCache(store)
+
+    def run_and_reset(at_line: int) -> Interrupter:
+        with torch.no_grad():
+            model(torch.tensor([row((1, 30)), row((2, 30))]), past_key_values=cache)
+        with Interrupter(at_line) as interrupter:
+            cache.reset()
+        return interrupter
+
+    run_and_reset(0)
+    for at_line in range(1, run_and_reset(0).num_lines + 1):
+        with pytest.raises(KeyboardInterrupt) as kept:
+            run_and_reset(at_line)
+        cache.reset()
+        assert store.stats().num_blocks_in_use == 0, kept.traceback[-1]
+        store.reset_prefix_cache()
+        store.check()
+
+
 # Calls that are never finished.
 
 
