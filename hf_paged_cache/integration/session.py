@@ -403,9 +403,7 @@ class Session:
         if self._regime and self._conditioning.rope.now() != self._regime:
             held = False
         elif call.rows.may_commit and (call.num_scheduled == 1 or not self.is_open):
-            # with one thread before and after, nobody can have begun another that has ended since
-            is_alone = self._was_alone and not self._conditioning.may_change_in_a_forward()
-            held = is_alone or self._conditions_hold(after_forward=True)
+            held = self._held_in_the_forward()
         self.without_images.note()
         try:
             copies = call.confirm(self._ranks.settled_budget(), conditions_held=held).copies
@@ -545,9 +543,18 @@ class Session:
         self._adapters = conditioning.adapter_names()
         self._may_step = self._adapters is None and not conditioning.rope.depends_on_length
 
-    def _conditions_hold(self, *, after_forward: bool = False) -> bool:
+    def _held_in_the_forward(self) -> bool | None:
+        """Whether the model was as it is, for all that can be known without waiting for a forward on a device; None: `close` looks."""
+        # with one thread before and after, nobody can have begun another that has ended since
+        if self._was_alone and not self._conditioning.may_change_in_a_forward():
+            return True
+        may_wait = not (self.is_open and self._store.pool.accelerators)
+        held = self._conditions_hold(after_forward=True, reads_devices=may_wait)
+        return held if may_wait else held and None
+
+    def _conditions_hold(self, *, after_forward: bool = False, reads_devices: bool = True) -> bool:
         """Whether the model is still as it was when its conditions were read; False where they were not."""
-        return self._conditioning.digest(after_forward=after_forward) == self._digest
+        return self._conditioning.digest(after_forward=after_forward, reads_devices=reads_devices) == self._digest
 
     def _conditioned(self, request: ForwardRequest, seen: Seen, before: int, *, on_ranks: bool) -> ForwardRequest:
         """The request under the model's conditions: why it is computed without reuse, and each row with its root and its images.

@@ -123,19 +123,21 @@ class Conditioning:
         self._held = HeldValues(lambda thing: self._numbers_of([thing])[0])
         self.learns = False
         self._layers_of_others: dict[str, nn.Module] = {}  # name -> a layer that is not of the model's package
+        self._values = b""  # of samples of weights, and of frequencies, as they were read last
         # As of the last digest: hooks, replaced forwards, layers of others, or weights in files.
         self._runs_foreign_code = False
 
-    def digest(self, *, after_forward: bool = False) -> bytes:
+    def digest(self, *, after_forward: bool = False, reads_devices: bool = True) -> bytes:
         """What every row of a forward depends on now.
 
         Args:
             after_forward: nothing but forwards has run since the last digest; see `HeldValues`.
+            reads_devices: samples of weights, and frequencies, which waits for their devices; else they count as they were read last.
 
         Cost: passes over flat lists of modules and tensors, 0.9 ms for the 272 weights of SmolLM2 on a CPU; one wait for
         each accelerator. Where blocks are shared, the first one reads all weights.
         """
-        look = self._look(after_forward=after_forward)
+        look = self._look(after_forward=after_forward, reads_devices=reads_devices)
         if self.is_shared and look.digest not in self._identities:
             self._share(look)
         identity = self._identities.get(look.digest) if self.is_shared else None
@@ -231,7 +233,7 @@ class Conditioning:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
 
-    def _look(self, *, after_forward: bool = False) -> _Look:
+    def _look(self, *, after_forward: bool = False, reads_devices: bool = True) -> _Look:
         """The model as it is, counted as in this process."""
         with self._lock:
             listing, changed = self._weights.listing()
@@ -269,12 +271,14 @@ class Conditioning:
         )
         state = repr((modules, numbers, switches, settings, held, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
-        values = dict(listing.samples)
-        for frequencies in rope.static():
-            kind = frequencies.device, frequencies.dtype
-            values[kind] = [*values.get(kind, ()), frequencies]
+        if reads_devices:
+            values = dict(listing.samples)
+            for frequencies in rope.static():
+                kind = frequencies.device, frequencies.dtype
+                values[kind] = [*values.get(kind, ()), frequencies]
+            self._values = read_bytes(values)
         files = listing.files_now() if listing.files else b""
-        weights = (listing.structure, read_bytes(values), files, changes.tobytes())
+        weights = (listing.structure, self._values, files, changes.tobytes())
         return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches, held)
 
     def _follow(self, listing: Listing, processes: Any) -> None:

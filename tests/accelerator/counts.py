@@ -98,6 +98,10 @@ class Steps(LogitsProcessor):
         self._ends.append(len(self._log.entries))
         return scores
 
+    def prompt(self) -> Log:
+        """Of what came before the first logits."""
+        return Log(self._log.entries[: self._ends[0]])
+
     def logs(self) -> list[Log]:
         """Of each decode step."""
         ends = self._ends

@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
+from transformers import LogitsProcessor
 
-from .counts import COUNTS, Count, Counter, limit_of
-from .log import Log
+from hf_paged_cache import PagedPrefixCache
+
+from .counts import COUNTS, Count, Counter, Steps, limit_of, model_on, plain_model, prompt
+from .log import Log, recorded
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -80,3 +86,51 @@ def test_no_transfer_of_a_step_blocks(how: dict[str, int], attention: str) -> No
     counter.step("transfer", **how)
     blocking = Log([entry for log in counter.steps for entry in log.transfers if entry.is_blocking])
     assert not blocking.entries, blocking.lines("transfer")
+
+
+@pytest.mark.parametrize("attention", ["paged", "gather"])
+def test_while_another_thread_lives_nobody_waits_for_a_prompts_forward_before_its_logits_are_asked_for(
+    attention: Any,
+) -> None:
+    """That thread may change the model, so there is a look at it; what lies on the device is looked at when the call ends."""
+    model, ended, waits = plain_model(torch.float32), threading.Event(), []
+    cache = PagedPrefixCache(model, attention=attention)
+    thread = threading.Thread(target=ended.wait)
+    model.generate(**prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False)
+    for start in (lambda: None, thread.start):
+        start()
+        cache.reset_prefix_cache()
+        with recorded() as log:
+            steps = Steps(log)
+            model.generate(
+                **prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False, logits_processor=[steps]
+            )
+        waits.append((len(steps.prompt().waits), len(log.waits)))
+    ended.set()
+    thread.join()
+    (to_logits, of_all), (to_logits_beside, of_all_beside) = waits
+    assert to_logits_beside == to_logits
+    assert of_all_beside == of_all + 1
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_weights_that_have_changed_unseen_since_the_prompts_forward_are_seen_when_the_call_ends(changes: bool) -> None:
+    """By their values on the device: nothing says it of what is written where torch does not count."""
+    model, ended = model_on(), threading.Event()
+    cache, weight = PagedPrefixCache(model), model.model.layers[0].self_attn.k_proj.weight.data._data
+
+    class Change(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if changes:
+                weight.mul_(2)
+            return scores
+
+    thread = threading.Thread(target=ended.wait)
+    thread.start()
+    model.generate(**prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False, logits_processor=[Change()])
+    ended.set()
+    thread.join()
+    if changes:
+        weight.mul_(0.5)
+    cache.reset()
+    assert cache.lookup(prompt()["input_ids"]).num_tokens == (0 if changes else 16)
