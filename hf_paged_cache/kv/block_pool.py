@@ -93,9 +93,11 @@ class GroupTensors:
 
     def resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Another tensor with the content of a layer's, which is released."""
+        self._streams.join({tensor.device, device})  # others have written to it since this call began
         resized = _zeroed(num_blocks, tensor.shape[1], tensor.shape[2], tensor.shape[3], dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
         self._streams.release(tensor)
+        self._streams.move(device)
         return resized
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]], transfer: Transfer | None = None) -> None:
@@ -178,7 +180,7 @@ class BlockPool:
         self.num_layouts = 0
         self._first_device = first_device
         self._streams = StreamOrder()
-        self.accelerators: set[torch.device] = set()
+        self.accelerators = self._streams.accelerators
         self.all = GroupTensors(self._streams)
         self.groups: dict[int | str | None, GroupTensors] = {None: self.all}
         self.regroup(sight_of, windows)
@@ -279,7 +281,7 @@ class BlockPool:
             slot_mapping = slot_mapping.of_group(group.placing, self.block_size)
         group.num_blocks_used = max(group.num_blocks_used, -(-slot_mapping.end_slot // self.block_size))
         for name, new in states.items():
-            held = self.tensor_for(layer_idx, name, new)
+            held = self._follow(self.tensor_for(layer_idx, name, new))
             if slot_mapping.num_slots == 0:
                 continue
             if new.requires_grad:
@@ -324,7 +326,7 @@ class BlockPool:
         for layer_idx, states in columns:
             places, added = placed[self._group_of.get(layer_idx, self.all)]
             for name, new in states.items():
-                held = self.tensor_for(layer_idx, name, new)
+                held = self._follow(self.tensor_for(layer_idx, name, new))
                 part = held.narrow(2, offset, new.shape[2])
                 if len(places) == 1:
                     part.narrow(0, places[0], 1).copy_(new)
@@ -361,7 +363,7 @@ class BlockPool:
         gathered = {}
         num_rows, num_columns, num_slots = source.num_rows, source.num_columns, source.num_slots(self.block_size)
         for name in layer if names is None else names:
-            held = layer[name]
+            held = self._follow(layer[name])
             capacity, heads, size, head_dim = held.shape
             num_units, unit = (capacity, size * head_dim) if source.by_block else (capacity * size, head_dim)
             chosen = source.index_for(heads, num_units, held.device)
@@ -378,8 +380,14 @@ class BlockPool:
 
     def run_of(self, layer_idx: int, name: str, first_block: int, num_blocks: int) -> Tensor:
         """[1, H, tokens, D]: what blocks hold whose ids follow one another, where it lies. Not of a layer with a window."""
-        held, size = self.all.layers[layer_idx][name], self.block_size
+        held, size = self._follow(self.all.layers[layer_idx][name]), self.block_size
         return _by_head(held).narrow(1, first_block * size, num_blocks * size).unsqueeze(0)
+
+    def _follow(self, held: Tensor) -> Tensor:
+        """A layer's tensor, about to be used: see `StreamOrder.follow`."""
+        if self.accelerators:
+            self._streams.follow(held.device)
+        return held
 
     def tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
         """The tensor that takes `new`; made, widened or moved where needed.
@@ -407,9 +415,9 @@ class BlockPool:
                 return held
             tensor = group.resized(held, group.capacity, dtype, new.device)
         group.bytes_per_block += tensor[:1].nbytes - (0 if held is None else held[:1].nbytes)
-        if tensor.device.type not in _WITHOUT_STREAMS and tensor.device not in self.accelerators:
+        if tensor.device.type not in _WITHOUT_STREAMS:
             self.accelerators.add(tensor.device)
-            self.join_streams()  # this thread's is the first
+            self._streams.move(tensor.device)
         group.layers.setdefault(layer_idx, {})[name] = tensor
         self.num_layouts += 1
         return tensor

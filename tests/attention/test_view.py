@@ -238,6 +238,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     """Of buffers: to which columns are appended in place, as on a host, or which are joined with them, as on an accelerator."""
     for module in (buffers, group_columns):
         monkeypatch.setattr(module, "is_exact_on", lambda device: request.param == "exact")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: "the only one")
     return str(request.param)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.kv.slot_mapping import ReadSource
 from hf_paged_cache.kv.streams import StreamOrder
 
 from ..reference import run
 
 DEVICE = torch.device("cuda", 0)
 OTHER_DEVICE = torch.device("cuda", 1)
+STATES = {"key": torch.ones(1, 2, 2, 8)}
 
 
 @dataclass(eq=False)
@@ -51,8 +55,14 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return made
 
 
+def order_on(*devices: torch.device) -> StreamOrder:
+    order = StreamOrder()
+    order.accelerators.update(devices)
+    return order
+
+
 def test_a_second_stream_waits_for_the_first_and_the_first_for_it(streams: Streams) -> None:
-    order, first = StreamOrder(), streams.current[DEVICE]
+    order, first = order_on(DEVICE), streams.current[DEVICE]
     order.join([DEVICE])
     order.join([DEVICE])
     assert first.waits_for == []
@@ -66,7 +76,7 @@ def test_a_second_stream_waits_for_the_first_and_the_first_for_it(streams: Strea
 
 
 def test_devices_wait_for_their_own_streams_only(streams: Streams) -> None:
-    order, first = StreamOrder(), streams.current[DEVICE]
+    order, first = order_on(DEVICE, OTHER_DEVICE), streams.current[DEVICE]
     order.join([DEVICE, OTHER_DEVICE])
     streams.current[DEVICE] = Stream()
     order.join([DEVICE, OTHER_DEVICE])
@@ -75,7 +85,7 @@ def test_devices_wait_for_their_own_streams_only(streams: Streams) -> None:
 
 
 def test_memory_is_used_again_when_all_streams_are_done_with_it(streams: Streams) -> None:
-    order, held = StreamOrder(), Held(DEVICE)
+    order, held = order_on(DEVICE), Held(DEVICE)
     order.join([DEVICE])
     order.release(cast("Any", held))
     assert held.recorded_on == []  # torch itself waits for the stream that it was made on
@@ -84,6 +94,39 @@ def test_memory_is_used_again_when_all_streams_are_done_with_it(streams: Streams
     order.join([DEVICE])
     order.release(cast("Any", held))
     assert held.recorded_on == [first, second]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda pool: pool.write(0, STATES, pool.map_slots([4, 5])),
+        lambda pool: pool.write_blocks([(0, STATES)], [1], 0),
+        lambda pool: pool.gather(0, ReadSource(torch.tensor([[4, 5]]).to, 1, 2)),
+        lambda pool: pool.run_of(0, "key", 1, 1),
+    ],
+    ids=["write", "write blocks", "gather", "in place"],
+)
+def test_a_pool_that_grows_in_the_middle_of_another_threads_forward_comes_between_what_that_one_does(
+    use: Callable[[BlockPool], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, copied_after = {"now": Stream()}, []
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams["now"])
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: copied_after.append(list(first.waits_for)))
+    pool, first, second = BlockPool(block_size=4), streams["now"], Stream()
+    pool.all.ensure_capacity(3)
+    pool.accelerators.add(torch.device("cpu"))
+    pool.write(0, STATES, pool.map_slots([4, 5]))
+    streams["now"] = second  # of a forward that began before the tensors were there
+    use(pool)
+    assert second.waits_for == [first]
+    use(pool)
+    assert second.waits_for == [first]  # once for each move
+    streams["now"] = first
+    pool.all.ensure_capacity(9)
+    assert copied_after[0] == [second]  # what it has written is copied
+    streams["now"] = second
+    use(pool)
+    assert second.waits_for == [first, first]
 
 
 def test_calls_on_two_streams_are_in_order_and_memory_that_is_let_go_waits_for_both(
