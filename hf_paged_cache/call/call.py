@@ -320,6 +320,7 @@ class Call:
             self._num_columns_before = column
             self._thread = threading.get_ident()
             if self.states is not None:
+                self.store.pool.join_streams()
                 self.states.put(rows)
             self._start_rows(column, in_chunks=True)
 

@@ -178,7 +178,11 @@ class Session:
             return
         held = call.rows.are_trusted
         if not held or self._conditioning.learns:
-            held = self._conditions_hold(after_forward=self._runs_only_forwards) or held
+            held = (
+                (self._runs_only_forwards and self._nobody_could_change_it())
+                or self._conditions_hold(after_forward=self._runs_only_forwards)
+                or held
+            )
         with self._store.lock:  # ended and closed in one: no other thread begins in between
             self._digest, self._synced_gpus = b"", False
             self._images = self._chunked = None
@@ -543,10 +547,14 @@ class Session:
         self._adapters = conditioning.adapter_names()
         self._may_step = self._adapters is None and not conditioning.rope.depends_on_length
 
+    def _nobody_could_change_it(self) -> bool:
+        """Whether forwards, and nothing else, ran in the only thread since the conditions were read, and run nobody's functions."""
+        # with one thread before and after, nobody can have begun another that has ended since
+        return self._was_alone and not self._conditioning.may_change_in_a_forward()
+
     def _held_in_the_forward(self) -> bool | None:
         """Whether the model was as it is, for all that can be known without waiting for a forward on a device; None: `close` looks."""
-        # with one thread before and after, nobody can have begun another that has ended since
-        if self._was_alone and not self._conditioning.may_change_in_a_forward():
+        if self._nobody_could_change_it():
             return True
         may_wait = not (self.is_open and self._store.pool.accelerators)
         held = self._conditions_hold(after_forward=True, reads_devices=may_wait)

@@ -32,17 +32,19 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, h
     Raises:
         torch.OutOfMemoryError: on whatever device; torch raises others of a host and of some accelerators.
     """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):
+            return zeros(shape, dtype, device, huge_pages=huge_pages)
     num_bytes = math.prod(shape) * dtype.itemsize
-    with torch.inference_mode(False), torch.no_grad():
-        if device.type == "cpu" and num_bytes >= _MIN_MAPPED_BYTES:
-            with contextlib.suppress(OSError):  # no address space: let torch say so
-                return torch.frombuffer(_mapped(num_bytes, huge_pages=huge_pages), dtype=dtype).view(shape)
-        try:
-            return torch.zeros(shape, dtype=dtype, device=device)
-        except RuntimeError as error:
-            if any(words in str(error) for words in _OUT_OF_MEMORY) and not isinstance(error, torch.OutOfMemoryError):
-                raise torch.OutOfMemoryError(str(error)) from error
-            raise
+    if device.type == "cpu" and num_bytes >= _MIN_MAPPED_BYTES:
+        with contextlib.suppress(OSError):  # no address space: let torch say so
+            return torch.frombuffer(_mapped(num_bytes, huge_pages=huge_pages), dtype=dtype).view(shape)
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        if any(words in str(error) for words in _OUT_OF_MEMORY) and not isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(str(error)) from error
+        raise
 
 
 class RecycledMemory:

@@ -53,7 +53,7 @@ class StreamOrder:
 
     def release(self, tensor: Tensor) -> None:
         """This tensor is about to be released: what other streams do with it is waited for by whoever gets its memory."""
-        used = self._streams.get(tensor.device, [])
+        used = [*self._streams.get(tensor.device, ())]
         if len(used) > 1:
             for stream in used:
                 tensor.record_stream(stream)
