@@ -38,13 +38,14 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others count on")
     parser.add_argument("--kinds", default="*", help="some kinds or patterns of them, with commas between them")
-    parser.add_argument("--device", default="cpu", help="where all but images is made, such as cuda")
+    parser.add_argument("--device", default="cpu", help="where all is made, such as cuda; those with images run on cpu")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no case begins after so many")
     options = parser.parse_args()
     torch.set_default_device(options.device)
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    known = [*KINDS, *(module.PREFIX + kind for module in (images, same_bits) for kind in module.KINDS)]
+    modules = (images, same_bits) if options.device == "cpu" else (same_bits,)
+    known = [*KINDS, *(module.PREFIX + kind for module in modules for kind in module.KINDS)]
     names = [kind for kind in known if any(fnmatchcase(kind, asked) for asked in options.kinds.split(","))]
     total, of_kind, begun = Played(), Counter[str](), time.monotonic()
     failed, refused = list[str](), dict[str, str]()
