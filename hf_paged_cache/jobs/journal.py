@@ -213,16 +213,17 @@ def note_command(out: Path, command: Mapping[str, Any]) -> None:
 def finished_before(out: Path) -> Finished | None:
     """The record of the job that has finished an output; None: there is no output, or a job has begun it.
 
-    Refuses an output that no job is known to have begun or finished. Changes nothing.
+    Refuses an output that no job is known to have begun or finished. A job that has done nothing has written nothing, so an output
+    with something in it is not its own. Changes nothing.
 
     Raises:
         CacheArgumentError: the output is nobody's, or not what was written; or what lies in the record's place is none.
     """
-    path = record_of(out)
-    if journal_of(out).exists():
+    path, journal = record_of(out), journal_of(out)
+    if journal.exists() and _has_begun(journal):
         return None
     if not path.exists():
-        if out.exists():
+        if out.exists() and (out.stat().st_size or not journal.exists()):
             raise CacheArgumentError(f"{out} already exists: finished, or from another job; {_OTHER}")
         return None
     try:
@@ -310,6 +311,13 @@ def _opened(path: Path, job: Mapping[str, Any], anew: bool) -> BinaryIO:
     return file
 
 
+def _has_begun(path: Path) -> bool:
+    """Whether something is done by a journal: it has a line after its first one."""
+    with path.open("rb") as file:
+        file.readline()
+        return bool(file.readline())
+
+
 def _differences_from(path: Path, job: Mapping[str, Any]) -> str:
     """In what the job of a journal differs from this one.
 
@@ -317,7 +325,7 @@ def _differences_from(path: Path, job: Mapping[str, Any]) -> str:
         CacheArgumentError: it differs, and has begun; or it is no journal.
     """
     with path.open("rb") as file:
-        line, has_begun = file.readline(), bool(file.readline())
+        line = file.readline()
     try:
         before = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -326,7 +334,7 @@ def _differences_from(path: Path, job: Mapping[str, Any]) -> str:
     if not isinstance(before, dict) or before.get("format") != FORMAT:
         raise CacheArgumentError(f"{path} is no journal of this version; remove it, or {anew}")
     different = differences(before, job)
-    if different and has_begun:
+    if different and _has_begun(path):
         raise CacheArgumentError(
             f"{path} is of another job: {different}. Resume it as it was begun, give another output file, or {anew}"
         )
@@ -367,7 +375,7 @@ def _record(line: bytes, num_rows: int) -> Record:
 def _write_whole(path: Path, content: Mapping[str, Any]) -> None:
     """A file with a line of JSON: on the disk as a whole, or not there."""
     unfinished = path.with_name(f"{path.name}.new")
-    with unfinished.open("wb") as file:
+    with naming(path), unfinished.open("wb") as file:
         file.write(json.dumps(content, ensure_ascii=False).encode() + b"\n")
         _sync(file)
     unfinished.replace(path)

@@ -7,6 +7,7 @@ are not padded: they run with rows of their own length.
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from inspect import signature
 from os import PathLike, fspath
 from typing import Any, Literal
@@ -143,7 +144,8 @@ def _instead(name: str) -> str:
         return f"; give cache=PagedPrefixCache(model, {name}=...)"
     if name in signature(GenerationMixin.generate).parameters:
         return " that a batch job takes: it takes those by name that transformers' GenerationConfig has"
-    return "; see transformers' GenerationConfig for all of them"
+    close = get_close_matches(name, [*_known_names(), *How.__dataclass_fields__], 1)
+    return f"; did you mean {close[0]}?" if close else "; see transformers' GenerationConfig for all of them"
 
 
 def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:

@@ -19,6 +19,7 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from errno import ENOSPC
 from importlib.util import find_spec
 from io import TextIOWrapper
 from os import PathLike, fspath
@@ -94,7 +95,9 @@ class _CopiedRows(Sequence[Row]):
             self._starts.append(self._file.tell())
             self._lines.append(line)
             if not isinstance(row, dict):
-                raise CacheArgumentError(f"{self.place(len(self) - 1)} is no JSON object, which a row is")
+                raise CacheArgumentError(
+                    f'{self.place(len(self) - 1)} is no JSON object; a row is one, such as {{"prompt": "..."}}'
+                )
             pickle.dump(row, self._file)  # JSON would make texts of dates and of bytes
 
     def place(self, row: int) -> str:
@@ -145,9 +148,19 @@ def _read(path: Path) -> _CopiedRows:
         raise
     except UnicodeDecodeError as error:
         raise CacheArgumentError(f"{path} is not UTF-8 ({error.reason}); save it so") from error
+    except OSError as error:
+        if error.errno != ENOSPC:
+            raise _unreadable(path, kind, error) from error
+        raise CacheArgumentError(
+            f"{path} is copied to {tempfile.gettempdir()} to be read, and there is no room for it; name another folder by TMPDIR"
+        ) from error
     except Exception as error:  # of pyarrow and of what decompresses, each with kinds of its own
-        said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-        raise CacheArgumentError(f"{path} cannot be read as {kind} ({said})") from error
+        raise _unreadable(path, kind, error) from error
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> CacheArgumentError:
+    said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+    return CacheArgumentError(f"{path} cannot be read as {kind} ({said})")
 
 
 def _json(file: BinaryIO, path: Path, *, is_lines: bool) -> Iterator[tuple[int, Any]]:

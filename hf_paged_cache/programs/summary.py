@@ -100,7 +100,8 @@ def report(options: RunOptions, models: Sequence[ModelRun], advice: Sequence[str
 def say(what: str) -> None:
     """A line on stderr, if there is one still."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        print(f"hf-paged-cache run: {what}", file=sys.stderr, flush=True)  # noqa: T201
+        sys.stderr.write(f"hf-paged-cache run: {what}\n")  # at once: several processes may write to one pipe
+        sys.stderr.flush()
 
 
 def _say_of_model(counts: dict[str, Any]) -> None:

@@ -194,7 +194,11 @@ def _choose(
         wanted = {by_id[block_id].digest for block_id in blocks.pins.block_ids(b"") if block_id in by_id}
     elif prefixes is not None:
         wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
-    nothing = "nothing is pinned" if pinned else "no such block is cached: compute it first, with cache.prefill"
+    nothing = (
+        "nothing is pinned"
+        if pinned
+        else f"no such block is cached: compute it first, with cache.prefill; blocks have {blocks.block_size} tokens, and what is shorter has none"
+    )
     not_saved = {} if wanted else {nothing: 0}
     roots = {
         here: facts._replace(digest=model.identity.digest)

@@ -113,7 +113,7 @@ def test_what_is_no_record_stays(text: str, has_output: bool, out: Path) -> None
 
 def test_where_a_job_has_begun_again_its_journal_says_what_is_done(out: Path) -> None:
     out.write_text("half of it\n")
-    journal_of(out).write_text("{}\n")
+    journal_of(out).write_text("{}\n{}\n")
     assert finished_before(out) is None
 
 
@@ -131,3 +131,23 @@ def test_all_files_of_a_job_follow_the_umask(umask: int, tmp_path: Path) -> None
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
     assert modes == dict.fromkeys(["out.jsonl", "out.jsonl.journal", "out.jsonl.done"], 0o666 & ~umask)
     assert json.loads(record_of(out).read_text())["counts"] == dataclasses.asdict(SUMMARY)
+
+
+@pytest.mark.parametrize("line", [b"", b'{"format": 0}\n', b'{"form'])
+def test_an_output_beside_a_journal_in_which_nothing_is_done_is_not_that_jobs_unless_it_is_empty(
+    line: bytes, out: Path
+) -> None:
+    """Ctrl-C before the first batch leaves an empty output; what is in it later somebody else has written."""
+    journal_of(out).write_bytes(line)
+    record = finished_before(out)
+    assert record is not None
+    with pytest.raises(CacheArgumentError, match="from another job"):
+        require_same(out, record, {**JOB, "more": 1})
+    record_of(out).unlink()
+    with pytest.raises(CacheArgumentError, match="already exists: finished, or from another job; give another file"):
+        finished_before(out)
+    out.write_bytes(b"")
+    assert finished_before(out) is None
+    out.write_bytes(b"{}\n")
+    journal_of(out).write_bytes(line.partition(b"\n")[0] + b"\n{")
+    assert finished_before(out) is None

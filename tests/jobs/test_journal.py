@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from hf_paged_cache import CacheArgumentError
+from hf_paged_cache.jobs import journal as journal_module
 from hf_paged_cache.jobs.journal import Journal, Order, Output, Record, claimed, journal_of
 
 JOB = {"model": "a" * 64, "option": {"top_k": 3}}
@@ -173,3 +174,14 @@ def test_a_row_is_written_as_json_can_say_it(value: object, line: str, tmp_path:
         journal.add(Record([0], ["c"], {}))
         output.write_on()
     assert (tmp_path / "out").read_text("utf-8") == line + "\n"
+
+
+def test_a_full_disk_is_said_with_the_file_where_the_job_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(journal_module, "_sync", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*j'"):
+        Journal(tmp_path / "j", {}, 1)

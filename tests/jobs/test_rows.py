@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError
+from hf_paged_cache.jobs import rows as rows_module
 from hf_paged_cache.jobs.rows import RowError, digest_of, opened, prompt_of
 
 ODD: list[dict[str, Any]] = [
@@ -223,3 +225,19 @@ def test_a_digest_knows_values_and_no_addresses() -> None:
     assert digest_of([{"x": {"a", "b", "c"}}]) == digest_of([{"x": ["a", "b", "c"]}])
     with pytest.raises(RowError, match=r"^row 1, counted from 0: it cannot be written as JSON \(keys must be str"):
         digest_of([{"x": 1}, {"x": {(1, 2): 3}}])
+
+
+@pytest.mark.parametrize(
+    ("number", "said"), [(errno.ENOSPC, r"is copied to .*there is no room for it; name another folder by TMPDIR"), (errno.EIO, r"p\.jsonl cannot be read as JSON lines \(OSError")]
+)  # fmt: skip
+def test_no_room_for_the_copy_is_not_taken_for_a_damaged_file(
+    number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(rows_module.pickle, "dump", full)
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(CacheArgumentError, match=said), opened(path, "prompt"):
+        pass
