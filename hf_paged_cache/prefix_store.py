@@ -8,6 +8,7 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from typing import Literal, NoReturn, Unpack
 
@@ -27,6 +28,7 @@ from .model.placeholders import Placeholders
 from .model.probing import input_device, measure_bytes_per_token, measure_layers, measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
+    attention_of,
     cache_layers,
     default_arguments,
     has_keys,
@@ -140,6 +142,7 @@ class PrefixStore:
         takes_positions = takes(model, "position_ids")
         self.argument_reader = ArgumentReader(
             model.config,
+            partial(attention_of, model),
             takes_positions=takes_positions,
             takes_logits_to_keep=takes(model, "logits_to_keep"),
             changes_with=conditioning.changes_with,

@@ -100,6 +100,7 @@ class ArgumentReader:
 
     Attributes:
         config: the model's, which may ask for tuples.
+        attention: the name of its attention now.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
         changes_with: whether keys and values may be others where this output is asked for.
@@ -111,6 +112,7 @@ class ArgumentReader:
     """
 
     config: Any
+    attention: Callable[[], str | None]
     _: KW_ONLY
     takes_positions: bool
     takes_logits_to_keep: bool
@@ -154,9 +156,12 @@ class ArgumentReader:
         if known is not None and known.token_ids is arguments.get("input_ids"):
             given = known.values
         else:
-            are_added = getattr(self.config, "_attn_implementation", None) == "eager"
             given = read_inputs(
-                arguments, len(running), before, takes_positions=self.takes_positions, masks_are_added=are_added
+                arguments,
+                len(running),
+                before,
+                takes_positions=self.takes_positions,
+                booleans_hide=self.attention() == "sdpa",
             )
             if running and not self.sees_columns and arguments.get("attention_mask") is None:
                 given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
@@ -430,7 +435,7 @@ def read_inputs(
     before: int,
     *,
     takes_positions: bool,
-    masks_are_added: bool,
+    booleans_hide: bool,
 ) -> InputValues:
     """Read the values of token ids, mask and positions of all rows, in one wait for their device.
 
@@ -439,7 +444,7 @@ def read_inputs(
         num_running: rows that resume; 0 for a first forward.
         before: columns that they have.
         takes_positions: the model's forward has `position_ids`.
-        masks_are_added: attention adds a mask of four dimensions as it is, so one of booleans hides nothing.
+        booleans_hide: attention hides what a mask of four dimensions says is false. Others add it to scores, where it hides nothing.
 
     Raises:
         CacheArgumentError: no ids and no embeddings; or another number of rows, or of columns of the mask.
@@ -454,7 +459,7 @@ def read_inputs(
         raise CacheArgumentError(
             f"the cache runs {num_running} rows, got {num_rows}; cache.reset() it for another batch"
         )
-    mask, why_no_mask = _form_of(arguments.get("attention_mask"), num_rows, before, num_new, masks_are_added)
+    mask, why_no_mask = _form_of(arguments.get("attention_mask"), num_rows, before, num_new, booleans_hide)
     positions = arguments.get("position_ids")
     runs, why_no_runs = _runs_of(positions, num_rows, num_new) if takes_positions else (None, None)
     wanted = (ids, mask, runs, positions.max() if isinstance(positions, Tensor) and positions.numel() else None)
@@ -497,7 +502,9 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
     )
 
 
-def _form_of(mask: Any, num_rows: int, before: int, num_new: int, is_added: bool) -> tuple[Tensor | None, str | None]:
+def _form_of(
+    mask: Any, num_rows: int, before: int, num_new: int, booleans_hide: bool
+) -> tuple[Tensor | None, str | None]:
     """[3, rows]: columns that a mask shows, the first of them, and new columns that it shows; None: it is not read. And why it is no
     mask of rows and columns.
     """
@@ -505,7 +512,7 @@ def _form_of(mask: Any, num_rows: int, before: int, num_new: int, is_added: bool
         return None, None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
-        seen = _seen_by_any(mask, num_rows, before + num_new, is_added) if before else None
+        seen = _seen_by_any(mask, num_rows, before + num_new, booleans_hide) if before else None
         return None if seen is None else _form(seen, before), f"the attention mask is a {kind}, not [rows, columns]"
     if mask.shape != (num_rows, before + num_new):
         raise CacheArgumentError(
@@ -520,17 +527,17 @@ def _form(shown: Tensor, before: int) -> Tensor:
     return torch.stack((shown.sum(dim=1), shown.int().argmax(dim=1), shown[:, before:].sum(dim=1)))
 
 
-def _seen_by_any(mask: Any, num_rows: int, num_columns: int, is_added: bool) -> Tensor | None:
+def _seen_by_any(mask: Any, num_rows: int, num_columns: int, booleans_hide: bool) -> Tensor | None:
     """[rows, columns]: what some query sees, by a mask [rows or 1, heads, queries, columns] or by any of several; None: one is of
-    another form, or its booleans are added to scores.
+    another form, or its booleans hide nothing.
     """
     if isinstance(mask, Mapping):
-        seen = [_seen_by_any(each, num_rows, num_columns, is_added) for each in mask.values()]
+        seen = [_seen_by_any(each, num_rows, num_columns, booleans_hide) for each in mask.values()]
         known = [each for each in seen if each is not None]
         return torch.stack(known).any(dim=0) if known and len(known) == len(seen) else None
     if not isinstance(mask, Tensor) or mask.dim() != 4 or len(mask) not in (1, num_rows):
         return None
-    if mask.dtype == torch.bool and is_added:
+    if mask.dtype == torch.bool and not booleans_hide:
         return None
     shown = mask if mask.dtype == torch.bool else mask > _HIDING
     columns = shown.flatten(1, 2).any(dim=1)[:, -num_columns:]  # with a window the last ones

@@ -178,11 +178,7 @@ class Session:
             return
         held = call.rows.are_trusted
         if not held or self._conditioning.learns:
-            held = (
-                (self._runs_only_forwards and self._nobody_could_change_it())
-                or self._conditions_hold(after_forward=self._runs_only_forwards)
-                or held
-            )
+            held = self._conditions_hold(after_forward=self._runs_only_forwards) or held
         with self._store.lock:  # ended and closed in one: no other thread begins in between
             self._digest, self._synced_gpus = b"", False
             self._images = self._chunked = None
@@ -547,18 +543,16 @@ class Session:
         self._adapters = conditioning.adapter_names()
         self._may_step = self._adapters is None and not conditioning.rope.depends_on_length
 
-    def _nobody_could_change_it(self) -> bool:
-        """Whether forwards, and nothing else, ran in the only thread since the conditions were read, and run nobody's functions."""
-        # with one thread before and after, nobody can have begun another that has ended since
-        return self._was_alone and not self._conditioning.may_change_in_a_forward()
-
     def _held_in_the_forward(self) -> bool | None:
         """Whether the model was as it is, for all that can be known without waiting for a forward on a device; None: `close` looks."""
-        if self._nobody_could_change_it():
+        # with one thread before and after, nobody can have begun another that has ended since
+        if self._was_alone and not self._conditioning.may_change_in_a_forward():
             return True
         may_wait = not (self.is_open and self._store.pool.accelerators)
         held = self._conditions_hold(after_forward=True, reads_devices=may_wait)
-        return held if may_wait else held and None
+        if held and not may_wait:
+            return None  # samples of weights on devices may still show otherwise
+        return held
 
     def _conditions_hold(self, *, after_forward: bool = False, reads_devices: bool = True) -> bool:
         """Whether the model is still as it was when its conditions were read; False where they were not."""

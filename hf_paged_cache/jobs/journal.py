@@ -312,10 +312,10 @@ def _opened(path: Path, job: Mapping[str, Any], anew: bool) -> BinaryIO:
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether something is done by a journal: it has a line after its first one."""
+    """Whether something is done by a journal: it has a whole line after its first one."""
     with path.open("rb") as file:
         file.readline()
-        return bool(file.readline())
+        return file.readline().endswith(b"\n")
 
 
 def _differences_from(path: Path, job: Mapping[str, Any]) -> str:

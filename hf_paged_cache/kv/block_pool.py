@@ -106,6 +106,8 @@ class GroupTensors:
         Args:
             transfer: that their ids go with, where a device needs them; None: one of their own.
         """
+        for device in {tensor.device for tensor in self}:
+            self._streams.follow(device)
         sources, destinations = [source for source, _ in copies], [destination for _, destination in copies]
         self.use(1 + max(destinations, default=-1))
         in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)

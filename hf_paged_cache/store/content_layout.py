@@ -86,6 +86,7 @@ class ContentLayout:
 
     def rows_of(self, kind: Kind, contents: Sequence[Any]) -> list[Tensor]:
         """Copies of contents of a kind that has parts: of each part, [N, bytes] on its device."""
+        self._pool.join_streams()
         if kind == STATES:
             return [rows_of_states(part, contents) for part in self.parts()[kind]]
         return [rows_of_blocks(self._pool, part, contents) for part in self.parts()[kind]]

@@ -44,7 +44,7 @@ def content_bytes(parts: Sequence[Part], name: Name) -> int:
 def _warn_once(folder: Path, why: str) -> None:
     """A disk that is full is so for many files."""
     logger.warning(
-        "PagedPrefixCache: blocks could not be written to %s, and are dropped, as are later ones: %s", folder, why
+        "PagedPrefixCache: blocks could not be written to %s, and are dropped, which is said once: %s", folder, why
     )
 
 

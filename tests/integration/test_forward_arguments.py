@@ -26,6 +26,7 @@ from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.kv.slot_mapping import SlotMapping
 
 from ..call.bench import make_row
+from ..conformance import image_zoo
 
 IDS = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
 MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -56,7 +57,7 @@ def read(
 def reader(config: Any = None, **options: Any) -> ArgumentReader:
     options = {"takes_positions": True, "takes_logits_to_keep": True, **options}
     options = {"changes_with": lambda name: False, "defaults": {}, **options}
-    return ArgumentReader(SimpleNamespace() if config is None else config, **options)
+    return ArgumentReader(SimpleNamespace() if config is None else config, lambda: "sdpa", **options)
 
 
 def tokens(given: ForwardRequest) -> list[list[int]]:
@@ -518,4 +519,14 @@ def test_what_is_known_ahead_is_what_would_be_read(
     rows = [RowInput(array("q", [7, 8, 9])[: stop - max(before, pad)], pad, first_position) for pad in pads]
     given, known = side._passed(rows, before, before, stop)
     assert known.token_ids is given["input_ids"]
-    assert known.values == read_inputs(given, 2 if before else 0, before, takes_positions=takes_positions)
+    assert known.values == read_inputs(
+        given, 2 if before else 0, before, takes_positions=takes_positions, booleans_hide=True
+    )
+
+
+def test_whether_booleans_hide_is_asked_of_the_attention_of_the_text_model() -> None:
+    model = image_zoo.build("llava")
+    reader, before = PrefixStore(model).argument_reader, model.config._attn_implementation
+    assert reader.attention() == before == "sdpa"
+    model.set_attn_implementation({"text_config": "eager"})
+    assert (reader.attention(), model.config._attn_implementation) == ("eager", "sdpa")

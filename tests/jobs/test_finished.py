@@ -149,5 +149,8 @@ def test_an_output_beside_a_journal_in_which_nothing_is_done_is_not_that_jobs_un
     out.write_bytes(b"")
     assert finished_before(out) is None
     out.write_bytes(b"{}\n")
-    journal_of(out).write_bytes(line.partition(b"\n")[0] + b"\n{")
+    journal_of(out).write_bytes(line.partition(b"\n")[0] + b"\n{")  # torn, so not done
+    with pytest.raises(CacheArgumentError, match="already exists: finished, or from another job; give another file"):
+        finished_before(out)
+    journal_of(out).write_bytes(line.partition(b"\n")[0] + b"\n{}\n")
     assert finished_before(out) is None

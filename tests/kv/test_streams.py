@@ -103,8 +103,9 @@ def test_memory_is_used_again_when_all_streams_are_done_with_it(streams: Streams
         lambda pool: pool.write_blocks([(0, STATES)], [1], 0),
         lambda pool: pool.gather(0, ReadSource(torch.tensor([[4, 5]]).to, 1, 2)),
         lambda pool: pool.run_of(0, "key", 1, 1),
+        lambda pool: pool.all.copy_blocks([(1, 2)]),
     ],
-    ids=["write", "write blocks", "gather", "in place"],
+    ids=["write", "write blocks", "gather", "in place", "copy"],
 )
 def test_a_pool_that_grows_in_the_middle_of_another_threads_forward_comes_between_what_that_one_does(
     use: Callable[[BlockPool], Any], monkeypatch: pytest.MonkeyPatch

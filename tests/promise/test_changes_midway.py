@@ -6,6 +6,7 @@ again; a weight's count of writes never comes back.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -304,3 +305,27 @@ def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(
     change.end()
     assert not is_same(run(model, input_ids=IDS, max_new_tokens=1), computed)
     assert_same(wanted, run(model, cache, input_ids=IDS))
+
+
+@pytest.mark.parametrize("where", ["forward", "_update_model_kwargs_for_generation", "prepare_inputs_for_generation"])
+def test_a_model_whose_own_code_changes_it_in_the_middle_of_a_call_leaves_nothing_to_others(where: str) -> None:
+    """As remote code does that sets its adapter by what it is passed. Nobody else runs, and no function is anybody else's."""
+    model = build("llama")
+    layer, num_calls = model.model.layers[0].self_attn.k_proj, 0
+    kept, other = layer.weight, nn.Parameter(layer.weight.data.roll(1, 0))
+    plain = getattr(type(model), where)
+
+    def changing(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 5:
+            layer.weight = other
+        return plain(self, *args, **kwargs)
+
+    model.__class__ = type("Changing", (type(model),), {where: functools.wraps(plain)(changing)})
+    cache = PagedPrefixCache(model, block_size=4)
+    num_calls = 0
+    ids = run(model, cache, input_ids=IDS, max_new_tokens=20).sequences
+    assert num_calls > 5
+    layer.weight, num_calls = kept, 9
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))

@@ -475,6 +475,7 @@ def as_blocks(seen: torch.Tensor) -> BlockMask:
     ("name", "attention", "masks", "pads"),
     [
         pytest.param("llama", "eager", lambda seen: seen, (0, 20), id="booleans that are added"),
+        pytest.param("llama", "flex_attention", lambda seen: seen, (20,), id="booleans that flex attention adds"),
         pytest.param("llama", "sdpa", as_blocks, (20,), id="blocks"),
         pytest.param(
             "gemma3", "sdpa", lambda seen: {"full_attention": seen, "sliding_attention": None}, (20,), id="none"
