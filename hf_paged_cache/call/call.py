@@ -881,7 +881,7 @@ class Call:
 
     def leave_behind(self) -> None:
         """The cache is being collected, perhaps inside a line of ours: only note what the store will have to end."""
-        if self.rows.distinct:
+        if self.rows.distinct or self.rows.leaving:
             self.store.left_behind.append(self.rows)
 
     def leave_reservation(self) -> None:
@@ -939,6 +939,8 @@ class Call:
     def _end_rows(self) -> None:
         """The running rows become the previous ones; those before them are dropped."""
         if not self.rows.alias:
+            if self.rows.leaving:
+                self.rows.free()
             return
         self._held.drop()
         self.previous.free()

@@ -159,9 +159,10 @@ class Rows:
         num_columns: confirmed columns, padding included.
         group: batch row -> prompt row it was forked from; equal for rows that share their first `shared_columns`.
         committed: hashes of blocks that were committed, or got a snapshot, before anybody looked whether the conditions had held.
+        leaving: rows whose blocks are being given back; some are left where an interrupt ended that.
     """
 
-    __slots__ = ("alias", "committed", "distinct", "group", "num_columns", "shared_columns")
+    __slots__ = ("alias", "committed", "distinct", "group", "leaving", "num_columns", "shared_columns")
 
     def __init__(self, distinct: list[Row], alias: list[int], num_columns: int) -> None:
         self.distinct = distinct
@@ -170,6 +171,7 @@ class Rows:
         self.group = list(alias)
         self.shared_columns = 0
         self.committed: list[BlockHash] = []
+        self.leaving: list[Row] = []
 
     def __len__(self) -> int:
         """Rows of the batch."""
@@ -326,11 +328,13 @@ class Rows:
     def free(self) -> None:
         """Give all blocks back. Interrupted, it goes on when it is called again."""
         self.alias = []
-        while self.distinct:
-            table = self.distinct[-1].table
+        self.leaving += self.distinct
+        self.distinct = []  # from here on nobody uses the rows
+        while self.leaving:
+            table = self.leaving[-1].table
             if not table.allocation.is_freed:
                 table.free()
-            self.distinct.pop()  # last: nobody else knows the table
+            self.leaving.pop()  # last: nobody else knows the table
 
     def fork(self) -> "Rows":
         """The same rows with forked tables."""
