@@ -67,14 +67,11 @@ class View:
         self._group(sight_of)
 
     def _group(self, sight_of: Mapping[int, Sight]) -> None:
-        everything = GroupColumns(
-            self._pool, None, self._memory
-        )  # layers without a window, also those that no config names
+        # layers without a window, also those that no config names
+        everything = GroupColumns(self._pool, None, self._memory)
         of_sight = {sight: GroupColumns(self._pool, sight, self._memory) for sight in dict.fromkeys(sight_of.values())}
-        groups, group_of = (
-            [everything, *of_sight.values()],
-            {index: of_sight[sight] for index, sight in sight_of.items()},
-        )
+        groups = [everything, *of_sight.values()]
+        group_of = {index: of_sight[sight] for index, sight in sight_of.items()}
         # at once: interrupted above, the rows of before may resume
         self._all, self._groups, self._group_of, self.sight_of = everything, groups, group_of, sight_of
 

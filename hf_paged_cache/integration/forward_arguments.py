@@ -505,8 +505,9 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
 def _form_of(
     mask: Any, num_rows: int, before: int, num_new: int, booleans_hide: bool
 ) -> tuple[Tensor | None, str | None]:
-    """[3, rows]: columns that a mask shows, the first of them, and new columns that it shows; None: it is not read. And why it is no
-    mask of rows and columns.
+    """[3, rows]: columns that a mask shows, the first of them, and new columns that it shows; None: it cannot be asked.
+
+    Beside it, why it is no mask of rows and columns; None: it is one, or there is none.
     """
     if mask is None:
         return None, None
