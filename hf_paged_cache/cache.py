@@ -4,12 +4,13 @@ Owns the translation between transformers' `Cache` and a `Call`; decides nothing
 """
 
 import contextlib
+import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn, Unpack
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor
@@ -21,16 +22,21 @@ from .attention.view import View
 from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
+from .integration.calls import Calls, CallState, Current, require_continues, require_may_begin
 from .integration.forwards_ahead import ForwardsAhead
+from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.layers import PagedLayer, live_states, make_layer
 from .integration.ranks import Ranks
+from .integration.roads import takes_rows
 from .integration.session import Session
 from .integration.side_forward import SideForwards
 from .integration.without_store import LayersWithoutStore, LayersWithRows
+from .model.cache_adapters import cache_argument
 from .model.probing import hold_as
 from .model.support import cache_layers
 from .prefix_store import PrefixStore, store_of
+from .rows.rows import Rows
 from .stacks import locals_of
 from .stats import CacheStats, CallStats
 from .store.store_stats import stats_of
@@ -73,7 +79,6 @@ class PagedPrefixCache(Cache):
     """
 
     is_paged_prefix_cache = True
-    layers: list[Any]
 
     @shows_store_options
     def __init__(
@@ -109,6 +114,12 @@ class PagedPrefixCache(Cache):
         self.call = Call(blocks, self.view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         self._side = side = SideForwards(self.store.model, reader, sibling)
+        self._calls = Calls(
+            blocks, conditioning, reader, self.store.image_inputs, self.cache_salt, self.call.counters, side
+        )
+        self._current = Current()  # the rows of the last call, or of the running loop
+        finalize(self, self._current.leave, blocks.left_rows).atexit = False
+        self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
         self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
         self._without_store = LayersWithoutStore(self.store.model, self.call, ref(self))
@@ -125,20 +136,115 @@ class PagedPrefixCache(Cache):
             bypasses=on_full == "bypass",
         )
         self.images_of_generate = self.store.image_inputs.of_generate
-        self.generating, self.before_forward = session.generating, session.before_forward  # what the hooks ask
+        self.generating = session.generating  # what the hooks ask
         self.after_forward, self.why_unscheduled = session.after_forward, session.why_unscheduled
         self.paged_layers = layers
         super().__init__(layers=layers)  # `self.layers`: these, or those that hold a bypassed call's rows
         held: Any = ref(self)  # called like a class, where a model writes more layers than its config names:
         self.layer_class_to_replicate = lambda: held()._make_layer()  # type: ignore[assignment]
 
+    # What the hooks ask.
+
+    def begin_rows(self, model: Any, given: GenerateArguments) -> Rows | None:
+        """A `generate` begins: the rows that it runs on; None: it runs in the pool.
+
+        Raises:
+            CacheArgumentError: another model's, or one that asks for a cache of its own, or tokens that do not continue the rows.
+        """
+        current = self._current.rows
+        if not self._may_take_rows:
+            return None
+        if not given.only_new_tokens and not takes_rows(given):
+            self._end_rows()
+            return None
+        if given.only_new_tokens and current is None and self._session.num_rows:
+            return None
+        require_may_begin(self.store.model, model, given)
+        if given.only_new_tokens:
+            require_continues(given, 0 if current is None else current.get_seq_length())
+        if given.only_new_tokens and current is not None:
+            self._calls.resume(given, current)
+            current.handle, current.is_behind_handle = ref(self), False
+            return current
+        self._leave_pool()
+        rows = self._calls.begin(given, self._current.take())
+        rows.handle = ref(self)
+        return rows
+
+    @contextlib.contextmanager
+    def running(self, rows: Rows) -> Iterator[None]:
+        """The span of a `generate` on rows: whatever ends it, what is complete is kept, and the rows stay."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            rows.reset()
+            with self.store.blocks.lock:
+                self.store.blocks.make_way()
+            raise
+        finally:
+            self._calls.close(rows)
+            self._current.rows = rows
+
+    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""
+        rows = self._current.rows
+        if rows is None:
+            if not self._may_take_rows or self._session.num_rows or self._session.is_open or not takes_rows():
+                return self._session.before_forward(model, arguments)
+            rows = self._current.rows = self._calls.new_rows()
+        rows.handle, rows.is_behind_handle = ref(self), True
+        return rows.before_forward(model, {**arguments, cache_argument(model): rows})
+
+    def note_call(self, state: CallState) -> None:
+        """This call is the last one."""
+        self._current.last = state
+
+    def _leave_pool(self) -> None:
+        """Rows of a call that ran in the pool end."""
+        if self._session.num_rows:
+            self.call.check_not_busy()
+            self._without_store.end()
+            with self.store.blocks.lock:
+                self.call.drop_rows()
+
+    def _end_rows(self) -> None:
+        """The rows of the last call end; what a loop has completed is kept."""
+        rows = self._current.take()
+        if rows is not None:
+            self._calls.close(rows)
+
     # What `generate` and the model ask.
+
+    @property
+    def layers(self) -> list[Any]:  # type: ignore[override]
+        """Of the rows, wherever they are."""
+        rows = self._current.rows
+        return self._pool_layers if rows is None else rows.layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        self._pool_layers = layers
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """`generate` sets this as it begins: one that was looked up before the cache was attached begins here."""
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, is_so: bool) -> None:
+        if self._may_take_rows and self._current.rows is not None:
+            self._end_rows()
 
     def __bool__(self) -> bool:
         """True even without rows: some models ask `if past_key_values`."""
         return True
 
     def __repr__(self) -> str:
+        if self._current.rows is not None:
+            rows = f"{self._current.rows.num_rows} rows of {self.get_seq_length()} tokens"
+            where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
+            without = " without the store" if self._current.rows.why_bypassed is not None else ""
+            return f"PagedPrefixCache({rows}{without}, {where})"
         rows = f"{self._session.num_rows} rows of {self.get_seq_length()} tokens"
         where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
         return f"PagedPrefixCache({rows}{' without the store' if self._without_store.has_rows else ''}, {where})"
@@ -146,6 +252,8 @@ class PagedPrefixCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         """Of each layer, whether attention sees a window there."""
+        if self._current.rows is not None:
+            return list(super().is_sliding)
         if type(self.layers) is LayersWithRows:
             return list(super().is_sliding)
         return [*map(self.view.sight_of.__contains__, range(len(self.layers)))]
@@ -190,6 +298,8 @@ class PagedPrefixCache(Cache):
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether a layer keeps what its window or its state has passed until `crop`, for drafts are verified."""
+        if self._current.rows is not None:
+            return bool(getattr(self.layers[layer_idx], "record_past", False))
         layer = self.layers[layer_idx]
         if hasattr(layer, "record_past"):
             return bool(layer.record_past)
@@ -201,6 +311,8 @@ class PagedPrefixCache(Cache):
         Of layer 0, by which models ask for the length of the rows, it is always the rows'. Before the first forward of a store
         has returned, all count as writing but those that a trial saw write nothing: columns of padding that it skips are there in each.
         """
+        if self._current.rows is not None:
+            return self._current.rows.get_seq_length(layer_idx)
         if self.call.forward is None and not self._without_store.is_running:
             self._session.open_unseen()
         if layer_idx < 0:
@@ -214,10 +326,15 @@ class PagedPrefixCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
+        if self._current.rows is not None:
+            return self._current.rows.is_initialized
         return self._session.num_columns > 0
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
+        if self._current.rows is not None:
+            self._current.rows.activate_past_recording()
+            return
         self._session.records_drafts = True
         self.call.keep_past()
         if self._without_store.has_rows:
@@ -225,6 +342,9 @@ class PagedPrefixCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` continues as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
+        if self._current.rows is not None:
+            self._current.rows.reorder_cache(beam_idx)
+            return
         self._session.rows().reorder(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -233,6 +353,9 @@ class PagedPrefixCache(Cache):
         Raises:
             CacheArgumentError: a positive number, more than there are tokens, or more than a window lets take back.
         """
+        if self._current.rows is not None:
+            self._current.rows.crop(tokens_to_remove)
+            return
         if tokens_to_remove > 0:
             raise CacheArgumentError(
                 f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
@@ -241,15 +364,22 @@ class PagedPrefixCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, which share all blocks."""
+        if self._current.rows is not None:
+            self._current.rows.batch_repeat_interleave(repeats)
+            return
         self._session.rows().reorder([row for row in range(self._session.num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
+        if self._current.rows is not None:
+            self._current.rows.batch_select_indices(indices)
+            return
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self._session.rows().reorder(torch.where(chosen < 0, chosen + self._session.num_rows, chosen))
 
     def reset(self) -> None:
         """Drop the running rows and their copy, as transformers means it; full blocks stay in the prefix cache."""
+        self._end_rows()
         self._without_store.check_not_busy()
         self.call.drop_rows()
         self._without_store.end()
@@ -271,10 +401,10 @@ class PagedPrefixCache(Cache):
         call, blocks = self.call, self.store.blocks
         with blocks.lock:
             blocks.settle()
-            copied_bytes = self.view.num_bytes + self._without_store.num_bytes
-            return stats_of(
-                blocks, call.counters.totals, self.cache_salt, copied_bytes, call.peak_kv_bytes, self.view.backend
-            )
+            rows = self._current.rows
+            copied_bytes = self.view.num_bytes + self._without_store.num_bytes + (0 if rows is None else rows.kv_bytes)
+            peak = call.peak_kv_bytes if self._current.last is None else self._current.last.peak_kv_bytes
+            return stats_of(blocks, call.counters.totals, self.cache_salt, copied_bytes, peak, self.view.backend)
 
     @property
     def last_call(self) -> CallStats:
@@ -282,6 +412,9 @@ class PagedPrefixCache(Cache):
 
         The last `generate`, plain forward, `score` or `prefill` that computed something: `last_call.kind` says which.
         """
+        last = self._current.last
+        if last is not None and self.call.counters.ran_last(last.counts):
+            return self.call.counters.of_call(last.peak_kv_bytes)
         return self.call.stats()
 
     def reset_prefix_cache(self) -> None:
@@ -294,6 +427,7 @@ class PagedPrefixCache(Cache):
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.store.blocks
+        self._end_rows()
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows(self.cache_salt)
@@ -369,6 +503,7 @@ class PagedPrefixCache(Cache):
         self._without_store.copy_to(sibling._without_store, memo)
         sibling._session.without_images.take_over(self._session.without_images)
         sibling.call.take_over(self.call.fork_rows(), ended=self.call.has_ended)
+        sibling._current.rows = copy.deepcopy(self._current.rows, memo)
         return sibling
 
     def __reduce__(self) -> NoReturn:

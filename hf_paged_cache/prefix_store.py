@@ -22,6 +22,7 @@ from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.image_inputs import ImageInputs
+from .integration.roads import why_in_pool
 from .integration.token_input import are_several, one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
@@ -151,6 +152,13 @@ class PrefixStore:
             cross_inputs=cross_inputs(model),
             carries_states=states is not None,
             sees_columns=bool(layers),
+        )
+        self.why_in_pool = why_in_pool(
+            model,
+            has_tiers=bool(tiers),
+            rank_groups=conditioning.rank_groups,
+            placeholders=self.placeholders.kinds,
+            rope_by_length=conditioning.rope.depends_on_length,
         )
         attach(model)
 

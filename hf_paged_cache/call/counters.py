@@ -148,6 +148,24 @@ class PromptCounters:
         if is_last:
             self._elsewhere = kind, [*rows]
 
+    def add_forward(self, kind: str, rows: list[RowCount], new: Sequence[RowCount], *, begins: bool, bypassed: bool) -> None:
+        """Count a forward of prompts of a call that is the last one from here on.
+
+        Args:
+            rows: of the call so far, this forward included; may grow.
+            new: what this forward adds.
+            begins, bypassed: of the call.
+        """
+        if begins and bypassed:
+            for totals in (self.totals, self._of_all):
+                totals.num_bypassed_calls += 1
+        self._record(new, [row.stopped for row in rows], num_calls=int(begins))
+        self._elsewhere = kind, rows
+
+    def ran_last(self, rows: list[RowCount]) -> bool:
+        """Whether the call with these counts is the last one."""
+        return self._elsewhere is not None and self._elsewhere[1] is rows
+
     def _record(self, rows: Sequence[RowCount], reasons: Sequence[str], *, num_calls: int) -> None:
         num_tokens = sum(row.prompt_tokens for row in rows)
         num_computed, num_reused = sum(row.computed_tokens for row in rows), sum(row.reused_tokens for row in rows)

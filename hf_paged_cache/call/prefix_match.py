@@ -6,7 +6,7 @@ Changes nothing but who holds which block: what it returns holds what it found.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from ..blocks import BlockTable, Group, HashChain, resumable
 from ..blocks.image_tokens import WholeImages, filled_up, hold_images, said_image, whole_images
@@ -25,24 +25,38 @@ class Found(NamedTuple):
     origin: Origin | None = None  # of the row of the call before, where the states after its last token are known
 
 
-class PreviousRows:
+class EndedRow(Protocol):
+    """A row of the call before."""
+
+    @property
+    def root(self) -> bytes: ...
+
+    @property
+    def true_token_ids(self) -> TokenIds: ...
+
+
+Ended = TypeVar("Ended", bound=EndedRow)
+
+
+class PreviousRows(Generic[Ended]):
     """Rows of the call before, each root's sorted by their tokens as bytes, so that the row with the longest prefix in
     common with a new one lies next to it. Made once for all rows of a call: in pairs, many would take long.
     """
 
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._of_root: dict[bytes, list[_Known]] = {}
+    def __init__(self, rows: Iterable[Ended] = ()) -> None:
+        self._of_root: dict[bytes, list[_Known[Ended]]] = {}
         for row in rows:
             tokens = row.true_token_ids
             self._of_root.setdefault(row.root, []).append(_Known(tokens.tobytes(), tokens, row))
         for known in self._of_root.values():
             known.sort(key=_as_bytes)
 
-    def closest(self, new: RowInput) -> tuple[Row | None, int]:
+    def closest(self, new: RowInput) -> tuple[Ended | None, int]:
         """The row with the longest prefix in common with a new one, and its length; None where no row has its root."""
         known = self._of_root.get(new.root, [])
         at = bisect_left(known, new.token_ids.tobytes(), key=_as_bytes)
-        closest, num_common = None, -1
+        closest: Ended | None = None
+        num_common = -1
         for _, tokens, row in known[max(0, at - 1) : at + 1]:
             common = common_prefix_length(tokens, new.token_ids)
             if common > num_common:
@@ -50,10 +64,10 @@ class PreviousRows:
         return closest, num_common
 
 
-class _Known(NamedTuple):
+class _Known(NamedTuple, Generic[Ended]):
     as_bytes: bytes
     tokens: TokenIds
-    row: Row
+    row: Ended
 
 
 _as_bytes = attrgetter("as_bytes")
@@ -68,7 +82,7 @@ class _Choice(NamedTuple):
     ended: Row | None  # the previous row after whose last token the states are known
 
 
-def match_row(store: BlockStore, new: RowInput, previous: PreviousRows) -> tuple[BlockTable, Found]:
+def match_row(store: BlockStore, new: RowInput, previous: PreviousRows[Row]) -> tuple[BlockTable, Found]:
     """Hold the longest known prefix of a row.
 
     A full block is found by its hash, whoever computed it. A previous row of the same root is compared token by token,
@@ -109,7 +123,7 @@ def _with_image_end(store: BlockStore, new: RowInput, table: BlockTable, num_hit
 
 
 def look_up_row(
-    store: BlockStore, new: RowInput, previous: PreviousRows, most: int, num_at_end: Callable[[Row], int | None]
+    store: BlockStore, new: RowInput, previous: PreviousRows[Row], most: int, num_at_end: Callable[[Row], int | None]
 ) -> Found:
     """What `match_row`, and `match_states` after it, would find of a row.  Effects: none.
 
@@ -134,7 +148,7 @@ def look_up_row(
         return Found(known, why) if why else found
 
 
-def continuation(store: BlockStore, new: RowInput, previous: PreviousRows, num_tokens: int) -> TokenIds:
+def continuation(store: BlockStore, new: RowInput, previous: PreviousRows[Row], num_tokens: int) -> TokenIds:
     """How the closest of what is known continues after the first `num_tokens` tokens of a row; empty where nothing does.
 
     Effects: none.  Cost: a SHA-256 for each block of the store.
@@ -152,13 +166,13 @@ def continuation(store: BlockStore, new: RowInput, previous: PreviousRows, num_t
 
 def found_below(store: BlockStore, new: RowInput, num_tokens: int) -> Found:
     """What is found of a row once so many of its tokens have come up from lower tiers."""
-    return Found(num_tokens, _why_stopped(num_tokens, new.token_ids, store.block_size, None))
+    return Found(num_tokens, why_stopped(num_tokens, new.token_ids, store.block_size, None))
 
 
 def _choose(
     store: BlockStore,
     new: RowInput,
-    previous: PreviousRows,
+    previous: PreviousRows[Row],
     num_hit: int,
     num_matched: int,
     num_at_end: Callable[[Row], int | None],
@@ -185,7 +199,8 @@ def _choose(
     if num_known < longest:
         why = f"a window no longer shows what is before token {longest}, up to which blocks are cached"
     else:
-        why = _why_stopped(num_known, new.token_ids, store.block_size, closest)
+        num_previous = None if closest is None else closest.num_true_tokens
+        why = why_stopped(num_known, new.token_ids, store.block_size, num_previous)
         if begins_otherwise and not num_known:
             why += ", and the last call's begin otherwise"
     return _Choice(num_known, why, closest, ended)
@@ -239,11 +254,16 @@ def hold_longer(store: BlockStore, row: Row, new: TokenIds) -> bool:
     return True
 
 
-def _why_stopped(num_known: int, token_ids: TokenIds, block_size: int, previous: Row | None) -> str:
+def why_stopped(num_known: int, token_ids: TokenIds, block_size: int, num_previous: int | None) -> str:
+    """Why a row is known no further.
+
+    Args:
+        num_previous: tokens of the previous row by which it is known; None: by blocks.
+    """
     if num_known == len(token_ids):
         return "the whole prompt was known"
-    if previous is not None:
-        if num_known == previous.num_true_tokens:
+    if num_previous is not None:
+        if num_known == num_previous:
             return f"the last call's row ends at token {num_known}, and the prompt continues"
         return f"the prompt differs from the last call's tokens at token {num_known}"
     end = (num_known // block_size + 1) * block_size

@@ -117,6 +117,11 @@ class Row:
             self.commit_end = position
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that its table has."""
+        return self.table.num_tokens
+
+    @property
     def num_trusted(self) -> int:
         """Tokens that were known, or computed under conditions that held."""
         return max(self.num_known, self._num_judged)

@@ -8,15 +8,15 @@ from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..blocks.tokens import TokenIds
 from ..call.held_steps import PassedStep, count_on
-from ..call.rows import Row, Rows
-from ..call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
+from ..call.rows import Rows
+from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_together, to_device
 from ..model.output_flags import OUTPUT_FLAGS
@@ -40,6 +40,44 @@ _READ = {
     *("logits_to_keep", "labels", "use_cache", "return_dict"),
     *("tokenizer", "assistant_tokenizer"),  # `generate` passes on what it was given for stop strings
 }
+
+
+class RunningRow(Protocol):
+    """A row that resumes."""
+
+    @property
+    def pad(self) -> int: ...  # columns of left padding
+
+    @property
+    def first_position(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...  # that it has
+
+    @property
+    def commit_end(self) -> int | None: ...  # tokens from here on are not kept; 0: nor is padding what a model would compute
+
+
+class RunningRows(Protocol):
+    """Rows that resume."""
+
+    @property
+    def num_columns(self) -> int: ...
+
+    def in_batch(self) -> Sequence[RunningRow]: ...
+
+
+class Cut(Protocol):
+    """Which rows and columns of a forward run."""
+
+    @property
+    def start(self) -> int: ...
+
+    @property
+    def sources(self) -> Sequence[int]: ...  # running row -> the row of the batch it stands for
+
+    @property
+    def copies(self) -> Sequence[int] | None: ...  # row of the batch -> the row that runs for it; None: all run
 
 
 class MaskValues(NamedTuple):
@@ -126,7 +164,7 @@ class ArgumentReader:
     def read(
         self,
         arguments: Mapping[str, Any],
-        rows: Rows,
+        rows: RunningRows,
         *,
         in_generate: bool,
         records_drafts: bool,
@@ -243,7 +281,7 @@ class ArgumentReader:
                 return f"the argument {name} may condition keys and values"
         return None
 
-    def _require_kept(self, arguments: Mapping[str, Any], running: Sequence[Row], mask: MaskValues) -> None:
+    def _require_kept(self, arguments: Mapping[str, Any], running: Sequence[RunningRow], mask: MaskValues) -> None:
         """Refuse what would look at padding whose keys and values are not kept.
 
         Raises:
@@ -279,10 +317,10 @@ class ArgumentReader:
                     "attn_implementation='eager', or leave it out"
                 )
 
-    def _why_other_padding(self, running: Sequence[Row], pads: Sequence[int], before: int, num_new: int) -> str | None:
+    def _why_other_padding(self, running: Sequence[RunningRow], pads: Sequence[int], before: int, num_new: int) -> str | None:
         """Why rows cannot have this padding: only one that has had nothing but padding may get more of it."""
         for row, pad in zip(running, pads, strict=False):
-            if row.pad != pad and row.table.num_tokens:
+            if row.pad != pad and row.num_tokens:
                 return "the padding of a row has changed"
         if self.carries_states and num_new == 1 and max(pads) > before:
             if self.sees_columns and lacks_padding(running):
@@ -306,7 +344,7 @@ class ArgumentReader:
         return [pad if self.default_numbering == "columns" else 0 for pad in pads]
 
     def _first_positions(
-        self, given: PositionValues | None, rows: Rows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
+        self, given: PositionValues | None, rows: RunningRows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
     ) -> tuple[list[int], str | None]:
         """The position of each row's first token, and why they do not simply count on."""
         running, before = rows.in_batch(), rows.num_columns
@@ -360,7 +398,7 @@ class ArgumentReader:
 
 def for_scheduled(
     arguments: Mapping[str, Any],
-    forward: ScheduledForward,
+    forward: Cut,
     num_columns_before: int,
     whole: Collection[str] = ("attention_mask",),
 ) -> dict[str, Any]:
@@ -389,7 +427,7 @@ def for_scheduled(
     return changed
 
 
-def lacks_padding(running: Sequence[Row]) -> bool:
+def lacks_padding(running: Sequence[RunningRow]) -> bool:
     """Whether rows have padding whose keys and values are not kept."""
     return any(row.pad and row.commit_end != 0 for row in running)
 
@@ -402,7 +440,7 @@ def _shows_all(mask: Tensor, pads: Sequence[int]) -> bool:
     return mask.count_nonzero(dim=1).tolist() == [num_columns - pad for pad in pads]
 
 
-def _mask_of(running: Sequence[Row], before: int, num_new: int) -> MaskValues:
+def _mask_of(running: Sequence[RunningRow], before: int, num_new: int) -> MaskValues:
     """Of rows that resume where no mask was passed, and none could hide what is before: new columns are tokens."""
     pads = [min(row.pad, before) for row in running]
     return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)

@@ -41,6 +41,7 @@ class GenerateArguments:
         cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
         synced_gpus: it was told that several processes run as many forwards.
         chunk_size: columns of the forwards in which the prompt is computed; None: all in one.
+        num_beams: of a beam search; None where it is not given.
         num_logits: last columns of the prompt whose logits are asked for.
         pad_token_id: where no mask is passed, a prompt without it has none.
         verifies_drafts: then transformers runs the whole prompt in one forward, whatever `chunk_size` is.
@@ -65,6 +66,7 @@ class GenerateArguments:
     cross_input: str | None = None
     synced_gpus: bool = False
     chunk_size: int | None = None
+    num_beams: int | None = None
     num_logits: int = 1
     pad_token_id: Any = None
     verifies_drafts: bool = False
@@ -105,6 +107,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         cross_input=crossed[0] if crossed else None,
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
         chunk_size=options["prefill_chunk_size"],
+        num_beams=options["num_beams"],
         pad_token_id=options["pad_token_id"],
         verifies_drafts=kwargs.get("assistant_model") is not None or any(map(options.get, _OF_DRAFTS)),
         calls_back=any(called),

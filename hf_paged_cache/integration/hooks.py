@@ -78,6 +78,12 @@ class GenerateBracket:
             given = replace(given, is_ambient=True)
             if cache.is_generating:
                 cache = cache.sibling()
+        rows = None if is_round else cache.begin_rows(self.model, given)
+        if rows is not None:
+            with cache.running(rows):
+                output = self._generate()(*args, **kwargs, **{cache_argument(self.model): rows})
+                rows.escaped = rows.escaped or getattr(output, cache_argument(self.model), None) is rows
+                return output
         if self.replaced is None:
             images = cache.images_of_generate(self.model, given.passed)
             if images is not None:
@@ -217,7 +223,7 @@ def _paged(arguments: Mapping[str, Any]) -> Any:
     cache = arguments.get("cache_params") if cache is None else cache
     if not getattr(cache, "is_paged_prefix_cache", False):  # a view of one says what the cache says
         return None
-    if isinstance(cache, type) or not hasattr(cache, "generating"):
+    if isinstance(cache, type) or not hasattr(cache, "before_forward"):
         what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"
         raise CacheArgumentError(
             f"past_key_values is {what}, which is no cache; build one, PagedPrefixCache(model) or PagedPrefixCache(store), "

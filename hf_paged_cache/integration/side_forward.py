@@ -47,6 +47,7 @@ class SideForwards:
     def __init__(self, model: Any, reader: ArgumentReader, make_cache: Callable[[], Any]) -> None:
         self.model = model
         self.takes_positions = reader.takes_positions  # else the model numbers its columns
+        self.takes_logits_to_keep = reader.takes_logits_to_keep
         self._reader = reader
         self._make_cache = make_cache
         self._deltas = RopeDeltas(model)
@@ -201,6 +202,10 @@ class SideForwards:
         finally:
             del bracket
         return torch.cat(found, dim=1)
+
+    def arguments_of(self, rows: Sequence[RowInput], start: int, stop: int) -> dict[str, Tensor]:
+        """What a forward of the columns `[start, stop)` of rows is passed, of which all tokens are given."""
+        return self._passed(rows, 0, start, stop)[0]
 
     def _passed(
         self, rows: Sequence[RowInput], held: int, start: int, stop: int

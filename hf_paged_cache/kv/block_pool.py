@@ -8,6 +8,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,18 @@ from .transfers import Transfer
 
 _HOST = torch.device("cpu")
 _WITHOUT_STREAMS = ("cpu", "meta")
+
+
+class Slab(NamedTuple):
+    """Blocks of several streams, the keys or the values of a layer each, that lie in one tensor.
+
+    Attributes:
+        tensor: [streams, heads, blocks, block_size, head_dim]; blocks that follow one another are one run of tokens of each head.
+        streams: (layer index, name) of each.
+    """
+
+    tensor: Tensor
+    streams: tuple[tuple[int, str], ...]
 
 
 class GroupTensors:
@@ -42,6 +55,7 @@ class GroupTensors:
         self.layers: dict[int, dict[str, Tensor]] = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
         self._streams = streams
+        self._together: list[Slab] = []  # whose tensors were made together
 
     def __iter__(self) -> Iterator[Tensor]:
         return (tensor for layer in self.layers.values() for tensor in layer.values())
@@ -49,6 +63,40 @@ class GroupTensors:
     def named(self) -> dict[tuple[int, str], Tensor]:
         """(Layer index, name) -> tensor."""
         return {(idx, name): held for idx, layer in self.layers.items() for name, held in layer.items()}
+
+    def slabs(self) -> list[Slab]:
+        """All tensors, those that were made together as one."""
+        found, apart = [], self.named()
+        for slab in self._together:
+            are_there = all(
+                stream in apart and apart[stream].data_ptr() == part.data_ptr()
+                for stream, part in zip(slab.streams, slab.tensor, strict=True)
+            )
+            if are_there:
+                found.append(slab)
+                for stream in slab.streams:
+                    del apart[stream]
+        return found + [Slab(held.transpose(0, 1).unsqueeze(0), (stream,)) for stream, held in apart.items()]
+
+    def make_together(
+        self,
+        streams: Sequence[tuple[int, str]],
+        heads: int,
+        block_size: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Make the tensors of these streams, which have none yet, in one."""
+        slab = Slab(zeros((len(streams), heads, self.capacity, block_size, head_dim), dtype, device), tuple(streams))
+        self._together.append(slab)
+        self._follow(slab)
+        self.bytes_per_block += _bytes_of_one(slab.tensor)
+
+    def _follow(self, slab: Slab) -> None:
+        """The layers' tensors are parts of this slab."""
+        for (layer_idx, name), part in zip(slab.streams, slab.tensor, strict=True):
+            self.layers.setdefault(layer_idx, {})[name] = part.transpose(0, 1)
 
     def use(self, num_blocks: int) -> None:
         """The first so many are about to be written."""
@@ -63,12 +111,13 @@ class GroupTensors:
         return self._bytes_on(lambda tensor: tensor[:1].nbytes)
 
     def bytes_to_grow(self, num_blocks: int) -> dict[torch.device, int]:
-        """Bytes that `ensure_capacity` needs free on each device: the new blocks, and for a moment one tensor twice."""
+        """Bytes that `ensure_capacity` needs free on each device: the new blocks, and for a moment what lies in one tensor twice."""
         new = self._bytes_on(lambda tensor: max(0, num_blocks - tensor.shape[0]) * tensor[:1].nbytes)
-        return {
-            device: extra + max(tensor.nbytes for tensor in self if tensor.device == device)
-            for device, extra in new.items()
-        }
+        twice: dict[torch.device, int] = {}
+        for held, streams in self.slabs():
+            num_held = self.num_blocks_used if held.is_cpu and len(streams) > 1 else held.shape[2]
+            twice[held.device] = max(twice.get(held.device, 0), num_held * _bytes_of_one(held))
+        return {device: extra + twice[device] for device, extra in new.items()}
 
     def ensure_capacity(self, num_blocks: int) -> None:
         """Hold at least `num_blocks` blocks, all those used so far with their content.
@@ -123,7 +172,7 @@ class GroupTensors:
         """Give all memory back."""
         for tensor in self:
             self._streams.release(tensor)
-        self.layers = {}
+        self.layers, self._together = {}, []
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
     def _bytes_on(self, count: Callable[[Tensor], int]) -> dict[torch.device, int]:
@@ -133,7 +182,18 @@ class GroupTensors:
         return dict(total)
 
     def _resize_tensors(self, is_due: Callable[[int], bool], num_blocks: int) -> None:
-        """Give the tensors whose number of blocks is due `num_blocks` blocks, one after the other."""
+        """Give the tensors whose number of blocks is due `num_blocks` blocks, one after the other; those made together in one."""
+        self._together = [slab for slab in self.slabs() if len(slab.streams) > 1]
+        for number, (held, streams) in enumerate(self._together):
+            if is_due(held.shape[2]):
+                heads, size, head_dim = held.shape[1], held.shape[3], held.shape[4]
+                self._streams.join({held.device})
+                new = zeros((len(streams), heads, num_blocks, size, head_dim), held.dtype, held.device)
+                new[:, :, : self.num_blocks_used].copy_(held[:, :, : self.num_blocks_used])
+                self._streams.release(held)
+                self._streams.move(held.device)
+                self._together[number] = Slab(new, streams)
+                self._follow(self._together[number])
         for layer in self.layers.values():
             for name in layer:
                 if is_due(layer[name].shape[0]):  # no name for it here: it goes when the new one takes its place
@@ -305,6 +365,24 @@ class BlockPool:
                 layer_idx, name, torch.empty((0, heads, 0, head_dim), dtype=dtype, device=self._first_device())
             )
 
+    def lay_out_together(self, streams: Mapping[tuple[int, str], Tensor]) -> None:
+        """Make the tensors of layers without a window that have none yet, those of one shape as one.
+
+        Args:
+            streams: (layer index, name) -> [R, H, T, D], of the shapes that will be written.
+        """
+        alike: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, str]]] = {}
+        for (layer_idx, name), states in streams.items():
+            if name not in self.layer(layer_idx):
+                kind = states.shape[1], states.shape[3], states.dtype, states.device
+                alike.setdefault(kind, []).append((layer_idx, name))
+        for (heads, head_dim, dtype, device), same in alike.items():
+            self.all.make_together(same, heads, self.block_size, head_dim, dtype, device)
+            if device.type not in _WITHOUT_STREAMS:
+                self.accelerators.add(device)
+                self._streams.move(device)
+            self.num_layouts += 1
+
     def write_blocks(
         self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int
     ) -> None:
@@ -423,6 +501,12 @@ class BlockPool:
         group.layers.setdefault(layer_idx, {})[name] = tensor
         self.num_layouts += 1
         return tensor
+
+
+def _bytes_of_one(tensor: Tensor) -> int:
+    """Bytes of a block in a slab's tensor, which may hold none."""
+    streams, heads, _, size, head_dim = tensor.shape
+    return streams * heads * size * head_dim * tensor.dtype.itemsize
 
 
 def _zeroed(

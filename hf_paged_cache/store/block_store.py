@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -84,6 +85,7 @@ class BlockStore:
                 f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
             )
         self.lock = new_lock(self)
+        self.writing = new_lock()  # held to write blocks without the lock, and where tensors move as the pool grows
         self.block_size = block_size
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
@@ -110,6 +112,7 @@ class BlockStore:
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
+        self.left_rows: deque[Any] = deque()  # of collected caches, to be kept; appended to by finalizers
         self._holders: WeakSet[Holder] = WeakSet()
         add_store(self)
 
@@ -227,7 +230,8 @@ class BlockStore:
         for holder in self.holders():
             holder.view.let_go()
         try:
-            tensors.ensure_capacity(num_blocks)
+            with self.writing:
+                tensors.ensure_capacity(num_blocks)
         except torch.OutOfMemoryError:
             return False
         return True

@@ -1,0 +1,148 @@
+"""Keeps what rows have computed: full blocks that are new are taken, written, and then published under their hashes.
+
+Never raises into a call for want of blocks or memory: what does not fit is not kept. A block is written once, before anybody can find it.
+"""
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from ..blocks import Allocation, BlockHash, HashChain
+from ..blocks.tokens import TokenIds, common_prefix_length
+from ..errors import OutOfBlocksError
+from ..rows import memory
+from ..rows.rows import Rows
+from ..store.block_store import BlockStore
+
+
+def keep(
+    store: BlockStore,
+    rows: Rows,
+    stop: int,
+    salt: bytes,
+    chains: dict[bytes, HashChain],
+    ends: Collection[int] = (),
+    prompt_columns: int = 0,
+) -> None:
+    """Keep the full blocks of the columns before `stop`.
+
+    Args:
+        chains: root and first tokens of rows -> their hashes, as far as they were computed; added to.
+        ends: token ids after which, behind the prompt, a row is not kept.
+        prompt_columns: of the prompt.
+    """
+    if not rows.is_source:
+        return
+    size, done = store.block_size, set[bytes]()
+    if any(max(0, stop - prompt.pad) // size * size > prompt.kept for prompt in rows.prompts):
+        _lay_out(store, rows)
+    for number, (prompt, tokens) in enumerate(zip(rows.prompts, rows.ids.rows([p.pad for p in rows.prompts], stop), strict=True)):
+        if ends:
+            tokens = _until_end(tokens, ends, max(0, prompt_columns - prompt.pad))
+        num_blocks = len(tokens) // size
+        if num_blocks * size <= prompt.kept:
+            continue
+        key = prompt.root + tokens[: num_blocks * size].tobytes()
+        if key not in done:
+            done.add(key)
+            _keep_row(store, rows, number, _chain_of(chains, prompt.root, size, tokens), num_blocks, salt)
+        prompt.kept = num_blocks * size
+
+
+def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
+    """The tokens up to the first end of a sequence behind the first ones."""
+    at = next((at for at in range(first, len(tokens)) if tokens[at] in ends), None)
+    return tokens if at is None else tokens[: at + 1]
+
+
+def _chain_of(chains: dict[bytes, HashChain], root: bytes, size: int, tokens: TokenIds) -> HashChain:
+    """The hashes of these tokens; those of a row of which they are known are computed once."""
+    best = chains.get(root)
+    if best is not None:
+        common = common_prefix_length(best.token_ids, tokens)
+        if common == len(best.token_ids):
+            best.extend(tokens[common:])
+            return best
+        chain = best.copy()
+        chain.truncate(common)
+    else:
+        chain = HashChain(root, size)
+    chain.extend(tokens[len(chain) :])
+    chains[root] = chain
+    return chain
+
+
+def _keep_row(store: BlockStore, rows: Rows, number: int, chain: HashChain, num_blocks: int, salt: bytes) -> None:
+    hashes, size, pad = chain.hashes_of(0, num_blocks), store.block_size, rows.prompts[number].pad
+    held: Allocation | None = None
+    try:
+        with store.lock:
+            held = store.allocator.allocate(hashes, namespace=salt)
+            first = held.num_prefix_tokens // size
+            if first == num_blocks or pad + first * size < rows.base:
+                return  # all is there; or what comes first no longer is, and lies in what rows share
+            fresh = _take(store, held, hashes[first:], salt)
+        with store.writing:
+            slabs = store.pool.all.slabs()
+            for at, block_ids in fresh:
+                start = pad + (first + at) * size
+                memory.write_blocks(rows.columns(number, start, start + len(block_ids) * size), slabs, block_ids)
+        with store.lock:
+            store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
+    except (OutOfBlocksError, torch.OutOfMemoryError):
+        pass
+    finally:
+        if held is not None:
+            with store.lock:
+                held.free()
+
+
+def _take(
+    store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt: bytes
+) -> list[tuple[int, list[int]]]:
+    """Blocks for as many of these hashes as fit, behind those that are held.
+
+    Returns:
+        those that are fresh: the number of the first hash, and the blocks of it and those after it. One further on may be there.
+    """
+    allocator, before = store.allocator, len(held.block_ids)
+    known = [bool(allocator.match_prefix((each,), salt)) for each in hashes]
+    store.make_room(known.count(False))
+    left = min(store.num_obtainable_blocks(None), allocator.num_available_blocks - known.count(True))
+    num = 0
+    while num < len(hashes) and (known[num] or left >= 1):
+        left -= not known[num]
+        num += 1
+    if not num:
+        return []
+    allocator.allocate_immutable(held, hashes[:num])
+    block_ids, fresh = held.block_ids[before:], list[tuple[int, list[int]]]()
+    store.pool.all.use(1 + max(block_ids))
+    store.make_copies()
+    for at, (block_id, is_known) in enumerate(zip(block_ids, known, strict=False)):
+        if is_known:
+            continue
+        if fresh and fresh[-1][0] + len(fresh[-1][1]) == at:
+            fresh[-1][1].append(block_id)
+        else:
+            fresh.append((at, [block_id]))
+    return fresh
+
+
+def _lay_out(store: BlockStore, rows: Rows) -> None:
+    """Let the pool have tensors for all streams of the rows, and know how many blocks there can be."""
+    pool = store.pool
+    streams = {
+        (layer.layer_idx, name): states
+        for layer in rows.layers
+        if layer.held is not None
+        for name, states in zip(("key", "value"), layer.held, strict=True)
+    }
+    with store.lock:
+        if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
+            store.make_room(1)  # tensors are made as large as the pool is
+            pool.lay_out_together(streams)
+    if not store.is_settled:
+        store.read_budget()
+        with store.lock:
+            store.settle_budget()

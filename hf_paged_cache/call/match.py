@@ -1,0 +1,87 @@
+"""What is known of a row that begins: full blocks by their hashes, and the rows of the call before token by token.
+
+Changes nothing but who holds which block: a lease keeps the blocks that it names from being evicted or written.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from ..blocks import Allocation, HashChain
+from ..blocks.tokens import TokenIds
+from ..rows.rows import Rows
+from ..store.block_store import BlockStore
+from .prefix_match import PreviousRows, why_stopped
+from .scheduled_forward import RowInput
+
+
+class PreviousRow:
+    """A row of the call before, by its prefix key and its tokens.
+
+    Attributes:
+        number: among the rows of that call.
+    """
+
+    def __init__(self, number: int, root: bytes, tokens: TokenIds) -> None:
+        self.number, self.root, self.true_token_ids = number, root, tokens
+
+    @property
+    def num_true_tokens(self) -> int:
+        """All of them."""
+        return len(self.true_token_ids)
+
+
+def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
+    """The rows of a call that is over, where what they hold is what their tokens say."""
+    if rows is None or not rows.is_source:
+        return ()
+    tokens = rows.token_ids()
+    return [PreviousRow(number, prompt.root, tokens[number]) for number, prompt in enumerate(rows.prompts)]
+
+
+class Known:
+    """What is known of one row.
+
+    Attributes:
+        chain: its tokens and their hashes.
+        lease: of the blocks that hold its first tokens.
+        previous: number of the row of the call before that begins alike; None: there is none.
+        num_common: tokens that it has in common with that row.
+        ahead: rows that were computed first for this call, the number of one of them, and how many tokens of it this row has.
+        stopped: why it is known no further.
+    """
+
+    def __init__(self, chain: HashChain, lease: Allocation, previous: PreviousRow | None, num_common: int) -> None:
+        self.chain, self.lease = chain, lease
+        self.previous = None if previous is None else previous.number
+        self.num_common = num_common
+        self.ahead: tuple[Rows, int, int] | None = None
+        num_previous = None if previous is None or num_common <= self.num_in_blocks else previous.num_true_tokens
+        self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
+        if previous is not None and not num_common and not self.num_tokens and previous.num_true_tokens:
+            self.stopped += ", and the last call's begin otherwise"
+
+    @property
+    def num_in_blocks(self) -> int:
+        """Tokens that blocks hold."""
+        return self.lease.num_prefix_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Leading tokens that are known."""
+        ahead = 0 if self.ahead is None else self.ahead[2]
+        return max(self.num_in_blocks, self.num_common if self.previous is not None else 0, ahead)
+
+
+def match(store: BlockStore, new: Iterable[RowInput], previous: Sequence[PreviousRow]) -> list[Known]:
+    """What is known of rows that begin. The store's lock is held.
+
+    Returns:
+        of each row; its lease is the caller's to give back.
+    """
+    before, found = PreviousRows(previous), []
+    for row in new:
+        chain = HashChain(row.root, store.block_size)
+        chain.extend(row.token_ids)
+        lease = store.allocator.allocate(chain.hashes(), namespace=row.salt)
+        closest, num_common = before.closest(row)
+        found.append(Known(chain, lease, closest, max(0, num_common)))
+    return found

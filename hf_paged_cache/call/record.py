@@ -1,0 +1,55 @@
+"""What the rows of a call began with and cost, for `last_call` and `stats`. Plain numbers."""
+
+from collections.abc import Mapping, Sequence
+
+from ..stats import RowCount
+from .match import Known
+from .scheduled_forward import ForwardRequest
+
+
+def count_prompt(
+    request: ForwardRequest,
+    known: Sequence[Known],
+    num_found: Sequence[int],
+    members: Sequence[int],
+    copies: Sequence[int],
+    start: int,
+    ahead: Mapping[int, int],
+) -> list[RowCount]:
+    """A line for each row of the batch.
+
+    Args:
+        known: of each row that runs.
+        num_found: tokens of each that were there before the call.
+        members: row that runs -> the row of the batch that it is.
+        copies: row of the batch -> the row that runs for it.
+        start: the column from which on they run.
+        ahead: row that runs -> tokens that were computed for it first.
+    """
+    counts = []
+    for row in request.rows:
+        num_tokens = max(0, request.num_new_columns - row.pad - row.num_hidden)
+        counts.append(RowCount(prompt_tokens=num_tokens))
+    for number, (member, of_row) in enumerate(zip(members, known, strict=True)):
+        count, pad = counts[member], request.rows[member].pad
+        skipped = max(0, start - pad)
+        count.computed_tokens = min(count.prompt_tokens, count.prompt_tokens - skipped + ahead.get(number, 0))
+        if ahead.get(number):
+            count.stopped = f"; {ahead[number]} of its tokens were computed first, alone"
+        else:
+            count.stopped = ""
+        if of_row.num_tokens - skipped > request.num_logits_needed:
+            why = request.keep_columns or "another row's hit is shorter"
+            count.stopped += f"; cached from {skipped} on, but computed again: {why}"
+    for member, number in enumerate(copies):
+        count, running = counts[member], counts[members[number]]
+        count.reused_tokens = min(num_found[number], running.prompt_tokens - running.computed_tokens)
+        count.matched_tokens = num_found[number]
+        said = running.stopped if members[number] == member else ""
+        count.stopped = known[number].stopped + said
+    return counts
+
+
+def count_bypassed(num_tokens: Sequence[int], why: str) -> list[RowCount]:
+    """A line for each row of a call, or of one more forward, that reuses and keeps nothing."""
+    return [RowCount(number, number, stopped=why) for number in num_tokens]

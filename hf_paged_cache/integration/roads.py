@@ -1,0 +1,44 @@
+"""Which of two ways a call takes: on rows of its own, or in the pool; both stand over the same blocks until the second is gone.
+
+A model takes the first where all its layers see all tokens; what that way has not got yet takes the other.
+"""
+
+import os
+from itertools import count
+from typing import Any
+
+from transformers.cache_utils import DynamicLayer
+
+from ..model.cache_adapters import own_cache_class
+from ..model.support import cache_layers, holds_nothing
+from .generate_arguments import GenerateArguments
+
+WAYS = ("rows", "pool", "mixed")  # "mixed": each further call takes the other one, so that what one keeps the other finds
+way = os.environ.get("HF_PAGED_CACHE_WAY", "rows")
+_calls = count()
+
+
+def why_in_pool(model: Any, *, has_tiers: bool, rank_groups: Any, placeholders: Any, rope_by_length: bool) -> str | None:
+    """Why no call of this model runs on rows of its own yet; None: they do."""
+    if has_tiers:
+        return "blocks have lower tiers"
+    if rank_groups:
+        return "other processes share the model"
+    if placeholders:
+        return "the model takes images"
+    if rope_by_length:
+        return "rotary frequencies depend on length"
+    if own_cache_class(model) is not None:
+        return "the model has a cache class of its own"
+    if any(type(layer) is not DynamicLayer and not holds_nothing(layer) for layer in cache_layers(model)):
+        return "some layers do not see all tokens"
+    return None
+
+
+def takes_rows(given: GenerateArguments | None = None) -> bool:
+    """Whether a call of a model that may, a `generate` or a loop of forwards, runs on rows of its own."""
+    if given is not None and given.chunk_size is not None and not given.verifies_drafts:
+        return False
+    if way == "mixed":
+        return bool(next(_calls) % 2)
+    return way == "rows"

@@ -1,0 +1,1 @@
+"""The rows of one call: tensors of that call alone, which transformers runs on."""

@@ -1,0 +1,167 @@
+"""A layer of a call's rows, as transformers sees it: columns are appended in place, and read where they lie.
+
+Owns nothing but its place in the rows' memory, or memory of its own before the shapes of all layers are known.
+"""
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from ..errors import ForwardMismatchError
+from ..kv.recycled_memory import zeros
+from .memory import Stream, Streams
+
+SPARE = 64  # columns more than are needed, where it is not known how many come
+
+
+class Reads(Protocol):
+    """What a forward's layers read in place of the rows' columns."""
+
+    def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Of [R, H, columns, D] each, which the layer has written: what its attention reads."""
+        ...
+
+
+class RowsLayer(DynamicLayer):
+    """Keys and values of one layer, [R, H, columns, D].
+
+    columns: [0, base) are read by `reads`, where rows share them | [base, n) lie in `held`, from its first column on
+
+    Attributes:
+        n: columns written, padding included.
+        reads: of the running forward; None: attention reads the columns.
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, layer_idx: int) -> None:
+        self.layer_idx = layer_idx
+        self.n = self.base = 0
+        self.room = 0  # columns of `held`
+        self.wanted = 0  # columns that the rows will have, as far as that is known
+        self.held: tuple[Tensor, Tensor] | None = None
+        self.is_own = False  # `held` is this layer's alone
+        self.reads: Reads | None = None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new keys and values, [R, H, T, D]; returns what attention reads, which later forwards write over."""
+        n, length = self.n, key_states.shape[2]
+        at, stop = n - self.base, n + length - self.base
+        held = self.held
+        if held is None or stop > self.room or held[0].dtype != key_states.dtype or held[0].device != key_states.device:
+            held = self._with_room(key_states, value_states, stop)
+        keys, values = held
+        if keys.shape[0] != key_states.shape[0]:
+            raise ForwardMismatchError(
+                f"layer {self.layer_idx} holds {keys.shape[0]} rows, and a forward writes {key_states.shape[0]}; "
+                "cache.reset() it for another batch"
+            )
+        if key_states.requires_grad or value_states.requires_grad:
+            key_states, value_states = key_states.detach(), value_states.detach()
+        keys.narrow(2, at, length).copy_(key_states)
+        values.narrow(2, at, length).copy_(value_states)
+        self.n = n + length
+        keys, values = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+        reads = self.reads
+        return (keys, values) if reads is None else reads.read(self.layer_idx, keys, values)
+
+    def _with_room(self, key_states: Tensor, value_states: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+        """Memory of this layer's own, with what it holds."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        room, num_held, old = room_for(stop, self.wanted - self.base), self.n - self.base, self.held
+        made = []
+        for place, new in enumerate((key_states, value_states)):
+            tensor = zeros((new.shape[0], new.shape[1], room, new.shape[3]), new.dtype, new.device)
+            if old is not None and num_held:
+                tensor[:, :, :num_held] = old[place][:, :, :num_held]
+            made.append(tensor)
+        self.held, self.room, self.is_own = (made[0], made[1]), room, True
+        return self.held
+
+    def lie_in(self, keys: Tensor, values: Tensor, n: int, base: int = 0) -> None:
+        """From here on the columns `[base, n)` are the first ones of these tensors, [R, H, room, D]."""
+        self.held, self.n, self.base = (keys, values), n, base
+        self.room, self.is_own = keys.shape[2], False
+        self.dtype, self.device = keys.dtype, keys.device
+
+    def streams(self) -> list[Streams]:
+        """The layer's memory, where it is its own."""
+        if self.held is None:
+            return []
+        named: list[tuple[Stream, Tensor]] = [((self.layer_idx, "key"), self.held[0]), ((self.layer_idx, "value"), self.held[1])]
+        return [Streams(tensor.unsqueeze(0), (name,)) for name, tensor in named]
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether anything was written."""
+        return self.held is not None and self.n > 0
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """[R, H, columns, D]: a view that may be written to; a copy where rows share columns. None without rows."""
+        return self._seen(0)
+
+    @keys.setter
+    def keys(self, states: Tensor | None) -> None:
+        self._take(0, states)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        """[R, H, columns, D]: see `keys`."""
+        return self._seen(1)
+
+    @values.setter
+    def values(self, states: Tensor | None) -> None:
+        self._take(1, states)
+
+    def _seen(self, place: int) -> Tensor | None:
+        if self.held is None or not self.n:
+            return None
+        held = self.held[place].narrow(2, 0, self.n - self.base)
+        return held if not self.base or self.reads is None else self.reads.read(self.layer_idx, *(
+            states.narrow(2, 0, self.n - self.base) for states in self.held
+        ))[place]
+
+    def _take(self, place: int, states: Tensor | None) -> None:
+        """Somebody gives the layer other keys or values, of all columns."""
+        if states is None:
+            self.held, self.n, self.base, self.room = None, 0, 0, 0
+            return
+        other = states if self.held is None else self.held[1 - place].narrow(2, 0, states.shape[2])
+        self.held = (states, other) if place == 0 else (other, states)
+        self.n, self.base, self.room, self.is_own = states.shape[2], 0, states.shape[2], True
+
+    def get_seq_length(self) -> int:
+        """Columns written, padding included."""
+        return self.n
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        return self.n + query_length, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` columns."""
+        self.n = max(0, self.n + min(0, tokens_to_remove))
+
+    def reset(self) -> None:
+        """Drop what is held."""
+        self.held, self.reads = None, None
+        self.n = self.base = self.room = 0
+
+
+def room_for(num_columns: int, wanted: int) -> int:
+    """Columns to make room for: those that will come, or where that is not known a quarter more than there are.
+
+    Examples:
+        >>> room_for(1024, wanted=1040), room_for(1024, wanted=0)
+        (1040, 1344)
+    """
+    return wanted if wanted >= num_columns else num_columns + num_columns // 4 + SPARE
+
+
+def held_elsewhere(states: Tensor) -> int:
+    """How often the memory of a tensor was written; 0 where torch counts no writes."""
+    return 0 if states.is_inference() else torch.Tensor._version.__get__(states)

@@ -1,0 +1,170 @@
+"""Owns the tensors of one call's rows, and the copies between them, other rows and the pool's slabs.
+
+A *stream* is the keys or the values of one layer. Streams of one shape lie in one tensor, so that a run of blocks is copied, and rows
+change places, in one launch for all layers.
+
+columns of a row: [0, pad) zeros | [pad, n) valid | [n, room) unspecified, finite
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ..kv.block_pool import Slab
+from ..kv.recycled_memory import zeros
+
+Stream: TypeAlias = tuple[int, str]  # layer index, "key" or "value"
+
+
+class Streams(NamedTuple):
+    """Streams of one shape.
+
+    Attributes:
+        tensor: [S, R, H, room, D].
+        names: the stream of each of S.
+    """
+
+    tensor: Tensor
+    names: tuple[Stream, ...]
+
+
+class Columns(NamedTuple):
+    """Columns `[start, stop)` of one row of some streams, wherever they lie.
+
+    Attributes:
+        memory: where they lie.
+        row: which row.
+        start, stop: of the tensors' columns.
+    """
+
+    memory: Sequence[Streams]
+    row: int
+    start: int
+    stop: int
+
+
+class Shape(NamedTuple):
+    """Streams of one shape, of no row yet."""
+
+    names: tuple[Stream, ...]
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def shapes_of_slabs(slabs: Iterable[Slab]) -> list[Shape]:
+    """Of the streams that the pool holds."""
+    return [Shape(names, held.shape[1], held.shape[4], held.dtype, held.device) for held, names in slabs]
+
+
+def shapes_of_rows(memory: Iterable[Streams]) -> list[Shape]:
+    """Of the streams of other rows."""
+    return [Shape(names, held.shape[2], held.shape[4], held.dtype, held.device) for held, names in memory]
+
+
+def make(shapes: Iterable[Shape], num_rows: int, room: int) -> list[Streams]:
+    """Memory for rows: zeros, which nobody has to write on a host."""
+    return [
+        Streams(zeros((len(names), num_rows, heads, room, head_dim), dtype, device), names)
+        for names, heads, head_dim, dtype, device in shapes
+    ]
+
+
+def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(First id, how many) of each run of ids that follow one another.
+
+    Examples:
+        >>> list(runs([4, 5, 6, 2, 9, 10]))
+        [(4, 3), (2, 1), (9, 2)]
+    """
+    first = count = 0
+    for block_id in block_ids:
+        if count and block_id == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = block_id, 1
+    if count:
+        yield first, count
+
+
+def load_blocks(
+    memory: Sequence[Streams], slabs: Sequence[Slab], rows: Sequence[int], column: int, block_ids: Sequence[int], num_tokens: int
+) -> None:
+    """Copy the first `num_tokens` tokens of blocks to the columns from `column` on of some rows."""
+    for (to, names), (held, streams) in _alike(memory, slabs):
+        size, at, left = held.shape[3], column, num_tokens
+        for first, count in runs(block_ids):
+            num = min(left, count * size)
+            run = held[:, :, first : first + count].flatten(2, 3)[:, :, :num]
+            for row in rows:
+                to[:, row, :, at : at + num].copy_(run)
+            at, left = at + num, left - num
+
+
+def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[int]) -> None:
+    """Copy columns, as many as the blocks hold, into blocks."""
+    for (held, names), (to, streams) in _alike(columns.memory, slabs):
+        size, at = to.shape[3], columns.start
+        for first, count in runs(block_ids):
+            part = held[:, columns.row, :, at : at + count * size]
+            to[:, :, first : first + count].copy_(part.unflatten(2, (count, size)))
+            at += count * size
+
+
+def copy_columns(columns: Columns, memory: Sequence[Streams], row: int, column: int) -> None:
+    """Copy columns to those from `column` on of a row of other memory."""
+    num = columns.stop - columns.start
+    for (held, names), (to, _) in _alike(columns.memory, memory):
+        to[:, row, :, column : column + num].copy_(held[:, columns.row, :, columns.start : columns.stop])
+
+
+def selected(memory: Iterable[Streams], index: Tensor, num_columns: int, room: int) -> list[Streams]:
+    """Memory in which row `i` has the first columns of row `index[i]`."""
+    made = []
+    for held, names in memory:
+        shape = (held.shape[0], index.shape[0], held.shape[2], room, held.shape[4])
+        new = zeros(shape, held.dtype, held.device)
+        if num_columns:
+            new[:, :, :, :num_columns] = held[:, :, :, :num_columns].index_select(1, index.to(held.device))
+        made.append(Streams(new, names))
+    return made
+
+
+def change_places(memory: Iterable[Streams], index: Tensor, start: int, stop: int) -> None:
+    """Let row `i` have the columns `[start, stop)` of row `index[i]`."""
+    for held, _ in memory:
+        part = held[:, :, :, start:stop]
+        part.copy_(part.index_select(1, index.to(held.device)))
+
+
+def num_bytes(memory: Iterable[Streams], num_columns: int) -> int:
+    """Bytes of the first columns."""
+    return sum(held[:, :, :, :1].nbytes * min(num_columns, held.shape[3]) for held, _ in memory)
+
+
+def _alike(
+    left: Sequence[tuple[Tensor, tuple[Stream, ...]]], right: Sequence[tuple[Tensor, tuple[Stream, ...]]]
+) -> Iterator[tuple[tuple[Tensor, tuple[Stream, ...]], tuple[Tensor, tuple[Stream, ...]]]]:
+    """The tensors of both sides that have the same streams, in pairs; stream by stream where these lie otherwise."""
+    by_names = {names: tensor for tensor, names in right}
+    apart: dict[Stream, Tensor] | None = None
+    for tensor, names in left:
+        other = by_names.get(names)
+        if other is not None:
+            yield (tensor, names), (other, names)
+            continue
+        if apart is None:
+            apart = {name: part for held, of in right for name, part in zip(of, held.split(1), strict=True)}
+        for name, part in zip(names, tensor.split(1), strict=True):
+            if name in apart:
+                yield (part, (name,)), (apart[name], (name,))
+
+
+def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
+    """[N] int64."""
+    return torch.as_tensor(numbers, dtype=torch.int64)

@@ -1,0 +1,357 @@
+"""`Rows`, what transformers runs one call on: its keys and values as tensors of this call alone.
+
+Owns the rows' length, their memory and whatever moves rows; decides nothing about what is known or kept, which it asks of `calls`.
+"""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..blocks.tokens import TokenIds
+from ..errors import CacheArgumentError
+from . import memory
+from .ids import IdsStream
+from .layers import SPARE, RowsLayer, room_for
+from .memory import Columns, Streams
+
+
+class RunsRows(Protocol):
+    """Who opens rows and keeps what they computed."""
+
+    def open(self, rows: "Rows", model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+    def go_on(self, rows: "Rows", arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+    def keep_prompt(self, rows: "Rows") -> None: ...
+
+    def confirm(self, rows: "Rows", output: Any) -> Any: ...
+
+
+class Prompt:
+    """What one row began with.
+
+    Attributes:
+        root: its prefix key: all that shapes its keys and values besides tokens.
+        pad: columns of left padding.
+        first_position: of its first token.
+        kept: tokens whose blocks need not be kept any more.
+    """
+
+    __slots__ = ("first_position", "kept", "pad", "root")
+
+    def __init__(self, root: bytes = b"", pad: int = 0, first_position: int = 0) -> None:
+        self.root, self.pad, self.first_position = root, pad, first_position
+        self.kept = 0
+
+    def copy(self) -> "Prompt":
+        """The same for another row."""
+        copied = Prompt(self.root, self.pad, self.first_position)
+        copied.kept = self.kept
+        return copied
+
+
+class Rows(Cache):
+    """The rows of one call, or of one loop of forwards.
+
+    columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
+
+    Args:
+        calls: opens them at their first forward, and keeps what they compute.
+        num_layers: of the model.
+
+    Attributes:
+        n: columns of all rows.
+        prompts: what each row began with; empty before the first forward.
+        ids: what ran.
+        memory: of streams that lie together; layers may have memory of their own.
+        why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
+        in_generate: `generate` runs them, which passes what it must.
+        is_trusted: the model was the same all the time, as far as anybody has looked; else nothing is kept.
+        must_confirm: `calls` is told of the next forward that returns.
+        reads_next: the arguments of the next forward are looked at.
+        is_whole: every stream has all columns; else nothing more is kept.
+        escaped: somebody else may hold them, so their memory is never another call's.
+        copies: batch row -> row that runs for it, in the first forward alone; None: each runs.
+        prompt_end: columns of the prompt, which is kept once they are complete; 0: it was.
+        common_columns: of rows that change places; 0: unknown.
+        handle: the cache of the call.
+        is_behind_handle: forwards are passed that in place of the rows, and return it.
+        state: what `calls` remembers of them.
+    """
+
+    is_paged_prefix_cache = True
+    layers: list[Any]
+
+    def __init__(self, calls: RunsRows, num_layers: int) -> None:
+        super().__init__(layers=[RowsLayer(index) for index in range(num_layers)])
+        self.layer_class_to_replicate = RowsLayer  # type: ignore[assignment]
+        self.calls = calls
+        self.n = 0
+        self.prompts: list[Prompt] = []
+        self.ids = IdsStream()
+        self.memory: list[Streams] = []
+        self.is_open = self.in_generate = self.is_running = False
+        self.why_bypassed: str | None = None
+        self.is_whole = self.is_trusted = self.must_confirm = True
+        self.reads_next = False
+        self.escaped = False
+        self.records_drafts = False
+        self.copies: list[int] | None = None
+        self.prompt_end = self.common_columns = 0
+        self.previous: Rows | None = None  # of the call before; given up when these open
+        self.state: Any = None
+        self.handle: ref[Any] | None = None
+        self.is_behind_handle = False
+        self._versions: tuple[int, ...] = ()
+        self._num_new = 0
+
+    # What the hooks of the model's forward tell.
+
+    def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A forward begins; returns what it is to run with."""
+        if not self.is_open:
+            arguments = self.calls.open(self, model, arguments)
+        elif self.why_bypassed is not None:
+            if not self.in_generate or self.reads_next:
+                arguments = self.calls.go_on(self, arguments)
+        else:
+            if self.reads_next or self.is_running or not self.in_generate:
+                arguments = self.calls.go_on(self, arguments)
+            if self.prompt_end and self.n >= self.prompt_end:
+                self.calls.keep_prompt(self)
+        if self.why_bypassed is not None:
+            return arguments
+        ids = arguments["input_ids"]
+        if self.is_edited:
+            self.is_whole = False
+        self._num_new, self.is_running = ids.shape[1], True
+        self.ids.note(ids, self.n)
+        return arguments
+
+    def after_forward(self, output: Any) -> Any:
+        """It has returned."""
+        if self.why_bypassed is None:
+            n = self.n + self._num_new
+            for layer in self.layers:
+                if layer.n != n and layer.held is not None:
+                    self.is_whole = False
+            self.n, self.is_running = n, False
+            self._versions = self._written()
+        if self.must_confirm and self.state is not None:
+            output = self.calls.confirm(self, output)
+        return output
+
+    def roll_back(self) -> None:
+        """Take back a forward that died."""
+        if self.is_running:
+            self.is_running = False
+            for layer in self.layers:
+                layer.n = min(layer.n, self.n)
+            self.note_writes()
+
+    # Their memory.
+
+    def take(self, held: list[Streams], n: int, base: int = 0) -> None:
+        """From here on the columns `[base, n)` are the first ones of this memory."""
+        self.memory, self.n = held, n
+        places: dict[int, dict[str, Tensor]] = {}
+        for tensor, names in held:
+            for (layer_idx, name), part in zip(names, tensor, strict=True):
+                places.setdefault(layer_idx, {})[name] = part
+        self.layers += [RowsLayer(index) for index in range(len(self.layers), 1 + max(places, default=-1))]
+        for layer_idx, of_layer in places.items():
+            self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], n, base)
+        self._versions = self._written()
+
+    def all_memory(self) -> list[Streams]:
+        """Of all layers, also of those that have their own."""
+        if self.why_bypassed is not None:
+            return []
+        apart = [streams for layer in self.layers if layer.is_own for streams in layer.streams()]
+        return [*self.memory, *apart] if apart or self.memory else []
+
+    def make_room(self, num_columns: int, wanted: int) -> None:
+        """Let memory that lies together hold so many columns."""
+        for layer in self.layers:
+            layer.wanted = wanted
+        if self.memory and num_columns - self.base > self.memory[0].tensor.shape[3]:
+            room = room_for(num_columns, wanted) - self.base
+            index = torch.arange(self.memory[0].tensor.shape[1])
+            self.take(memory.selected(self.memory, index, self.n - self.base, room), self.n, self.base)
+
+    def bypass(self, why: str, layers: list[Any]) -> None:
+        """From here on the rows run on these layers of transformers, which hold nothing yet; nothing of them is kept."""
+        if self.records_drafts:
+            for layer in layers:
+                getattr(layer, "activate_past_recording", lambda: None)()
+        for number, layer in enumerate(self.layers):
+            if layer.is_initialized:
+                layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
+                layers[number].update(layer.keys, layer.values)
+        self.why_bypassed, self.layers, self.memory, self.is_open = why, layers, [], True
+        self.layer_class_to_replicate = DynamicLayer
+
+    def note_writes(self) -> None:
+        """What was written until here, we have written."""
+        self._versions = self._written()
+
+    @property
+    def is_source(self) -> bool:
+        """Whether what the rows hold is what their tokens say, under their prefix keys."""
+        return self.is_open and self.is_whole and self.is_trusted and self.why_bypassed is None and self.n > 0 and not self.is_edited
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether somebody else has written to the rows."""
+        return self._versions != self._written()
+
+    @property
+    def base(self) -> int:
+        """The first column that lies in the rows' own memory; those before it are shared."""
+        return next((layer.base for layer in self.layers if layer.held is not None), 0)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that run."""
+        return len(self.prompts)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of their columns."""
+        if self.why_bypassed is not None:
+            return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        return memory.num_bytes(self.all_memory(), self.n - self.base)
+
+    def columns(self, row: int, start: int, stop: int) -> Columns:
+        """Columns of a row, which lie in its own memory."""
+        return Columns(self.all_memory(), row, start - self.base, stop - self.base)
+
+    def token_ids(self) -> list[TokenIds]:
+        """What ran in each row, without padding."""
+        return self.ids.rows([prompt.pad for prompt in self.prompts], self.n)
+
+    def _written(self) -> tuple[int, ...]:
+        """How often the rows' memory was written."""
+        return tuple([tensor._version for tensor, _ in self.all_memory()])
+
+    # What moves rows.
+
+    def apply(self, index: Sequence[int] | Tensor, start: int = 0) -> None:
+        """Row `i` continues as row `index[i]`, in all streams.
+
+        Args:
+            start: rows that change places have the columns before it in common.
+        """
+        self.roll_back()
+        at = memory.as_index(index)
+        if self.why_bypassed is not None:
+            for layer in self.layers:
+                layer.reorder_cache(at)
+            return
+        if self.is_edited:
+            self.is_whole = False
+        num_rows, held = at.shape[0], self.all_memory()
+        if num_rows == self.num_rows and start > self.base:
+            memory.change_places(held, at, start - self.base, self.n - self.base)
+        elif held:
+            room = held[0].tensor.shape[3]
+            self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
+        self.ids.select(at)
+        if num_rows != self.num_rows or not start:
+            self.prompts = [self.prompts[number].copy() for number in at.tolist()]
+        self._versions = self._written()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` continues as row `beam_idx[i]`."""
+        self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row becomes `repeats` rows."""
+        self.apply([row for row in range(self._batch()) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices` (int64, or a mask of booleans)."""
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self.apply(torch.where(chosen < 0, chosen + self._batch(), chosen))
+
+    def _batch(self) -> int:
+        if self.why_bypassed is None:
+            return self.num_rows
+        return max((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), default=0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
+
+        Raises:
+            CacheArgumentError: a positive number.
+        """
+        if tokens_to_remove > 0:
+            raise CacheArgumentError(
+                f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
+            )
+        self.roll_back()
+        for layer in self.layers:
+            layer.crop(int(tokens_to_remove))
+        self.n = max(0, self.n + int(tokens_to_remove))
+        for prompt in self.prompts:
+            prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
+
+    def reset(self) -> None:
+        """Drop the rows."""
+        for layer in self.layers:
+            layer.reset()
+        self.memory, self.prompts, self.ids, self.n = [], [], IdsStream(), 0
+        self.is_open = self.is_running = False
+
+    def activate_past_recording(self) -> None:
+        """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
+        self.records_drafts = True
+        if self.why_bypassed is not None:
+            super().activate_past_recording()  # type: ignore[no-untyped-call]
+
+    # What transformers and users ask.
+
+    def __bool__(self) -> bool:
+        """True even without rows: some models ask `if past_key_values`."""
+        return True
+
+    def __repr__(self) -> str:
+        return f"Rows({self._batch()} rows of {self.get_seq_length()} tokens)"
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns of the rows, padding included."""
+        if self.why_bypassed is not None:
+            return int(super().get_seq_length(layer_idx))
+        if layer_idx < 0:
+            layer_idx += len(self.layers)
+        if 0 < layer_idx < len(self.layers) and self.layers[layer_idx].held is None:
+            return 0
+        return self.n
+
+    @property
+    def is_initialized(self) -> bool:
+        """Whether there are columns."""
+        return self.get_seq_length() > 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
+        """Other rows with the same columns, which go on by themselves."""
+        copied = type(self)(self.calls, 0)
+        memo[id(self)] = copied
+        copied.layers = []
+        for name in ("n", "is_open", "in_generate", "why_bypassed", "is_whole", "records_drafts"):
+            setattr(copied, name, getattr(self, name))
+        copied.prompts, copied.ids = [prompt.copy() for prompt in self.prompts], self.ids.copy()
+        if self.why_bypassed is not None:
+            copied.layers = copy.deepcopy(self.layers, memo)
+            return copied
+        copied.layers = [RowsLayer(index) for index in range(len(self.layers))]
+        index = torch.arange(self.num_rows)
+        held = self.all_memory()
+        if held and self.n:
+            copied.take(memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE), self.n, self.base)
+        return copied
