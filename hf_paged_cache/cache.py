@@ -115,9 +115,9 @@ class PagedPrefixCache(Cache):
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         self._side = side = SideForwards(self.store.model, reader, sibling)
         self._calls = Calls(
-            blocks, conditioning, reader, self.store.image_inputs, self.cache_salt, self.call.counters, side
+            blocks, conditioning, reader, self.store.image_inputs, self.cache_salt, self.call.counters, side, self.store.looks
         )
-        self._current = Current()  # the rows of the last call, or of the running loop
+        self._current = Current(self._calls)  # the rows of the last call, or of the running loop
         finalize(self, self._current.leave, blocks.left_rows).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
         self._ranks = ranks = Ranks(conditioning, blocks)
@@ -209,9 +209,7 @@ class PagedPrefixCache(Cache):
 
     def _end_rows(self) -> None:
         """The rows of the last call end; what a loop has completed is kept."""
-        rows = self._current.take()
-        if rows is not None:
-            self._calls.close(rows)
+        self._current.end()
 
     # What `generate` and the model ask.
 
@@ -414,7 +412,7 @@ class PagedPrefixCache(Cache):
         """
         last = self._current.last
         if last is not None and self.call.counters.ran_last(last.counts):
-            return self.call.counters.of_call(last.peak_kv_bytes)
+            return self.call.counters.of_call(last.peak_kv_bytes, *last.read_once)
         return self.call.stats()
 
     def reset_prefix_cache(self) -> None:
@@ -427,7 +425,9 @@ class PagedPrefixCache(Cache):
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.store.blocks
-        self._end_rows()
+        for current in [*blocks.currents]:
+            if current.salt == self.cache_salt:
+                current.end()
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows(self.cache_salt)

@@ -40,6 +40,7 @@ from .model.support import (
     unwrapped,
 )
 from .model.trial import default_numbering, require_continuable, state_traits, text_types, unwritten_layers
+from .rows.shared import Looks
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
@@ -153,6 +154,7 @@ class PrefixStore:
             carries_states=states is not None,
             sees_columns=bool(layers),
         )
+        self.looks = Looks()
         self.why_in_pool = why_in_pool(
             model,
             has_tiers=bool(tiers),
@@ -176,6 +178,8 @@ class PrefixStore:
             CacheBusyError: a `generate` is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.blocks
+        for current in [*blocks.currents]:
+            current.end()
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows()
@@ -290,6 +294,7 @@ class PrefixStore:
         with blocks.lock:
             blocks.settle()
             copied_bytes = sum(call.view.num_bytes for call in blocks.holders())
+            copied_bytes += sum(0 if each.rows is None else each.rows.kv_bytes for each in [*blocks.currents])
             return stats_of(blocks, blocks.call_totals, b"", copied_bytes, None, None)
 
     def check(self) -> None:

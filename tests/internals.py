@@ -33,6 +33,7 @@ from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
+from hf_paged_cache.rows.layers import RowsLayer
 from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
@@ -104,6 +105,14 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
         tensor.zero_()
     for call in _blocks(cache_or_store).holders():
         call.view.drop()
+    for current in _blocks(cache_or_store).currents:
+        rows = current.rows
+        for layer in () if rows is None or rows.why_bypassed is not None else rows.layers:
+            if layer.held is not None and (layers is None or layer.layer_idx in layers):
+                for states in layer.held:
+                    states.zero_()
+        if rows is not None:
+            rows.note_writes()
 
 
 def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[int]:
@@ -354,9 +363,16 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
             raise error
         return write(written, states)
 
-    call.write = fail  # type: ignore[method-assign]
+    def fail_in_rows(layer: RowsLayer, keys: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if layer.layer_idx == layer_idx and keys.shape[2] > 1:
+            raise error
+        return update(layer, keys, *args, **kwargs)
+
+    call.write, update = fail, RowsLayer.update  # type: ignore[method-assign]
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RowsLayer, "update", fail_in_rows)
+            yield
     finally:
         del call.write
 

@@ -4,6 +4,7 @@ Never raises into a call for want of blocks or memory: what does not fit is not 
 """
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -76,14 +77,15 @@ def _keep_row(store: BlockStore, rows: Rows, number: int, chain: HashChain, num_
     hashes, size, pad = chain.hashes_of(0, num_blocks), store.block_size, rows.prompts[number].pad
     held: Allocation | None = None
     try:
-        with store.lock:
-            held = store.allocator.allocate(hashes, namespace=salt)
-            first = held.num_prefix_tokens // size
-            if first == num_blocks or pad + first * size < rows.base:
-                return  # all is there; or what comes first no longer is, and lies in what rows share
-            fresh = _take(store, held, hashes[first:], salt)
-        with store.writing:
-            slabs = store.pool.all.slabs()
+        with ExitStack() as writing:
+            with store.lock:
+                held = store.allocator.allocate(hashes, namespace=salt)
+                first = held.num_prefix_tokens // size
+                if first == num_blocks or pad + first * size < rows.base:
+                    return  # all is there; or what comes first no longer is, and lies in what rows share
+                fresh = _take(store, held, hashes[first:], salt)
+                writing.enter_context(store.writing)  # before the lock is free: else tensors may move
+                slabs = store.pool.all.slabs()
             for at, block_ids in fresh:
                 start = pad + (first + at) * size
                 memory.write_blocks(rows.columns(number, start, start + len(block_ids) * size), slabs, block_ids)

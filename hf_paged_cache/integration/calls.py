@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..attention.shared_reads import MODEL_LOOKS
 from ..blocks import HashChain
 from ..blocks.roots import RootFacts
 from ..call.admission import UNLIMITED, CallLimits
@@ -23,6 +24,7 @@ from ..call.keep import keep
 from ..call.match import Known, match, previous_rows
 from ..call.record import count_bypassed, count_prompt
 from ..call.rows import Rows as NoRows
+from ..call.share import share_known, share_prompt
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.transfers import to_device
@@ -30,7 +32,9 @@ from ..model.cache_adapters import cache_argument
 from ..model.conditioning import Conditioning
 from ..model.support import cache_layers, require_layer_adapters
 from ..rows import memory
+from ..rows.layers import SPARE
 from ..rows.rows import Prompt, Rows
+from ..rows.shared import Looks, Seen, SharedColumns
 from ..stats import RowCount
 from ..store.block_store import BlockStore
 from .forward_arguments import ArgumentReader, for_scheduled, shape_of
@@ -75,14 +79,33 @@ class CallState:
         self.pending: tuple[list[RowCount], bool] | None = None  # of the running forward, and whether the call begins with it
         self.chains: dict[bytes, HashChain] = {}
         self.peak_kv_bytes = 0
+        self.seen = Seen()
+
+    @property
+    def read_once(self) -> tuple[int, int, str]:
+        """Tokens that attention read once at a time, for how many rows, and why not all of the time."""
+        return self.seen.tokens, self.seen.rows, self.seen.dense
 
 
 class Current:
     """The rows of a cache's last call, or of its running loop; and what was counted of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: "Calls") -> None:
+        self._calls = calls
         self._rows: Rows | None = None
         self.last: CallState | None = None
+        calls.store.currents.add(self)
+
+    @property
+    def salt(self) -> bytes:
+        """Of the cache."""
+        return self._calls.salt
+
+    def end(self) -> None:
+        """The rows end; what a loop has completed is kept."""
+        rows = self.take()
+        if rows is not None:
+            self._calls.close(rows)
 
     @property
     def rows(self) -> Rows | None:
@@ -138,6 +161,7 @@ class Calls:
         salt: part of every root, and the namespace of the blocks.
         counters: of the cache.
         side: makes the arguments of forwards of our own.
+        looks: whether the model looks at keys and values itself.
     """
 
     def __init__(
@@ -149,14 +173,18 @@ class Calls:
         salt: bytes,
         counters: PromptCounters,
         side: SideForwards,
+        looks: Looks,
     ) -> None:
         self.store, self.conditioning, self.reader, self.image_inputs = store, conditioning, reader, image_inputs
         self.salt, self.counters = salt, counters
+        self.looks = looks
         self._ahead = SharedPrefill(self, side)
 
     def new_rows(self) -> Rows:
         """Rows that no forward has run yet."""
-        return Rows(self, len(cache_layers(self.conditioning.model)))
+        rows = Rows(self, len(cache_layers(self.conditioning.model)))
+        rows.looks = self.looks
+        return rows
 
     # A generate.
 
@@ -210,6 +238,7 @@ class Calls:
         if rows.state is None:
             rows.state = CallState("forward", UNLIMITED, beams=False, runs_only_forwards=True)
         state, conditioning = rows.state, self.conditioning
+        state.seen = rows.seen
         state.digest = conditioning.digest()
         state.was_alone = not conditioning.may_change_in_a_forward()
         seen = self.image_inputs.see(arguments, NoRows([], [], 0), None)
@@ -244,6 +273,8 @@ class Calls:
                         row.lease.free()
         are_aliased = len(members) < len(copies)
         rows.copies = copies if are_aliased else None
+        if len(copies) > 1 and not rows.may_be_lazy:
+            rows.seen.dense = MODEL_LOOKS
         state.counts = count_prompt(request, known, num_found, members, copies, start, ahead)
         state.pending = state.counts, True
         for row in known:
@@ -292,6 +323,13 @@ class Calls:
         if held is not False:
             self._keep(rows, stop, held=True)
 
+    def keep_full(self, rows: Rows) -> None:
+        """Rows change places, and some are given up: keep them where each has filled a block since."""
+        size = self.store.block_size
+        if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts) and self._held_so_far(rows):
+            rows.prompt_end = 0
+            self._keep(rows, rows.n, held=True)
+
     def confirm(self, rows: Rows, output: Any) -> Any:
         """A forward has returned: rows that ran for several become these."""
         state = rows.state
@@ -299,7 +337,11 @@ class Calls:
         if rows.copies is not None:
             copies, rows.copies = rows.copies, None
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
-            rows.apply(copies)
+            shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy else None
+            if shared is not None:
+                self._share_prompt(rows, shared, copies)
+            else:
+                rows.apply(copies)
         if state.pending is not None:
             (new, begins), state.pending = state.pending, None
             with self.store.lock:
@@ -314,6 +356,15 @@ class Calls:
                 setattr(output, name, handle)
         rows.must_confirm = not rows.in_generate
         return output
+
+    def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
+        """Rows that ran for several become these: what they hold is theirs in common, and each goes on by itself."""
+        n, limits = rows.n, rows.state.limits
+        room = SPARE if math.isinf(limits.max_columns) else max(1, int(limits.max_columns) - n)
+        own = memory.make(memory.shapes_of_rows(rows.all_memory()), len(copies), min(room, n + SPARE))
+        rows.prompts = [rows.prompts[source].copy() for source in copies]
+        rows.ids.select(memory.as_index(copies))
+        rows.share(shared, own, n)
 
     def drain(self) -> None:
         """Keep what the rows of collected caches had computed."""
@@ -388,21 +439,27 @@ class Calls:
         """
         rows.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
         rows.is_open = True
+        rows.may_be_lazy = self.conditioning.attention == "sdpa" and not self.looks.model_looks
         for layer in rows.layers:
             layer.wanted = wanted
-        slabs = self.store.pool.all.slabs()
+        slabs = self.store.slabs()
         if not start:
             if slabs:
                 rows.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
             return
-        done = self._take_over(rows, inputs, known, start, previous) if takes_over else 0
-        if not done:
+        shared = share_known(self.store, inputs, known, start, self.looks) if rows.may_be_lazy else None
+        done = self._take_over(rows, inputs, known, start, previous) if takes_over and shared is None else 0
+        if shared is not None:
+            shapes, first = memory.shapes_of_slabs(slabs), shared.plan.first_own
+            rows.share(shared, memory.make(shapes, len(inputs), max(start, wanted) - first), start)
+        elif not done:
             shapes = memory.shapes_of_slabs(slabs) or _shapes_elsewhere(known, previous)
             rows.take(memory.make(shapes, len(inputs), max(start, wanted)), start)
         else:
             rows.make_room(max(start, wanted), wanted)
         for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
-            self._load(rows, number, row.pad, of_row, max(done, row.pad), start, previous)
+            first = row.pad if shared is None else shared.plan.ends[number]
+            self._load(rows, number, row.pad, of_row, max(done, first), start, previous)
         rows.n = start
         for layer in rows.layers:
             if layer.held is not None:
@@ -448,13 +505,15 @@ class Calls:
         self, rows: Rows, number: int, pad: int, known: Known, done: int, start: int, previous: Rows | None
     ) -> None:
         """Copy the columns `[done, start)` of one row to it."""
-        size = self.store.block_size
+        size, base = self.store.block_size, rows.base
         first = max(0, done - pad) // size
+        while pad + first * size < base:  # a block that begins in what rows share
+            first += 1
         end = min(known.num_in_blocks, max(0, start - pad))
         if end > first * size:
-            slabs, block_ids = self.store.pool.all.slabs(), known.lease.block_ids[first : -(-end // size)]
-            memory.load_blocks(rows.memory, slabs, [number], pad + first * size, block_ids, end - first * size)
-        done = max(done, pad + end)
+            slabs, block_ids = self.store.slabs(), known.lease.block_ids[first : -(-end // size)]
+            memory.load_blocks(rows.memory, slabs, [number], pad + first * size - base, block_ids, end - first * size)
+            done = max(done, pad + end)
         if known.ahead is not None and done < start:
             ahead, source, num_tokens = known.ahead
             self._copy(ahead, source, rows, number, done, min(start, pad + num_tokens), pad)
@@ -465,7 +524,7 @@ class Calls:
     def _copy(self, source: Rows, source_row: int, rows: Rows, row: int, start: int, stop: int, pad: int) -> None:
         if stop > start:
             shift = source.prompts[source_row].pad - pad
-            memory.copy_columns(source.columns(source_row, start + shift, stop + shift), rows.memory, row, start)
+            source.copy_columns(source_row, start + shift, stop + shift, rows.memory, row, start - rows.base)
 
     def _keep(self, rows: Rows, stop: int, *, held: bool) -> None:
         """Keep the columns before `stop`, if the model was as it is."""

@@ -23,6 +23,8 @@ class Reads(Protocol):
         """Of [R, H, columns, D] each, which the layer has written: what its attention reads."""
         ...
 
+    def make_dense(self) -> None: ...  # somebody looks at all columns of the rows
+
 
 class RowsLayer(DynamicLayer):
     """Keys and values of one layer, [R, H, columns, D].
@@ -120,10 +122,9 @@ class RowsLayer(DynamicLayer):
     def _seen(self, place: int) -> Tensor | None:
         if self.held is None or not self.n:
             return None
-        held = self.held[place].narrow(2, 0, self.n - self.base)
-        return held if not self.base or self.reads is None else self.reads.read(self.layer_idx, *(
-            states.narrow(2, 0, self.n - self.base) for states in self.held
-        ))[place]
+        if self.base and self.reads is not None:
+            self.reads.make_dense()
+        return self.held[place].narrow(2, 0, self.n - self.base)
 
     def _take(self, place: int, states: Tensor | None) -> None:
         """Somebody gives the layer other keys or values, of all columns."""

@@ -15,9 +15,11 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from . import memory
+from ..attention.causal import CausalSquare
 from .ids import IdsStream
 from .layers import SPARE, RowsLayer, room_for
 from .memory import Columns, Streams
+from .shared import Looks, Seen, SharedColumns, SquareReads
 
 
 class RunsRows(Protocol):
@@ -28,6 +30,8 @@ class RunsRows(Protocol):
     def go_on(self, rows: "Rows", arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
     def keep_prompt(self, rows: "Rows") -> None: ...
+
+    def keep_full(self, rows: "Rows") -> None: ...
 
     def confirm(self, rows: "Rows", output: Any) -> Any: ...
 
@@ -79,6 +83,9 @@ class Rows(Cache):
         copies: batch row -> row that runs for it, in the first forward alone; None: each runs.
         prompt_end: columns of the prompt, which is kept once they are complete; 0: it was.
         common_columns: of rows that change places; 0: unknown.
+        shared: what several rows have in common, held once; None: each row has all of its columns.
+        looks, may_be_lazy: whether the model looks at keys and values itself; whether attention may be left to read them.
+        seen: how attention has read them.
         handle: the cache of the call.
         is_behind_handle: forwards are passed that in place of the rows, and return it.
         state: what `calls` remembers of them.
@@ -105,6 +112,11 @@ class Rows(Cache):
         self.prompt_end = self.common_columns = 0
         self.previous: Rows | None = None  # of the call before; given up when these open
         self.state: Any = None
+        self.shared: SharedColumns | None = None
+        self.looks = Looks()
+        self.may_be_lazy = False
+        self.seen = Seen()
+        self._reads: Any = None
         self.handle: ref[Any] | None = None
         self.is_behind_handle = False
         self._versions: tuple[int, ...] = ()
@@ -129,8 +141,10 @@ class Rows(Cache):
         ids = arguments["input_ids"]
         if self.is_edited:
             self.is_whole = False
-        self._num_new, self.is_running = ids.shape[1], True
+        num_new = self._num_new = ids.shape[1]
+        self.is_running = True
         self.ids.note(ids, self.n)
+        self._start_reads(self.n, self.n + num_new)
         return arguments
 
     def after_forward(self, output: Any) -> Any:
@@ -155,6 +169,52 @@ class Rows(Cache):
             self.note_writes()
 
     # Their memory.
+
+    def _start_reads(self, start: int, stop: int) -> None:
+        """Say what the layers read in a forward of the columns `[start, stop)`."""
+        shared, reads = self.shared, None
+        if shared is not None and shared.must_leave:
+            self.make_dense()
+        elif shared is not None:
+            shared.start_forward(start, stop)
+            reads = shared
+        elif start and stop - start > 1 and self.may_be_lazy and CausalSquare.pays(start, stop):
+            reads = SquareReads(start, stop, self.looks)
+        if reads is not self._reads:
+            self._reads = reads
+            for layer in self.layers:
+                layer.reads = reads
+
+    def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
+        """From here on the rows have these segments in common, and their own columns, from the first behind one on, lie in this memory."""
+        shared.rows, shared.seen = ref(self), self.seen
+        self.take(held, n, shared.plan.first_own)
+        self.shared = self._reads = shared
+        for layer in self.layers:
+            layer.reads = shared
+
+    def make_dense(self) -> None:
+        """Each row gets all of its columns."""
+        shared, n = self.shared, self.n
+        if shared is None:
+            return
+        room = room_for(n, self.layers[0].wanted)
+        own = self.all_memory()
+        whole = memory.make(memory.shapes_of_rows(own), self.num_rows, room)
+        for row in range(self.num_rows):
+            self.copy_columns(row, shared.plan.pads[row], n, whole, row, shared.plan.pads[row])
+        self.shared = self._reads = None
+        for layer in self.layers:
+            layer.reads = None
+        self.take(whole, n)
+
+    def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
+        """Copy columns of a row, wherever they lie, to those from `column` on of a row of other memory."""
+        at = start
+        if self.shared is not None:
+            at = self.shared.copy_columns(row, start, stop, to, to_row, column)
+        if at < stop:
+            memory.copy_columns(self.columns(row, at, stop), to, to_row, column + at - start)
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """From here on the columns `[base, n)` are the first ones of this memory."""
@@ -186,6 +246,7 @@ class Rows(Cache):
 
     def bypass(self, why: str, layers: list[Any]) -> None:
         """From here on the rows run on these layers of transformers, which hold nothing yet; nothing of them is kept."""
+        self.make_dense()
         if self.records_drafts:
             for layer in layers:
                 getattr(layer, "activate_past_recording", lambda: None)()
@@ -225,7 +286,8 @@ class Rows(Cache):
         """Bytes of their columns."""
         if self.why_bypassed is not None:
             return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
-        return memory.num_bytes(self.all_memory(), self.n - self.base)
+        segments = 0 if self.shared is None else self.shared.num_bytes
+        return segments + memory.num_bytes(self.all_memory(), self.n - self.base)
 
     def columns(self, row: int, start: int, stop: int) -> Columns:
         """Columns of a row, which lie in its own memory."""
@@ -255,19 +317,25 @@ class Rows(Cache):
             return
         if self.is_edited:
             self.is_whole = False
-        num_rows, held = at.shape[0], self.all_memory()
-        if num_rows == self.num_rows and start > self.base:
+        num_rows = at.shape[0]
+        if self.shared is not None and not start and not self.shared.fits(at.tolist()):
+            self.make_dense()
+        held = self.all_memory()
+        start = max(start, self.base)
+        if num_rows == self.num_rows and start:
             memory.change_places(held, at, start - self.base, self.n - self.base)
         elif held:
             room = held[0].tensor.shape[3]
             self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
         self.ids.select(at)
-        if num_rows != self.num_rows or not start:
+        if num_rows != self.num_rows or not self.common_columns:
             self.prompts = [self.prompts[number].copy() for number in at.tolist()]
         self._versions = self._written()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` continues as row `beam_idx[i]`."""
+        """Row `i` continues as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
+        if self.in_generate and self.state is not None:
+            self.calls.keep_full(self)
         self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -295,6 +363,8 @@ class Rows(Cache):
                 f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
             )
         self.roll_back()
+        if self.shared is not None and self.n + tokens_to_remove < self.base:
+            self.make_dense()
         for layer in self.layers:
             layer.crop(int(tokens_to_remove))
         self.n = max(0, self.n + int(tokens_to_remove))
@@ -306,6 +376,7 @@ class Rows(Cache):
         for layer in self.layers:
             layer.reset()
         self.memory, self.prompts, self.ids, self.n = [], [], IdsStream(), 0
+        self.shared = self._reads = None
         self.is_open = self.is_running = False
 
     def activate_past_recording(self) -> None:
@@ -352,6 +423,9 @@ class Rows(Cache):
         copied.layers = [RowsLayer(index) for index in range(len(self.layers))]
         index = torch.arange(self.num_rows)
         held = self.all_memory()
-        if held and self.n:
+        if self.shared is not None:
+            made = memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE)
+            copied.share(self.shared.copy(), made, self.n)
+        elif held and self.n:
             copied.take(memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE), self.n, self.base)
         return copied

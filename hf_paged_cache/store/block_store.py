@@ -15,7 +15,7 @@ import torch
 
 from ..blocks import BlockHash, BlockTable, Group, PrefixCachingBlockAllocator, Sight
 from ..errors import CacheArgumentError, CacheBusyError
-from ..kv.block_pool import BlockPool, GroupTensors
+from ..kv.block_pool import BlockPool, GroupTensors, Slab
 from ..kv.transfers import Transfer
 from ..locks import new_lock
 from ..tiers.base import Tier
@@ -113,6 +113,7 @@ class BlockStore:
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
         self.left_rows: deque[Any] = deque()  # of collected caches, to be kept; appended to by finalizers
+        self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
         self._holders: WeakSet[Holder] = WeakSet()
         add_store(self)
 
@@ -338,6 +339,11 @@ class BlockStore:
     def groups(self) -> list[Group]:
         """Those of layers that need more to resume than that blocks are cached."""
         return [*self.windows.groups, self.states.kept] if self.states else [*self.windows.groups]
+
+    def slabs(self) -> list[Slab]:
+        """Where the blocks of layers without a window are now. A block that is held can be read there also after the pool has grown."""
+        with self.lock:
+            return self.pool.all.slabs()
 
     def may_write(self, layer_idx: int) -> bool:
         """Whether forwards write keys and values in this layer; before the first has returned, those that may be one."""

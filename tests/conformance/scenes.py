@@ -160,7 +160,7 @@ def after_a_fault(play: Player) -> None:
         play.call(**parted, at_least=0)
         play.cache.reset()
         parted = batch(row((1, num_common), (6, 3 * play.unit)))
-    play.hit(**parted, reused=play.places(num_common))
+    play.hit(**parted, at_least=play.places(num_common))
 
 
 def _fault(play: Player, number: int) -> AbstractContextManager[None]:
