@@ -81,7 +81,7 @@ def match(store: BlockStore, new: Iterable[RowInput], previous: Sequence[Previou
     for row in new:
         chain = HashChain(row.root, store.block_size)
         chain.extend(row.token_ids)
-        lease = store.allocator.allocate(chain.hashes(), namespace=row.salt)
+        lease = store.allocator.allocate(chain.hashes_of(0, chain.num_full_blocks), namespace=row.salt)
         closest, num_common = before.closest(row)
         found.append(Known(chain, lease, closest, max(0, num_common)))
     return found

@@ -289,9 +289,10 @@ class Calls:
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
+        reads, rows.reads_next, state = rows.reads_next or not rows.in_generate, False, rows.state
         rows.roll_back()
-        rows.reads_next = False
-        state = rows.state
+        if not reads:
+            return arguments
         if rows.why_bypassed is None:
             if state.digest and not rows.in_generate:
                 self._keep(rows, rows.n, held=self._held_to_the_end(rows))

@@ -21,6 +21,7 @@ from ..errors import CacheArgumentError, CacheBusyError, PagedCacheError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
 from ..model.conditioning import code_of_others
+from ..rows.rows import Rows
 from .ambient import ambient_cache
 from .generate_arguments import functions_of, read_generate
 
@@ -189,6 +190,9 @@ def left_as_it_was(model: Any) -> Iterator[None]:
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Forward pre-hook: schedule the forward on the cache it brings, and pass on what is to run."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
+    cache = arguments.get("past_key_values")
+    if type(cache) is Rows and cache.is_open:  # nearly all forwards are steps
+        return (), cache.before_forward(model, arguments)
     cache = _paged(arguments)
     if cache is None:
         return None
@@ -203,6 +207,9 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Forward hook: confirm the forward, and give its caller a row for each it passed."""
+    cache = kwargs.get("past_key_values")
+    if type(cache) is Rows:
+        return cache.after_forward(output)
     cache = _paged(kwargs)
     return None if cache is None else take_back_cache(cache.after_forward(output))
 

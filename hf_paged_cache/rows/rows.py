@@ -5,6 +5,7 @@ Owns the rows' length, their memory and whatever moves rows; decides nothing abo
 
 import copy
 from collections.abc import Mapping, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 from weakref import ref
 
@@ -20,6 +21,9 @@ from .ids import IdsStream
 from .layers import SPARE, RowsLayer, room_for
 from .memory import Columns, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
+
+
+_VERSION = attrgetter("_version")
 
 
 class RunsRows(Protocol):
@@ -119,7 +123,9 @@ class Rows(Cache):
         self._reads: Any = None
         self.handle: ref[Any] | None = None
         self.is_behind_handle = False
-        self._versions: tuple[int, ...] = ()
+        self._tensors: list[Tensor] = []  # that the rows lie in
+        self._versions: tuple[int, ...] = ()  # how often these were written, by us
+        self._has_own = False
         self._num_new = 0
 
     # What the hooks of the model's forward tell.
@@ -128,23 +134,20 @@ class Rows(Cache):
         """A forward begins; returns what it is to run with."""
         if not self.is_open:
             arguments = self.calls.open(self, model, arguments)
-        elif self.why_bypassed is not None:
-            if not self.in_generate or self.reads_next:
-                arguments = self.calls.go_on(self, arguments)
-        else:
-            if self.reads_next or self.is_running or not self.in_generate:
-                arguments = self.calls.go_on(self, arguments)
-            if self.prompt_end and self.n >= self.prompt_end:
-                self.calls.keep_prompt(self)
+        elif self.reads_next or self.is_running or not self.in_generate:
+            arguments = self.calls.go_on(self, arguments)
         if self.why_bypassed is not None:
             return arguments
+        if self.prompt_end and self.n >= self.prompt_end:
+            self.calls.keep_prompt(self)
         ids = arguments["input_ids"]
-        if self.is_edited:
+        if tuple(map(_VERSION, self._tensors)) != self._versions:
             self.is_whole = False
         num_new = self._num_new = ids.shape[1]
         self.is_running = True
         self.ids.note(ids, self.n)
-        self._start_reads(self.n, self.n + num_new)
+        if num_new > 1 or self._reads is not None:
+            self._start_reads(self.n, self.n + num_new)
         return arguments
 
     def after_forward(self, output: Any) -> Any:
@@ -154,8 +157,12 @@ class Rows(Cache):
             for layer in self.layers:
                 if layer.n != n and layer.held is not None:
                     self.is_whole = False
+                if layer.is_own:
+                    self._has_own = True
             self.n, self.is_running = n, False
-            self._versions = self._written()
+            if self._has_own:
+                self._collect()
+            self._versions = tuple(map(_VERSION, self._tensors))
         if self.must_confirm and self.state is not None:
             output = self.calls.confirm(self, output)
         return output
@@ -226,7 +233,8 @@ class Rows(Cache):
         self.layers += [RowsLayer(index) for index in range(len(self.layers), 1 + max(places, default=-1))]
         for layer_idx, of_layer in places.items():
             self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], n, base)
-        self._versions = self._written()
+        self._has_own = any([layer.is_own for layer in self.layers])
+        self.note_writes()
 
     def all_memory(self) -> list[Streams]:
         """Of all layers, also of those that have their own."""
@@ -257,9 +265,14 @@ class Rows(Cache):
         self.why_bypassed, self.layers, self.memory, self.is_open = why, layers, [], True
         self.layer_class_to_replicate = DynamicLayer
 
+    def _collect(self) -> None:
+        """Note which tensors the rows lie in."""
+        self._tensors = [tensor for tensor, _ in self.all_memory()]
+
     def note_writes(self) -> None:
         """What was written until here, we have written."""
-        self._versions = self._written()
+        self._collect()
+        self._versions = tuple(map(_VERSION, self._tensors))
 
     @property
     def is_source(self) -> bool:
@@ -269,7 +282,7 @@ class Rows(Cache):
     @property
     def is_edited(self) -> bool:
         """Whether somebody else has written to the rows."""
-        return self._versions != self._written()
+        return self._versions != tuple(map(_VERSION, self._tensors))
 
     @property
     def base(self) -> int:
@@ -296,10 +309,6 @@ class Rows(Cache):
     def token_ids(self) -> list[TokenIds]:
         """What ran in each row, without padding."""
         return self.ids.rows([prompt.pad for prompt in self.prompts], self.n)
-
-    def _written(self) -> tuple[int, ...]:
-        """How often the rows' memory was written."""
-        return tuple([tensor._version for tensor, _ in self.all_memory()])
 
     # What moves rows.
 
@@ -330,7 +339,7 @@ class Rows(Cache):
         self.ids.select(at)
         if num_rows != self.num_rows or not self.common_columns:
             self.prompts = [self.prompts[number].copy() for number in at.tolist()]
-        self._versions = self._written()
+        self.note_writes()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` continues as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
