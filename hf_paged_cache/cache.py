@@ -182,8 +182,10 @@ class PagedPrefixCache(Cache):
                 self.store.blocks.make_way()
             raise
         finally:
+            previous = rows.previous
             self._calls.close(rows)
-            self._current.rows = rows
+            # where no forward has run, those of the call before are there yet
+            self._current.rows = rows if rows.is_open or previous is None else previous
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""
@@ -191,7 +193,9 @@ class PagedPrefixCache(Cache):
         if rows is None:
             if not self._may_take_rows or self._session.num_rows or self._session.is_open or not takes_rows():
                 return self._session.before_forward(model, arguments)
+            previous = self._current.take()
             rows = self._current.rows = self._calls.new_rows()
+            rows.previous = previous
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 
@@ -230,8 +234,8 @@ class PagedPrefixCache(Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, is_so: bool) -> None:
-        if self._may_take_rows and self._current.rows is not None:
-            self._end_rows()
+        if self._may_take_rows:
+            self._current.set_aside()
 
     def __bool__(self) -> bool:
         """True even without rows: some models ask `if past_key_values`."""
@@ -411,9 +415,10 @@ class PagedPrefixCache(Cache):
         The last `generate`, plain forward, `score` or `prefill` that computed something: `last_call.kind` says which.
         """
         last = self._current.last
-        if last is not None and self.call.counters.ran_last(last.counts):
-            return self.call.counters.of_call(last.peak_kv_bytes, *last.read_once)
-        return self.call.stats()
+        with self.store.blocks.lock:
+            if last is not None and self.call.counters.ran_last(last.counts):
+                return self.call.counters.of_call(last.peak_kv_bytes, *last.read_once)
+            return self.call.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks and pins of this cache's salt, and the ended rows of all caches of this salt.

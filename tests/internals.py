@@ -26,7 +26,7 @@ from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, without_images
+from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, roads, without_images
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
@@ -50,6 +50,11 @@ FINALIZERS = ("__del__", "leave_behind")
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
 
 # What is held.
+
+
+def runs_on_rows(cache: PagedPrefixCache) -> bool:
+    """Whether its calls run on rows of their own; else in the pool."""
+    return cache._may_take_rows and roads.way != "pool"
 
 
 def held_tensors(

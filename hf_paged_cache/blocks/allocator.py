@@ -622,6 +622,25 @@ class PrefixCachingBlockAllocator:
         if block_ids := [block_id for block_id in found if block_id is not None]:
             self._forget(block_ids)
 
+    def forget_under(self, roots: Collection[bytes]) -> int:
+        """Make every cached block free whose sequence begins with one of these roots; returns how many.  Cost: O(num_blocks)."""
+        self._settle()
+        index, found = self._states.index, dict[int, bool]()
+        for block_id in index.blocks.values():
+            path, at = list[int](), block_id
+            while at not in found:
+                path.append(at)
+                before = index.blocks.get(index.parents[at])
+                if before is None:
+                    found[at] = index.parents[at] in roots
+                else:
+                    at = before
+            found.update(dict.fromkeys(path, found[at]))
+        stale = [i for i, is_stale in found.items() if is_stale and not self._states.ref_counts[i]]
+        if stale:
+            self._forget(stale)
+        return len(stale)
+
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
         """Make every cached block free, or every one of `namespace`; blocks in use keep their hashes."""
         self._settle()

@@ -61,6 +61,10 @@ class Roots:
         """What a root stands for; None: of long ago."""
         return self._facts.get(root)
 
+    def all(self) -> list[RootFacts]:
+        """Those remembered."""
+        return list(self._facts.values())
+
     def all_of(self, digest: bytes, salt: bytes) -> list[RootFacts]:
         """Those of a model as it is now, and of one salt."""
         return [facts for facts in list(self._facts.values()) if (facts.digest, facts.salt) == (digest, salt)]

@@ -3,7 +3,7 @@
 Never raises into a call for want of blocks or memory: what does not fit is not kept. A block is written once, before anybody can find it.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -24,6 +24,7 @@ def keep(
     chains: dict[bytes, HashChain],
     ends: Collection[int] = (),
     prompt_columns: int = 0,
+    make_room: Callable[[int], None] = lambda num_blocks: None,
 ) -> None:
     """Keep the full blocks of the columns before `stop`.
 
@@ -31,12 +32,13 @@ def keep(
         chains: root and first tokens of rows -> their hashes, as far as they were computed; added to.
         ends: token ids after which, behind the prompt, a row is not kept.
         prompt_columns: of the prompt.
+        make_room: is asked before so many blocks are taken; the store's lock is held.
     """
     if not rows.is_source:
         return
     size, done = store.block_size, set[bytes]()
     if any(max(0, stop - prompt.pad) // size * size > prompt.kept for prompt in rows.prompts):
-        _lay_out(store, rows)
+        lay_out(store, rows)
     for number, (prompt, tokens) in enumerate(zip(rows.prompts, rows.ids.rows([p.pad for p in rows.prompts], stop), strict=True)):
         if ends:
             tokens = _until_end(tokens, ends, max(0, prompt_columns - prompt.pad))
@@ -46,7 +48,7 @@ def keep(
         key = prompt.root + tokens[: num_blocks * size].tobytes()
         if key not in done:
             done.add(key)
-            _keep_row(store, rows, number, _chain_of(chains, prompt.root, size, tokens), num_blocks, salt)
+            _keep_row(store, rows, number, _chain_of(chains, prompt.root, size, tokens), num_blocks, salt, make_room)
         prompt.kept = num_blocks * size
 
 
@@ -73,7 +75,15 @@ def _chain_of(chains: dict[bytes, HashChain], root: bytes, size: int, tokens: To
     return chain
 
 
-def _keep_row(store: BlockStore, rows: Rows, number: int, chain: HashChain, num_blocks: int, salt: bytes) -> None:
+def _keep_row(
+    store: BlockStore,
+    rows: Rows,
+    number: int,
+    chain: HashChain,
+    num_blocks: int,
+    salt: bytes,
+    make_room: Callable[[int], None],
+) -> None:
     hashes, size, pad = chain.hashes_of(0, num_blocks), store.block_size, rows.prompts[number].pad
     held: Allocation | None = None
     try:
@@ -83,6 +93,7 @@ def _keep_row(store: BlockStore, rows: Rows, number: int, chain: HashChain, num_
                 first = held.num_prefix_tokens // size
                 if first == num_blocks or pad + first * size < rows.base:
                     return  # all is there; or what comes first no longer is, and lies in what rows share
+                make_room(num_blocks - first)
                 fresh = _take(store, held, hashes[first:], salt)
                 writing.enter_context(store.writing)  # before the lock is free: else tensors may move
                 slabs = store.pool.all.slabs()
@@ -131,7 +142,7 @@ def _take(
     return fresh
 
 
-def _lay_out(store: BlockStore, rows: Rows) -> None:
+def lay_out(store: BlockStore, rows: Rows) -> None:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be."""
     pool = store.pool
     streams = {

@@ -46,29 +46,29 @@ class Known:
         previous: number of the row of the call before that begins alike; None: there is none.
         num_common: tokens that it has in common with that row.
         ahead: rows that were computed first for this call, the number of one of them, and how many tokens of it this row has.
-        stopped: why it is known no further.
+        num_in_blocks: tokens that blocks hold.
+        num_tokens: leading tokens that are known, wherever.
+        stopped: why it was known no further, before anything ran ahead.
     """
+
+    __slots__ = ("ahead", "chain", "lease", "num_common", "num_in_blocks", "num_tokens", "previous", "stopped")
 
     def __init__(self, chain: HashChain, lease: Allocation, previous: PreviousRow | None, num_common: int) -> None:
         self.chain, self.lease = chain, lease
-        self.previous = None if previous is None else previous.number
-        self.num_common = num_common
+        self.num_in_blocks = num_in_blocks = len(lease.block_ids) * chain.block_size
+        self.previous, self.num_common = None if previous is None else previous.number, num_common
         self.ahead: tuple[Rows, int, int] | None = None
-        num_previous = None if previous is None or num_common <= self.num_in_blocks else previous.num_true_tokens
+        self.num_tokens, num_previous = num_in_blocks, None
+        if previous is not None and num_common > num_in_blocks:
+            self.num_tokens, num_previous = num_common, len(previous.true_token_ids)
         self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
-        if previous is not None and not num_common and not self.num_tokens and previous.num_true_tokens:
+        if previous is not None and not self.num_tokens and previous.true_token_ids:
             self.stopped += ", and the last call's begin otherwise"
 
-    @property
-    def num_in_blocks(self) -> int:
-        """Tokens that blocks hold."""
-        return self.lease.num_prefix_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        """Leading tokens that are known."""
-        ahead = 0 if self.ahead is None else self.ahead[2]
-        return max(self.num_in_blocks, self.num_common if self.previous is not None else 0, ahead)
+    def learn(self, ahead: Rows, number: int, num_tokens: int) -> None:
+        """So many tokens were computed first, in a row of these rows."""
+        if num_tokens > self.num_tokens:
+            self.ahead, self.num_tokens = (ahead, number, num_tokens), num_tokens
 
 
 def match(store: BlockStore, new: Iterable[RowInput], previous: Sequence[PreviousRow]) -> list[Known]:

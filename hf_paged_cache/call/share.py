@@ -26,8 +26,12 @@ def share_known(
     store: BlockStore, inputs: Sequence[RowInput], known: Sequence[Known], start: int, looks: Looks
 ) -> SharedColumns | None:
     """What rows have in common of the blocks that hold their columns before `start`; None where to hold it once does not pay."""
-    slabs, size = store.slabs(), store.block_size
-    if len(inputs) < 2 or not start or not slabs:
+    size = store.block_size
+    if len(inputs) < 2 or not start:
+        return None
+    with store.lock:
+        slabs = store.slabs()
+    if not slabs:
         return None
     numbers: dict[bytes, int] = {}  # a block's digest -> a number for it
     layouts = []

@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ..blocks import HashChain
 from ..blocks.roots import RootFacts
 from ..call.admission import UNLIMITED, CallLimits
 from ..call.counters import PromptCounters
-from ..call.keep import keep
+from ..call.keep import keep, lay_out
 from ..call.match import Known, match, previous_rows
 from ..call.record import count_bypassed, count_prompt
 from ..call.rows import Rows as NoRows
@@ -93,6 +94,7 @@ class Current:
     def __init__(self, calls: "Calls") -> None:
         self._calls = calls
         self._rows: Rows | None = None
+        self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
         self.last: CallState | None = None
         calls.store.currents.add(self)
 
@@ -116,9 +118,15 @@ class Current:
     def rows(self, rows: Rows | None) -> None:
         self._rows = rows
 
+    def set_aside(self) -> None:
+        """Another call begins, of which nothing is known yet: its rows may go on where these stop."""
+        self._aside = self.take()
+        if self._aside is not None:
+            self._calls.close(self._aside)
+
     def take(self) -> Rows | None:
         """The rows, which are somebody else's from here on."""
-        rows, self._rows = self._rows, None
+        rows, self._rows, self._aside = self._rows or self._aside, None, None
         return rows
 
     def leave(self, left: deque[Any]) -> None:
@@ -345,6 +353,8 @@ class Calls:
                 rows.apply(copies)
         if state.pending is not None:
             (new, begins), state.pending = state.pending, None
+            if not self.store.is_settled and rows.why_bypassed is None:
+                lay_out(self.store, rows)
             with self.store.lock:
                 bypassed = rows.why_bypassed is not None
                 self.counters.add_forward(state.kind, state.counts, new, begins=begins, bypassed=bypassed)
@@ -411,7 +421,7 @@ class Calls:
         """More of a prompt runs in rows that have begun."""
         state = rows.state
         new = count_bypassed(num_tokens, "")
-        begins = not state.counts
+        begins = len(state.counts) != len(new)
         if begins:
             state.counts = count_bypassed([0] * len(new), "the last call's rows resumed")
         for row, more in zip(state.counts, new, strict=False):
@@ -443,7 +453,8 @@ class Calls:
         rows.may_be_lazy = self.conditioning.attention == "sdpa" and not self.looks.model_looks
         for layer in rows.layers:
             layer.wanted = wanted
-        slabs = self.store.slabs()
+        with self.store.lock:
+            slabs = self.store.slabs()
         if not start:
             if slabs:
                 rows.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
@@ -512,7 +523,9 @@ class Calls:
             first += 1
         end = min(known.num_in_blocks, max(0, start - pad))
         if end > first * size:
-            slabs, block_ids = self.store.slabs(), known.lease.block_ids[first : -(-end // size)]
+            block_ids = known.lease.block_ids[first : -(-end // size)]
+            with self.store.lock:
+                slabs = self.store.slabs()
             memory.load_blocks(rows.memory, slabs, [number], pad + first * size - base, block_ids, end - first * size)
             done = max(done, pad + end)
         if known.ahead is not None and done < start:
@@ -536,7 +549,13 @@ class Calls:
         chains = {} if state is None else state.chains
         limits = UNLIMITED if state is None else state.limits
         prompt = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
-        keep(self.store, rows, stop, self.salt, chains, limits.end_of_sequence, prompt)
+        digest = b"" if state is None else state.digest
+
+        def make_room(num_blocks: int) -> None:
+            roots = partial(self.conditioning.roots_of_other_weights, digest)
+            self.store.forget_other_weights(digest, num_blocks, roots)
+
+        keep(self.store, rows, stop, self.salt, chains, limits.end_of_sequence, prompt, make_room)
 
     def keep_ahead(self, rows: Rows) -> None:
         """Keep what rows that run ahead have computed."""

@@ -73,15 +73,19 @@ class SharedPrefill:
         ahead: Counter[int] = Counter()
         if latest <= 0:
             return 0, ahead
+        if len(inputs) == 1:
+            column = min(inputs[0].pad + known[0].num_tokens, latest)
+            return column if column > inputs[0].pad else 0, ahead
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
         column = _least(inputs, known, starts)
-        if len(inputs) == 1 or not may_share or request.num_new_columns <= self._calls.store.block_size:
+        if not may_share or request.num_new_columns <= self._calls.store.block_size:
             return column, ahead
         rows = [
             PlannedRow(row.pad, start if of_row.num_tokens else None, row.token_ids, kind)
             for row, of_row, start, kind in zip(inputs, known, starts, _kinds(inputs), strict=True)
         ]
-        on_host = self._calls.store.pool.is_on_host
+        with self._calls.store.lock:
+            on_host = self._calls.store.pool.is_on_host
         cost = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR
         found = plan(rows, Bounds(0, request.num_new_columns, latest, cost))
         if found is None or not found.runs:
@@ -113,8 +117,7 @@ class SharedPrefill:
         start = pad + prefix.known if prefix.known else 0
         made = self._run([alone], [known[prefix.row]], start, pad + prefix.num_tokens, options, previous)
         for number, num_tokens in prefix.heirs.items():
-            if num_tokens > known[number].num_tokens:
-                known[number].ahead = made, 0, num_tokens
+            known[number].learn(made, 0, num_tokens)
 
     def _step(
         self,
@@ -129,9 +132,7 @@ class SharedPrefill:
         cut = [row._replace(token_ids=row.token_ids[: max(0, step.stop - row.pad)]) for row in some]
         made = self._run(cut, [known[number] for number in step.rows], step.start, step.stop, options, previous)
         for at, number in enumerate(step.rows):
-            num_tokens = max(0, step.stop - inputs[number].pad)
-            if num_tokens > known[number].num_tokens:
-                known[number].ahead = made, at, num_tokens
+            known[number].learn(made, at, max(0, step.stop - inputs[number].pad))
 
     def _run(
         self,

@@ -56,6 +56,7 @@ class GroupTensors:
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
         self._streams = streams
         self._together: list[Slab] = []  # whose tensors were made together
+        self._slabs: list[Slab] | None = None  # all; None: to be found anew
 
     def __iter__(self) -> Iterator[Tensor]:
         return (tensor for layer in self.layers.values() for tensor in layer.values())
@@ -66,6 +67,11 @@ class GroupTensors:
 
     def slabs(self) -> list[Slab]:
         """All tensors, those that were made together as one."""
+        if self._slabs is None:
+            self._slabs = self._find_slabs()
+        return self._slabs
+
+    def _find_slabs(self) -> list[Slab]:
         found, apart = [], self.named()
         for slab in self._together:
             are_there = all(
@@ -95,6 +101,7 @@ class GroupTensors:
 
     def _follow(self, slab: Slab) -> None:
         """The layers' tensors are parts of this slab."""
+        self._slabs = None
         for (layer_idx, name), part in zip(slab.streams, slab.tensor, strict=True):
             self.layers.setdefault(layer_idx, {})[name] = part.transpose(0, 1)
 
@@ -114,7 +121,7 @@ class GroupTensors:
         """Bytes that `ensure_capacity` needs free on each device: the new blocks, and for a moment what lies in one tensor twice."""
         new = self._bytes_on(lambda tensor: max(0, num_blocks - tensor.shape[0]) * tensor[:1].nbytes)
         twice: dict[torch.device, int] = {}
-        for held, streams in self.slabs():
+        for held, streams in self._find_slabs():
             num_held = self.num_blocks_used if held.is_cpu and len(streams) > 1 else held.shape[2]
             twice[held.device] = max(twice.get(held.device, 0), num_held * _bytes_of_one(held))
         return {device: extra + twice[device] for device, extra in new.items()}
@@ -172,7 +179,7 @@ class GroupTensors:
         """Give all memory back."""
         for tensor in self:
             self._streams.release(tensor)
-        self.layers, self._together = {}, []
+        self.layers, self._together, self._slabs = {}, [], None
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
 
     def _bytes_on(self, count: Callable[[Tensor], int]) -> dict[torch.device, int]:
@@ -183,7 +190,7 @@ class GroupTensors:
 
     def _resize_tensors(self, is_due: Callable[[int], bool], num_blocks: int) -> None:
         """Give the tensors whose number of blocks is due `num_blocks` blocks, one after the other; those made together in one."""
-        self._together = [slab for slab in self.slabs() if len(slab.streams) > 1]
+        self._together, self._slabs = [slab for slab in self._find_slabs() if len(slab.streams) > 1], None
         for number, (held, streams) in enumerate(self._together):
             if is_due(held.shape[2]):
                 heads, size, head_dim = held.shape[1], held.shape[3], held.shape[4]
@@ -196,6 +203,7 @@ class GroupTensors:
                 self._follow(self._together[number])
         for layer in self.layers.values():
             for name in layer:
+                self._slabs = None
                 if is_due(layer[name].shape[0]):  # no name for it here: it goes when the new one takes its place
                     layer[name] = self.resized(layer[name], num_blocks, layer[name].dtype, layer[name].device)
 
@@ -498,7 +506,7 @@ class BlockPool:
         if tensor.device.type not in _WITHOUT_STREAMS:
             self.accelerators.add(tensor.device)
             self._streams.move(tensor.device)
-        group.layers.setdefault(layer_idx, {})[name] = tensor
+        group.layers.setdefault(layer_idx, {})[name], group._slabs = tensor, None
         self.num_layouts += 1
         return tensor
 

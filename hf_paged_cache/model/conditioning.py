@@ -7,6 +7,7 @@ import logging
 import sys
 import threading
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
@@ -123,6 +124,7 @@ class Conditioning:
         self._held = HeldValues(lambda thing: self._numbers_of([thing])[0])
         self.learns = False
         self._layers_of_others: dict[str, nn.Module] = {}  # name -> a layer that is not of the model's package
+        self._weights_of: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # digest -> the weights as they were
         self._values = b""  # of samples of weights, and of frequencies, as they were read last
         # As of the last digest: hooks, replaced forwards, layers of others, or weights in files.
         self._runs_foreign_code = False
@@ -138,6 +140,9 @@ class Conditioning:
         each accelerator. Where blocks are shared, the first one reads all weights.
         """
         look = self._look(after_forward=after_forward, reads_devices=reads_devices)
+        self._weights_of[look.digest] = look.weights
+        if len(self._weights_of) > _MOST_REMEMBERED:
+            self._weights_of.popitem(last=False)
         if self.is_shared and look.digest not in self._identities:
             self._share(look)
         identity = self._identities.get(look.digest) if self.is_shared else None
@@ -158,6 +163,15 @@ class Conditioning:
             NotPortableError: it cannot be told.
         """
         return self._identify(self._look())
+
+    def roots_of_other_weights(self, digest: bytes) -> set[bytes]:
+        """The roots of rows that were computed under other weights than those of this digest; adapters are no other weights."""
+        weights = self._weights_of.get(digest)
+        return {
+            facts.root()
+            for facts in self.roots.all()
+            if facts.digest != digest and self._weights_of.get(facts.digest) != weights
+        }
 
     def may_change_in_a_forward(self) -> bool:
         """Whether another thread runs now, or functions that are not the model's are on its modules, or weights are in files.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from ..attention.lazy import as_dense
 from ..errors import ForwardMismatchError
 from ..kv.recycled_memory import zeros
 from .memory import Stream, Streams
@@ -50,6 +51,8 @@ class RowsLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new keys and values, [R, H, T, D]; returns what attention reads, which later forwards write over."""
+        if torch.compiler.is_compiling():
+            return _write_outside_graphs(self, key_states, value_states)
         n, length = self.n, key_states.shape[2]
         at, stop = n - self.base, n + length - self.base
         held = self.held
@@ -153,6 +156,13 @@ class RowsLayer(DynamicLayer):
         self.n = self.base = self.room = 0
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _write_outside_graphs(layer: RowsLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """What a compiled forward calls: places that change with each forward are nothing to trace."""
+    read_keys, read_values = layer.update(keys, values)
+    return as_dense(read_keys), as_dense(read_values)
+
+
 def room_for(num_columns: int, wanted: int) -> int:
     """Columns to make room for: those that will come, or where that is not known a quarter more than there are.
 
@@ -161,8 +171,3 @@ def room_for(num_columns: int, wanted: int) -> int:
         (1040, 1344)
     """
     return wanted if wanted >= num_columns else num_columns + num_columns // 4 + SPARE
-
-
-def held_elsewhere(states: Tensor) -> int:
-    """How often the memory of a tensor was written; 0 where torch counts no writes."""
-    return 0 if states.is_inference() else torch.Tensor._version.__get__(states)

@@ -74,6 +74,7 @@ class Rows(Cache):
 
     Attributes:
         n: columns of all rows.
+        base: the first column that lies in the rows' own memory; those before it are shared.
         prompts: what each row began with; empty before the first forward.
         ids: what ran.
         memory: of streams that lie together; layers may have memory of their own.
@@ -102,7 +103,7 @@ class Rows(Cache):
         super().__init__(layers=[RowsLayer(index) for index in range(num_layers)])
         self.layer_class_to_replicate = RowsLayer  # type: ignore[assignment]
         self.calls = calls
-        self.n = 0
+        self.n = self.base = 0
         self.prompts: list[Prompt] = []
         self.ids = IdsStream()
         self.memory: list[Streams] = []
@@ -225,7 +226,7 @@ class Rows(Cache):
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """From here on the columns `[base, n)` are the first ones of this memory."""
-        self.memory, self.n = held, n
+        self.memory, self.n, self.base = held, n, base
         places: dict[int, dict[str, Tensor]] = {}
         for tensor, names in held:
             for (layer_idx, name), part in zip(names, tensor, strict=True):
@@ -285,11 +286,6 @@ class Rows(Cache):
         return self._versions != tuple(map(_VERSION, self._tensors))
 
     @property
-    def base(self) -> int:
-        """The first column that lies in the rows' own memory; those before it are shared."""
-        return next((layer.base for layer in self.layers if layer.held is not None), 0)
-
-    @property
     def num_rows(self) -> int:
         """Rows that run."""
         return len(self.prompts)
@@ -320,6 +316,8 @@ class Rows(Cache):
         """
         self.roll_back()
         at = memory.as_index(index)
+        if not self.in_generate:
+            self._require_rows(at)
         if self.why_bypassed is not None:
             for layer in self.layers:
                 layer.reorder_cache(at)
@@ -347,6 +345,12 @@ class Rows(Cache):
             self.calls.keep_full(self)
         self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
 
+    def _require_rows(self, index: Tensor) -> None:
+        """Raises CacheArgumentError where the index names no rows, or rows that are not there."""
+        numbers, num_rows = index.tolist(), self._batch()
+        if not numbers or not all(0 <= number < num_rows for number in numbers):
+            raise CacheArgumentError(f"rows {numbers} were asked for; there are {num_rows} rows, counted from 0")
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""
         self.apply([row for row in range(self._batch()) for _ in range(repeats)])
@@ -371,6 +375,8 @@ class Rows(Cache):
             raise CacheArgumentError(
                 f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
             )
+        if -tokens_to_remove > self.get_seq_length():
+            raise CacheArgumentError(f"cannot take back {-tokens_to_remove} tokens; there are {self.get_seq_length()}")
         self.roll_back()
         if self.shared is not None and self.n + tokens_to_remove < self.base:
             self.make_dense()
@@ -384,7 +390,7 @@ class Rows(Cache):
         """Drop the rows."""
         for layer in self.layers:
             layer.reset()
-        self.memory, self.prompts, self.ids, self.n = [], [], IdsStream(), 0
+        self.memory, self.prompts, self.ids, self.n, self.base = [], [], IdsStream(), 0, 0
         self.shared = self._reads = None
         self.is_open = self.is_running = False
 

@@ -112,6 +112,7 @@ class BlockStore:
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
+        self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self.left_rows: deque[Any] = deque()  # of collected caches, to be kept; appended to by finalizers
         self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
         self._holders: WeakSet[Holder] = WeakSet()
@@ -195,6 +196,17 @@ class BlockStore:
             managed = self._grow(self.pool.groups[group.name], group.num_blocks, num_blocks - group.num_free, most)
             if managed > group.num_blocks:
                 group.grow(managed)
+
+    def forget_other_weights(self, digest: bytes, num_blocks: int, roots: Callable[[], Collection[bytes]]) -> None:
+        """Where so many blocks are not free, blocks under other weights make room before the pool grows.
+
+        Args:
+            digest: of the model as it is.
+            roots: those of rows under other weights.
+        """
+        if digest != self._weights_seen and num_blocks > self.allocator.num_free_blocks:
+            self.allocator.forget_under(roots())
+            self._weights_seen = digest
 
     def _grow(self, tensors: GroupTensors, managed: int, missing: int, most: int | None) -> int:
         """Let tensors hold what is managed, and of what is missing as much as there can be; returns how many they can."""
@@ -342,8 +354,7 @@ class BlockStore:
 
     def slabs(self) -> list[Slab]:
         """Where the blocks of layers without a window are now. A block that is held can be read there also after the pool has grown."""
-        with self.lock:
-            return self.pool.all.slabs()
+        return self.pool.all.slabs()
 
     def may_write(self, layer_idx: int) -> bool:
         """Whether forwards write keys and values in this layer; before the first has returned, those that may be one."""
