@@ -115,7 +115,14 @@ class PagedPrefixCache(Cache):
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         self._side = side = SideForwards(self.store.model, reader, sibling)
         self._calls = Calls(
-            blocks, conditioning, reader, self.store.image_inputs, self.cache_salt, self.call.counters, side, self.store.looks
+            blocks,
+            conditioning,
+            reader,
+            self.store.image_inputs,
+            self.cache_salt,
+            self.call.counters,
+            side,
+            self.store.looks,
         )
         self._current = Current(self._calls)  # the rows of the last call, or of the running loop
         finalize(self, self._current.leave, blocks.left_rows).atexit = False
@@ -189,13 +196,11 @@ class PagedPrefixCache(Cache):
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""
-        rows = self._current.rows
+        current, rows = self._current, self._current.rows
         if rows is None:
             if not self._may_take_rows or self._session.num_rows or self._session.is_open or not takes_rows():
                 return self._session.before_forward(model, arguments)
-            previous = self._current.take()
-            rows = self._current.rows = self._calls.new_rows()
-            rows.previous = previous
+            rows = self._calls.begin_unseen(current, arguments)
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 

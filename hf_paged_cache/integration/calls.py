@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..attention.shared_reads import MODEL_LOOKS
 from ..blocks import HashChain
@@ -50,7 +51,12 @@ logger = logging.getLogger("hf_paged_cache")
 _GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
-_WITHOUT = "computed without the store"
+
+
+_NO_CACHE_WANTED = (
+    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole prompt "
+    "again in each step, after what the cache holds; pass use_cache=True, or no cache"
+)
 
 
 class Cut(NamedTuple):
@@ -68,6 +74,7 @@ class CallState:
         digest: of the model, as its rows began.
         was_alone: nobody could change the model then.
         counts: a line for each row of the batch.
+        counts_more: forwards after the first are of a prompt, too.
         peak_kv_bytes: the most that blocks in use and rows took.
     """
 
@@ -77,10 +84,19 @@ class CallState:
         self.was_alone = False
         self.num_forwards = 0
         self.counts: list[RowCount] = []
-        self.pending: tuple[list[RowCount], bool] | None = None  # of the running forward, and whether the call begins with it
+        self.pending: tuple[list[RowCount], bool] | None = (
+            None  # of the running forward, and whether the call begins with it
+        )
         self.chains: dict[bytes, HashChain] = {}
+        self.counts_more = True
         self.peak_kv_bytes = 0
         self.seen = Seen()
+
+    def copy(self) -> "CallState":
+        """Of rows that go on beside these."""
+        copied = CallState(self.kind, self.limits, beams=self.beams, runs_only_forwards=self.runs_only_forwards)
+        copied.digest = self.digest
+        return copied
 
     @property
     def read_once(self) -> tuple[int, int, str]:
@@ -94,6 +110,7 @@ class Current:
     def __init__(self, calls: "Calls") -> None:
         self._calls = calls
         self._rows: Rows | None = None
+        self.is_in_unseen_generate = False  # one that was looked up before the cache was attached has begun
         self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
         self.last: CallState | None = None
         calls.store.currents.add(self)
@@ -119,10 +136,15 @@ class Current:
         self._rows = rows
 
     def set_aside(self) -> None:
-        """Another call begins, of which nothing is known yet: its rows may go on where these stop."""
-        self._aside = self.take()
+        """A `generate` begins of which nothing is known yet: its rows may go on where these stop."""
+        self._aside, self.is_in_unseen_generate = self.take(), True
         if self._aside is not None:
             self._calls.close(self._aside)
+
+    @property
+    def aside(self) -> Rows | None:
+        """The rows of the call before a `generate` that has not run a forward yet."""
+        return self._aside
 
     def take(self) -> Rows | None:
         """The rows, which are somebody else's from here on."""
@@ -207,6 +229,26 @@ class Calls:
         rows.state = self._state_of(given)
         return rows
 
+    def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
+        """A loop of forwards begins, or a `generate` that was looked up before the cache was attached: the rows that it runs on.
+
+        Raises:
+            CacheArgumentError: that `generate` uses no cache, so that each of its steps would be a whole prompt.
+        """
+        aside, is_generate, current.is_in_unseen_generate = current.aside, current.is_in_unseen_generate, False
+        if is_generate and arguments.get("use_cache") is False:
+            raise CacheArgumentError(_NO_CACHE_WANTED)
+        if is_generate and aside is not None and _continues(arguments, aside):
+            current.rows = current.take()
+            return aside
+        rows = self.new_rows()
+        rows.previous = current.take()
+        if is_generate:
+            rows.state = CallState("generate", UNLIMITED, beams=False, runs_only_forwards=False)
+            rows.state.counts_more = False
+        current.rows = rows
+        return rows
+
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
         """A `generate` of new tokens alone goes on with rows."""
         rows.in_generate = rows.reads_next = True
@@ -215,6 +257,22 @@ class Calls:
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
             rows.is_whole = False  # it goes on as it is, and has no name
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
+
+    def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
+        """A `generate` is passed rows that a call has returned.
+
+        Raises:
+            CacheArgumentError: see `require_may_begin` and `require_continues`.
+        """
+        require_may_begin(self.conditioning.model, model, given)
+        if given.only_new_tokens:
+            require_continues(given, rows.get_seq_length())
+            self.resume(given, rows)
+            return rows
+        rows.escaped = True
+        begun = self.begin(given, rows)
+        begun.handle = rows.handle
+        return begun
 
     def _state_of(self, given: GenerateArguments) -> CallState:
         beams = (given.num_beams or 1) > 1
@@ -234,7 +292,9 @@ class Calls:
 
     # What rows ask.
 
-    def open(self, rows: Rows, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+    def open(
+        self, rows: Rows, model: Any, arguments: Mapping[str, Any], *, may_run_ahead: bool = True
+    ) -> Mapping[str, Any]:
         """The first forward of rows: let them begin with what is known, and cut it from the arguments.
 
         Raises:
@@ -266,19 +326,28 @@ class Calls:
         members, copies = _distinct(inputs) if may_alias else ([*range(len(inputs))], [*range(len(inputs))])
         running = [inputs[member] for member in members]
         previous, rows.previous = rows.previous, None
+        known: list[Known] = []
         try:
             with self.store.lock:
                 self.store.settle()
                 known = match(self.store, running, previous_rows(previous))
             num_found = [row.num_tokens for row in known]
             latest = request.latest_start(0, request.num_logits_needed)
-            start, ahead = self._ahead.run(running, known, request, latest, arguments, previous, may_share=may_alias)
-            self._fill(rows, running, known, start, request.num_new_columns, previous)
+            start, ahead = self._ahead.run(
+                running, known, request, latest, arguments, previous, may_share=may_alias and may_run_ahead
+            )
+            has_changed = bool(ahead) and not self._held_so_far(rows)
+            if not has_changed:
+                self._ahead.keep(known)
+                self._fill(rows, running, known, start, request.num_new_columns, previous)
         finally:
             for row in known:
                 with self.store.lock:
                     if not row.lease.is_freed:
                         row.lease.free()
+        if has_changed:  # what ran ahead is of another model
+            rows.previous = previous
+            return self.open(rows, model, arguments, may_run_ahead=False)
         are_aliased = len(members) < len(copies)
         rows.copies = copies if are_aliased else None
         if len(copies) > 1 and not rows.may_be_lazy:
@@ -297,13 +366,14 @@ class Calls:
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
-        reads, rows.reads_next, state = rows.reads_next or not rows.in_generate, False, rows.state
+        reads = rows.reads_next or not rows.in_generate or arguments.get("input_ids") is None
+        rows.reads_next, state = False, rows.state
         rows.roll_back()
         if not reads:
             return arguments
         if rows.why_bypassed is None:
-            if state.digest and not rows.in_generate:
-                self._keep(rows, rows.n, held=self._held_to_the_end(rows))
+            if not rows.in_generate:
+                self._keep(rows, rows.n, held=True)  # as was looked when the last forward had returned
             running = RunningRows(
                 rows.n,
                 [RunningRow(p.pad, p.first_position, max(0, rows.n - p.pad), None) for p in rows.prompts],
@@ -328,16 +398,14 @@ class Calls:
     def keep_prompt(self, rows: Rows) -> None:
         """The prompt is complete: others may need it while this call goes on."""
         stop, rows.prompt_end = rows.prompt_end, 0
-        held = self._held_so_far(rows)
-        if held is not False:
-            self._keep(rows, stop, held=True)
+        self._keep(rows, stop, held=self._held_so_far(rows))
 
     def keep_full(self, rows: Rows) -> None:
         """Rows change places, and some are given up: keep them where each has filled a block since."""
         size = self.store.block_size
-        if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts) and self._held_so_far(rows):
+        if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
             rows.prompt_end = 0
-            self._keep(rows, rows.n, held=True)
+            self._keep(rows, rows.n, held=self._held_so_far(rows))
 
     def confirm(self, rows: Rows, output: Any) -> Any:
         """A forward has returned: rows that ran for several become these."""
@@ -366,6 +434,8 @@ class Calls:
             if rows.is_behind_handle and getattr(output, name, None) is rows:
                 setattr(output, name, handle)
         rows.must_confirm = not rows.in_generate
+        if not rows.in_generate and rows.why_bypassed is None:
+            rows.judge(rows.n, held=self._held_so_far(rows))
         return output
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
@@ -406,7 +476,7 @@ class Calls:
         before, begins = rows.n, not rows.is_open
         rows.bypass(why, list(cache_layers(self.conditioning.model)))
         num_rows, num_new = shape_of(arguments, before)
-        said = f"{why}; {_WITHOUT}" if begins else f"; then {why}; {_WITHOUT}"
+        said = why if begins else f"; then {why}"
         state = rows.state
         if begins:
             state.counts = count_bypassed([num_new] * num_rows, said)
@@ -420,6 +490,8 @@ class Calls:
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
         """More of a prompt runs in rows that have begun."""
         state = rows.state
+        if not state.counts_more:
+            return
         new = count_bypassed(num_tokens, "")
         begins = len(state.counts) != len(new)
         if begins:
@@ -542,10 +614,8 @@ class Calls:
 
     def _keep(self, rows: Rows, stop: int, *, held: bool) -> None:
         """Keep the columns before `stop`, if the model was as it is."""
-        if not held:
-            rows.is_trusted = False
-            return
-        state = rows.state
+        rows.judge(stop, held=held)
+        state, stop = rows.state, min(stop, rows.num_true_columns)
         chains = {} if state is None else state.chains
         limits = UNLIMITED if state is None else state.limits
         prompt = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
@@ -567,16 +637,29 @@ class Calls:
         if state.was_alone and not self.conditioning.may_change_in_a_forward():
             return True
         reads_devices = not self.store.pool.accelerators
-        return self.conditioning.digest(after_forward=state.runs_only_forwards, reads_devices=reads_devices) == state.digest
+        return (
+            self.conditioning.digest(after_forward=state.runs_only_forwards, reads_devices=reads_devices)
+            == state.digest
+        )
 
     def _held_to_the_end(self, rows: Rows) -> bool:
         """The same at the end of a call, which may have run code of others between its forwards."""
         state = rows.state
-        if not rows.is_source:
-            return False
+        if not rows.is_source or rows.judged == rows.n:
+            return True
         if state.num_forwards == 1 and state.was_alone and not self.conditioning.may_change_in_a_forward():
             return True
         return self.conditioning.digest(after_forward=state.runs_only_forwards) == state.digest
+
+
+def _continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
+    """Whether a first forward brings new tokens alone: its positions begin where the rows stop."""
+    positions = arguments.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or not rows.prompts:
+        return False
+    firsts = positions[:, 0].tolist()
+    expected = [rows.n - prompt.pad + prompt.first_position for prompt in rows.prompts]
+    return bool(expected[0]) and (firsts == expected or firsts == expected[:1] == [*{*expected}])
 
 
 def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> None:

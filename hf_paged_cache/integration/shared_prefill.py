@@ -155,8 +155,13 @@ class SharedPrefill:
         rows.in_generate = True
         with torch.no_grad():
             model(**{**always, **passed})
-        self._calls.keep_ahead(rows)
         return rows
+
+    def keep(self, known: Sequence[Known]) -> None:
+        """Keep what ran ahead: the model was the same all the time."""
+        made = {id(of_row.ahead[0]): of_row.ahead[0] for of_row in known if of_row.ahead is not None}
+        for rows in made.values():
+            self._calls.keep_ahead(rows)
 
 
 def _least(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequence[int]) -> int:

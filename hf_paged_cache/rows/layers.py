@@ -96,7 +96,10 @@ class RowsLayer(DynamicLayer):
         """The layer's memory, where it is its own."""
         if self.held is None:
             return []
-        named: list[tuple[Stream, Tensor]] = [((self.layer_idx, "key"), self.held[0]), ((self.layer_idx, "value"), self.held[1])]
+        named: list[tuple[Stream, Tensor]] = [
+            ((self.layer_idx, "key"), self.held[0]),
+            ((self.layer_idx, "value"), self.held[1]),
+        ]
         return [Streams(tensor.unsqueeze(0), (name,)) for name, tensor in named]
 
     @property

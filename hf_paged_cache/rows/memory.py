@@ -93,7 +93,12 @@ def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def load_blocks(
-    memory: Sequence[Streams], slabs: Sequence[Slab], rows: Sequence[int], column: int, block_ids: Sequence[int], num_tokens: int
+    memory: Sequence[Streams],
+    slabs: Sequence[Slab],
+    rows: Sequence[int],
+    column: int,
+    block_ids: Sequence[int],
+    num_tokens: int,
 ) -> None:
     """Copy the first `num_tokens` tokens of blocks to the columns from `column` on of some rows."""
     for (to, names), (held, streams) in _alike(memory, slabs):
