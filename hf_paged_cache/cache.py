@@ -20,9 +20,12 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .ask import explanation, picture, prefixes, scoring, verification
 from .attention.view import View
 from .call.call import Call
+from .call.call_state import CallState
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
-from .integration.calls import Calls, CallState, Current, require_continues, require_may_begin
+from .integration.begin import require_continues, require_may_begin
+from .integration.calls import Calls
+from .integration.current import Current
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
@@ -223,7 +226,7 @@ class PagedPrefixCache(Cache):
     # What `generate` and the model ask.
 
     @property
-    def layers(self) -> list[Any]:  # type: ignore[override]
+    def layers(self) -> list[Any]:
         """Of the rows, wherever they are."""
         rows = self._current.rows
         return self._pool_layers if rows is None else rows.layers

@@ -9,36 +9,36 @@ Refuses nothing for want of blocks. What is unusual about a call is a bypass: it
 
 import logging
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..attention.shared_reads import MODEL_LOOKS
-from ..blocks import HashChain
 from ..blocks.roots import RootFacts
-from ..call.admission import UNLIMITED, CallLimits
+from ..call.admission import UNLIMITED
+from ..call.call_state import CallState
 from ..call.counters import PromptCounters
+from ..call.fill import fill
 from ..call.keep import keep, lay_out
 from ..call.match import Known, match, previous_rows
 from ..call.record import count_bypassed, count_prompt
 from ..call.rows import Rows as NoRows
-from ..call.share import share_known, share_prompt
-from ..call.scheduled_forward import ForwardRequest, RowInput
+from ..call.scheduled_forward import RowInput
+from ..call.share import share_prompt
 from ..errors import CacheArgumentError
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
 from ..model.conditioning import Conditioning
-from ..model.support import cache_layers, require_layer_adapters
+from ..model.support import cache_layers
 from ..rows import memory
 from ..rows.layers import SPARE
-from ..rows.rows import Prompt, Rows
-from ..rows.shared import Looks, Seen, SharedColumns
-from ..stats import RowCount
+from ..rows.rows import Rows
+from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
+from .begin import NO_CACHE_WANTED, continues, require_continues, require_may_begin, running_rows
+from .current import Current
 from .forward_arguments import ArgumentReader, for_scheduled, shape_of
 from .generate_arguments import GenerateArguments
 from .image_inputs import ImageInputs
@@ -53,131 +53,12 @@ _GRADIENTS = (
 )
 
 
-_NO_CACHE_WANTED = (
-    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole prompt "
-    "again in each step, after what the cache holds; pass use_cache=True, or no cache"
-)
-
-
 class Cut(NamedTuple):
     """Which rows and columns of the first forward run: see `forward_arguments.Cut`."""
 
     start: int
     sources: Sequence[int]
     copies: Sequence[int] | None
-
-
-class CallState:
-    """What is remembered of a call while it runs.
-
-    Attributes:
-        digest: of the model, as its rows began.
-        was_alone: nobody could change the model then.
-        counts: a line for each row of the batch.
-        counts_more: forwards after the first are of a prompt, too.
-        peak_kv_bytes: the most that blocks in use and rows took.
-    """
-
-    def __init__(self, kind: str, limits: CallLimits, *, beams: bool, runs_only_forwards: bool) -> None:
-        self.kind, self.limits, self.beams, self.runs_only_forwards = kind, limits, beams, runs_only_forwards
-        self.digest = b""
-        self.was_alone = False
-        self.num_forwards = 0
-        self.counts: list[RowCount] = []
-        self.pending: tuple[list[RowCount], bool] | None = (
-            None  # of the running forward, and whether the call begins with it
-        )
-        self.chains: dict[bytes, HashChain] = {}
-        self.counts_more = True
-        self.peak_kv_bytes = 0
-        self.seen = Seen()
-
-    def copy(self) -> "CallState":
-        """Of rows that go on beside these."""
-        copied = CallState(self.kind, self.limits, beams=self.beams, runs_only_forwards=self.runs_only_forwards)
-        copied.digest = self.digest
-        return copied
-
-    @property
-    def read_once(self) -> tuple[int, int, str]:
-        """Tokens that attention read once at a time, for how many rows, and why not all of the time."""
-        return self.seen.tokens, self.seen.rows, self.seen.dense
-
-
-class Current:
-    """The rows of a cache's last call, or of its running loop; and what was counted of it."""
-
-    def __init__(self, calls: "Calls") -> None:
-        self._calls = calls
-        self._rows: Rows | None = None
-        self.is_in_unseen_generate = False  # one that was looked up before the cache was attached has begun
-        self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
-        self.last: CallState | None = None
-        calls.store.currents.add(self)
-
-    @property
-    def salt(self) -> bytes:
-        """Of the cache."""
-        return self._calls.salt
-
-    def end(self) -> None:
-        """The rows end; what a loop has completed is kept."""
-        rows = self.take()
-        if rows is not None:
-            self._calls.close(rows)
-
-    @property
-    def rows(self) -> Rows | None:
-        """None before the first call, and after `reset()`."""
-        return self._rows
-
-    @rows.setter
-    def rows(self, rows: Rows | None) -> None:
-        self._rows = rows
-
-    def set_aside(self) -> None:
-        """A `generate` begins of which nothing is known yet: its rows may go on where these stop."""
-        self._aside, self.is_in_unseen_generate = self.take(), True
-        if self._aside is not None:
-            self._calls.close(self._aside)
-
-    @property
-    def aside(self) -> Rows | None:
-        """The rows of the call before a `generate` that has not run a forward yet."""
-        return self._aside
-
-    def take(self) -> Rows | None:
-        """The rows, which are somebody else's from here on."""
-        rows, self._rows, self._aside = self._rows or self._aside, None, None
-        return rows
-
-    def leave(self, left: deque[Any]) -> None:
-        """The cache was collected: what a loop has computed may be kept yet, by whoever calls next."""
-        rows = self.take()
-        if rows is not None and rows.is_source:
-            size = rows.calls.store.block_size
-            if any(rows.n - prompt.pad - prompt.kept >= size for prompt in rows.prompts):
-                left.append(rows)
-
-
-class RunningRow(NamedTuple):
-    """A row of a loop, as the reader of arguments asks of it."""
-
-    pad: int
-    first_position: int
-    num_tokens: int
-    commit_end: int | None
-
-
-class RunningRows(NamedTuple):
-    """The rows of a loop."""
-
-    num_columns: int
-    rows: list[RunningRow]
-
-    def in_batch(self) -> list[RunningRow]:
-        """All of them."""
-        return self.rows
 
 
 class Calls:
@@ -237,8 +118,8 @@ class Calls:
         """
         aside, is_generate, current.is_in_unseen_generate = current.aside, current.is_in_unseen_generate, False
         if is_generate and arguments.get("use_cache") is False:
-            raise CacheArgumentError(_NO_CACHE_WANTED)
-        if is_generate and aside is not None and _continues(arguments, aside):
+            raise CacheArgumentError(NO_CACHE_WANTED)
+        if is_generate and aside is not None and continues(arguments, aside):
             current.rows = current.take()
             return aside
         rows = self.new_rows()
@@ -367,17 +248,14 @@ class Calls:
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
         reads = rows.reads_next or not rows.in_generate or arguments.get("input_ids") is None
-        rows.reads_next, state = False, rows.state
+        rows.reads_next, _state = False, rows.state
         rows.roll_back()
         if not reads:
             return arguments
         if rows.why_bypassed is None:
             if not rows.in_generate:
                 self._keep(rows, rows.n, held=True)  # as was looked when the last forward had returned
-            running = RunningRows(
-                rows.n,
-                [RunningRow(p.pad, p.first_position, max(0, rows.n - p.pad), None) for p in rows.prompts],
-            )
+            running = running_rows(rows)
             seen = self.image_inputs.see(arguments, NoRows([], [], 0), None)
             request = self.reader.read(
                 seen.plain,
@@ -410,7 +288,6 @@ class Calls:
     def confirm(self, rows: Rows, output: Any) -> Any:
         """A forward has returned: rows that ran for several become these."""
         state = rows.state
-        state.num_forwards += 1
         if rows.copies is not None:
             copies, rows.copies = rows.copies, None
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
@@ -502,55 +379,18 @@ class Calls:
         state.pending = new, begins
         rows.must_confirm = True
 
-    def fill(
+    def fill_ahead(
         self,
         rows: Rows,
         inputs: Sequence[RowInput],
         known: Sequence[Known],
         start: int,
-        wanted: int,
+        stop: int,
         previous: Rows | None,
-        *,
-        takes_over: bool = False,
     ) -> None:
-        """Let rows begin with their columns before `start`, all of which are known.
-
-        Args:
-            wanted: columns that they will have, as far as that is known.
-            previous: of the call before.
-            takes_over: its memory becomes these rows' where they go on in it.
-        """
-        rows.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
-        rows.is_open = True
-        rows.may_be_lazy = self.conditioning.attention == "sdpa" and not self.looks.model_looks
-        for layer in rows.layers:
-            layer.wanted = wanted
-        with self.store.lock:
-            slabs = self.store.slabs()
-        if not start:
-            if slabs:
-                rows.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
-            return
-        shared = share_known(self.store, inputs, known, start, self.looks) if rows.may_be_lazy else None
-        done = self._take_over(rows, inputs, known, start, previous) if takes_over and shared is None else 0
-        if shared is not None:
-            shapes, first = memory.shapes_of_slabs(slabs), shared.plan.first_own
-            rows.share(shared, memory.make(shapes, len(inputs), max(start, wanted) - first), start)
-        elif not done:
-            shapes = memory.shapes_of_slabs(slabs) or _shapes_elsewhere(known, previous)
-            rows.take(memory.make(shapes, len(inputs), max(start, wanted)), start)
-        else:
-            rows.make_room(max(start, wanted), wanted)
-        for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
-            first = row.pad if shared is None else shared.plan.ends[number]
-            self._load(rows, number, row.pad, of_row, max(done, first), start, previous)
-        rows.n = start
-        for layer in rows.layers:
-            if layer.held is not None:
-                layer.n = start
-        device = self.conditioning.model.device
-        rows.ids.start([row.token_ids for row in inputs], [row.pad for row in inputs], start, device)
-        rows.note_writes()
+        """Let rows that run ahead begin with their columns before `start`; they run to column `stop`."""
+        self._may_be_lazy(rows)
+        fill(self.store, rows, inputs, known, start, stop, self.conditioning.model.device, previous)
 
     def _fill(
         self,
@@ -562,55 +402,15 @@ class Calls:
         previous: Rows | None,
     ) -> None:
         most = rows.state.limits.max_columns
-        wanted = stop + 64 if math.isinf(most) else max(stop, int(most))
+        wanted = stop + SPARE if math.isinf(most) else max(stop, int(most))
         if self.store.pool.accelerators:  # there every byte is taken when it is asked for
             wanted = min(wanted, stop + max(256, stop // 4))
-        self.fill(rows, inputs, known, start, wanted, previous, takes_over=True)
+        self._may_be_lazy(rows)
+        device = self.conditioning.model.device
+        fill(self.store, rows, inputs, known, start, wanted, device, previous, takes_over=True)
 
-    def _take_over(
-        self, rows: Rows, inputs: Sequence[RowInput], known: Sequence[Known], start: int, previous: Rows | None
-    ) -> int:
-        """The memory of the call before becomes these rows', where each goes on with what is its own there. Returns up to which column."""
-        if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
-            return 0
-        if any(layer.is_own for layer in previous.layers) or previous.base:
-            return 0
-        done = start
-        for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
-            if of_row.previous != number or previous.prompts[number].pad != row.pad:
-                return 0
-            done = min(done, row.pad + of_row.num_common)
-        if 2 * done < start:
-            return 0
-        rows.take(previous.memory, done)
-        return done
-
-    def _load(
-        self, rows: Rows, number: int, pad: int, known: Known, done: int, start: int, previous: Rows | None
-    ) -> None:
-        """Copy the columns `[done, start)` of one row to it."""
-        size, base = self.store.block_size, rows.base
-        first = max(0, done - pad) // size
-        while pad + first * size < base:  # a block that begins in what rows share
-            first += 1
-        end = min(known.num_in_blocks, max(0, start - pad))
-        if end > first * size:
-            block_ids = known.lease.block_ids[first : -(-end // size)]
-            with self.store.lock:
-                slabs = self.store.slabs()
-            memory.load_blocks(rows.memory, slabs, [number], pad + first * size - base, block_ids, end - first * size)
-            done = max(done, pad + end)
-        if known.ahead is not None and done < start:
-            ahead, source, num_tokens = known.ahead
-            self._copy(ahead, source, rows, number, done, min(start, pad + num_tokens), pad)
-            done = max(done, min(start, pad + num_tokens))
-        if known.previous is not None and previous is not None and done < start:
-            self._copy(previous, known.previous, rows, number, done, min(start, pad + known.num_common), pad)
-
-    def _copy(self, source: Rows, source_row: int, rows: Rows, row: int, start: int, stop: int, pad: int) -> None:
-        if stop > start:
-            shift = source.prompts[source_row].pad - pad
-            source.copy_columns(source_row, start + shift, stop + shift, rows.memory, row, start - rows.base)
+    def _may_be_lazy(self, rows: Rows) -> None:
+        rows.may_be_lazy = self.conditioning.attention == "sdpa" and not self.looks.model_looks
 
     def _keep(self, rows: Rows, stop: int, *, held: bool) -> None:
         """Keep the columns before `stop`, if the model was as it is."""
@@ -637,72 +437,23 @@ class Calls:
         if state.was_alone and not self.conditioning.may_change_in_a_forward():
             return True
         reads_devices = not self.store.pool.accelerators
-        return (
-            self.conditioning.digest(after_forward=state.runs_only_forwards, reads_devices=reads_devices)
-            == state.digest
-        )
+        digest = self.conditioning.digest(after_forward=state.runs_only_forwards, reads_devices=reads_devices)
+        return bool(digest == state.digest)
 
     def _held_to_the_end(self, rows: Rows) -> bool:
         """The same at the end of a call, which may have run code of others between its forwards."""
         state = rows.state
         if not rows.is_source or rows.judged == rows.n:
             return True
-        if state.num_forwards == 1 and state.was_alone and not self.conditioning.may_change_in_a_forward():
+        if rows.num_forwards == 1 and state.was_alone and not self.conditioning.may_change_in_a_forward():
             return True
-        return self.conditioning.digest(after_forward=state.runs_only_forwards) == state.digest
-
-
-def _continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
-    """Whether a first forward brings new tokens alone: its positions begin where the rows stop."""
-    positions = arguments.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or not rows.prompts:
-        return False
-    firsts = positions[:, 0].tolist()
-    expected = [rows.n - prompt.pad + prompt.first_position for prompt in rows.prompts]
-    return bool(expected[0]) and (firsts == expected or firsts == expected[:1] == [*{*expected}])
-
-
-def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> None:
-    """Refuse a `generate` of another model, or one that asks for a cache of its own.
-
-    Raises:
-        CacheArgumentError: it is one.
-        UnsupportedModelError: adapters that do more than change layers have been put round the model.
-    """
-    if running is not model:
-        raise another_model(model, running)
-    require_layer_adapters(running)
-    if given.cache_implementation is not None:
-        raise CacheArgumentError(
-            f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
-            "leave it out, or leave past_key_values out"
-        )
-
-
-def require_continues(given: GenerateArguments, num_held: int) -> None:
-    """Only new tokens must resume exactly where the rows stopped; a mask of ones never reaches the forward.
-
-    Raises:
-        CacheArgumentError: they do not.
-    """
-    if given.num_masked != num_held + given.num_given:
-        raise CacheArgumentError(
-            f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "
-            "the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is not "
-            "among them)"
-        )
-
-
-def _shapes_elsewhere(known: Sequence[Known], previous: Rows | None) -> list[memory.Shape]:
-    """Of the streams of rows in which something is known, where the pool holds nothing yet."""
-    sources = [row.ahead[0] for row in known if row.ahead is not None] + ([] if previous is None else [previous])
-    return memory.shapes_of_rows(sources[0].all_memory())
+        return bool(self.conditioning.digest(after_forward=state.runs_only_forwards) == state.digest)
 
 
 def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
     """Rows that differ, by their numbers; and for each row the place among these of the one that is equal to it."""
     places: dict[tuple[bytes, int, bytes], int] = {}
-    members, copies = [], []
+    members, copies = list[int](), list[int]()
     for number, row in enumerate(rows):
         key = (row.root, row.pad, row.token_ids.tobytes())
         if key not in places:

@@ -25,13 +25,13 @@ class OpensRows(Protocol):
 
     def new_rows(self) -> Rows: ...
 
-    def fill(
+    def fill_ahead(
         self,
         rows: Rows,
         inputs: Sequence[RowInput],
         known: Sequence[Known],
         start: int,
-        wanted: int,
+        stop: int,
         previous: Rows | None,
     ) -> None: ...
 
@@ -147,7 +147,7 @@ class SharedPrefill:
         rows, model = self._calls.new_rows(), self._side.model
         if all(row.pad >= start for row in inputs):
             start = 0
-        self._calls.fill(rows, inputs, known, start, stop, previous)
+        self._calls.fill_ahead(rows, inputs, known, start, stop, previous)
         passed = self._side.arguments_of(inputs, start, stop)
         always = {**options, cache_argument(model): rows, "use_cache": True, "return_dict": True}
         if self._side.takes_logits_to_keep:

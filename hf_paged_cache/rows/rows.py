@@ -8,22 +8,21 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..attention.causal import CausalSquare
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from . import memory
-from ..attention.causal import CausalSquare
 from .ids import IdsStream
-from .layers import SPARE, RowsLayer, room_for
+from .layers import SPARE, Reads, RowsLayer, room_for
 from .memory import Columns, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
-
 
 _VERSION = attrgetter("_version")
 
@@ -86,6 +85,7 @@ class Rows(Cache):
         memory: of streams that lie together; layers may have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
         in_generate: `generate` runs them, which passes what it must.
+        num_forwards: that have returned.
         judged: the model was the same for the columns before this one, as somebody has looked.
         trust_end: it was not for those from this one on.
         must_confirm: `calls` is told of the next forward that returns.
@@ -108,7 +108,7 @@ class Rows(Cache):
 
     def __init__(self, calls: RunsRows, num_layers: int) -> None:
         super().__init__(layers=[RowsLayer(index) for index in range(num_layers)])
-        self.layer_class_to_replicate = RowsLayer  # type: ignore[assignment]
+        self.layer_class_to_replicate = RowsLayer
         self.calls = calls
         self.n = self.base = 0
         self.prompts: list[Prompt] = []
@@ -117,7 +117,7 @@ class Rows(Cache):
         self.is_open = self.in_generate = self.is_running = False
         self.why_bypassed: str | None = None
         self.is_whole = self.must_confirm = True
-        self.judged = 0
+        self.judged = self.num_forwards = 0
         self.trust_end = math.inf
         self.reads_next = False
         self.escaped = False
@@ -187,6 +187,7 @@ class Rows(Cache):
                 if layer.is_own and not self._has_own:
                     self._has_own = True
             self.n, self.is_running = n, False
+            self.num_forwards += 1
             if self._has_own:
                 self._collect()
             self._versions = tuple(map(_VERSION, self._tensors))
@@ -206,7 +207,7 @@ class Rows(Cache):
 
     def _start_reads(self, start: int, stop: int) -> None:
         """Say what the layers read in a forward of the columns `[start, stop)`."""
-        shared, reads = self.shared, None
+        shared, reads = self.shared, cast(Reads | None, None)
         if shared is not None and shared.must_leave:
             self.make_dense()
         elif shared is not None:
@@ -260,7 +261,7 @@ class Rows(Cache):
         self.layers += [RowsLayer(index) for index in range(len(self.layers), 1 + max(places, default=-1))]
         for layer_idx, of_layer in places.items():
             self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], n, base)
-        self._has_own = any([layer.is_own for layer in self.layers])
+        self._has_own = any(layer.is_own for layer in self.layers)
         self._room_end = base + min([tensor.shape[3] for tensor, _ in held], default=0) if held else math.inf
         self.note_writes()
 
