@@ -172,4 +172,4 @@ def _alike(
 
 def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
     """[N] int64."""
-    return torch.as_tensor(numbers, dtype=torch.int64)
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")

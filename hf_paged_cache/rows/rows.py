@@ -282,7 +282,7 @@ class Rows(Cache):
             layer.wanted = wanted
         if self.memory and num_columns - self.base > self.memory[0].tensor.shape[3]:
             room = room_for(num_columns, wanted) - self.base
-            index = torch.arange(self.memory[0].tensor.shape[1])
+            index = torch.arange(self.memory[0].tensor.shape[1], device="cpu")
             self.take(memory.selected(self.memory, index, self.n - self.base, room), self.n, self.base)
 
     def bypass(self, why: str, layers: list[Any]) -> None:
@@ -498,7 +498,7 @@ class Rows(Cache):
             copied.layers = copy.deepcopy(self.layers, memo)
             return copied
         copied.layers = [RowsLayer(index) for index in range(len(self.layers))]
-        index = torch.arange(self.num_rows)
+        index = torch.arange(self.num_rows, device="cpu")
         held = self.all_memory()
         if self.shared is not None:
             made = memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE)
