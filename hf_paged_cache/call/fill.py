@@ -5,8 +5,6 @@ The memory of the call before becomes the rows' own where they go on in it: then
 
 from collections.abc import Sequence
 
-import torch
-
 from ..rows import memory
 from ..rows.rows import Prompt, Rows
 from ..store.block_store import BlockStore
@@ -22,7 +20,6 @@ def fill(
     known: Sequence[Known],
     start: int,
     wanted: int,
-    device: torch.device,
     previous: Rows | None = None,
     *,
     takes_over: bool = False,
@@ -31,7 +28,6 @@ def fill(
 
     Args:
         wanted: columns that they will have, as far as that is known.
-        device: of the token ids.
         previous: of the call before.
         takes_over: its memory may become these rows'.
     """
@@ -62,7 +58,7 @@ def fill(
     for layer in rows.layers:
         if layer.held is not None:
             layer.n = start
-    rows.ids.start([row.token_ids for row in inputs], [row.pad for row in inputs], start, device)
+    rows.ids.start([row.token_ids for row in inputs], [row.pad for row in inputs], start)
     rows.note_writes()
 
 

@@ -390,7 +390,7 @@ class Calls:
     ) -> None:
         """Let rows that run ahead begin with their columns before `start`; they run to column `stop`."""
         self._may_be_lazy(rows)
-        fill(self.store, rows, inputs, known, start, stop, self.conditioning.model.device, previous)
+        fill(self.store, rows, inputs, known, start, stop, previous)
 
     def _fill(
         self,
@@ -406,8 +406,7 @@ class Calls:
         if self.store.pool.accelerators:  # there every byte is taken when it is asked for
             wanted = min(wanted, stop + max(256, stop // 4))
         self._may_be_lazy(rows)
-        device = self.conditioning.model.device
-        fill(self.store, rows, inputs, known, start, wanted, device, previous, takes_over=True)
+        fill(self.store, rows, inputs, known, start, wanted, previous, takes_over=True)
 
     def _may_be_lazy(self, rows: Rows) -> None:
         rows.may_be_lazy = self.conditioning.attention == "sdpa" and not self.looks.model_looks
