@@ -1,6 +1,7 @@
 """What is remembered of a call while it runs, and for `last_call` after it."""
 
 from ..blocks import HashChain
+from ..kv.stopwatch import Stopwatch
 from ..rows.shared import Seen
 from ..stats import RowCount
 from .admission import CallLimits
@@ -14,6 +15,7 @@ class CallState:
         was_alone: nobody could change the model then.
         counts: a line for each row of the batch.
         counts_more: forwards after the first are of a prompt, too.
+        stopwatch: of a long forward of a prompt, its tokens, and whether it is the store's first.
         peak_kv_bytes: the most that blocks in use and rows took.
     """
 
@@ -29,6 +31,7 @@ class CallState:
         self.counts_more = True
         self.peak_kv_bytes = 0
         self.seen = Seen()
+        self.stopwatch: tuple[Stopwatch, int, bool] | None = None
 
     def copy(self) -> "CallState":
         """Of rows that go on beside these."""

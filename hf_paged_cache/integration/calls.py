@@ -28,6 +28,7 @@ from ..call.rows import Rows as NoRows
 from ..call.scheduled_forward import RowInput
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError
+from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
 from ..model.conditioning import Conditioning
@@ -239,6 +240,11 @@ class Calls:
             held = state.chains.get(row.chain.root)
             if held is None or len(held) < len(row.chain):
                 state.chains[row.chain.root] = row.chain
+        with self.store.lock:
+            is_warm, num_new = bool(self.store.writing_layers), request.num_new_columns - start
+            if self.store.tiers.is_telling(num_new) and (is_warm or not self.store.pool.accelerators):
+                # the first forward warms up, which takes long on an accelerator
+                state.stopwatch = Stopwatch(self.store.pool.accelerators), num_new * len(running), not is_warm
         rows.prompt_end = request.num_new_columns if rows.in_generate else 0
         rows.common_columns = request.num_new_columns if state.beams and are_aliased else 0
         if not start and not are_aliased:
@@ -300,7 +306,14 @@ class Calls:
             (new, begins), state.pending = state.pending, None
             if not self.store.is_settled and rows.why_bypassed is None:
                 lay_out(self.store, rows)
+            stopwatch, state.stopwatch = state.stopwatch, None
+            if stopwatch is not None:
+                stopwatch[0].stop()
             with self.store.lock:
+                if stopwatch is not None:
+                    self.store.tiers.record_computed(stopwatch[0], stopwatch[1], warms_up=stopwatch[2])
+                if rows.why_bypassed is None and not self.store.writing_layers:
+                    self.store.writing_layers = rows.written_streams()
                 bypassed = rows.why_bypassed is not None
                 self.counters.add_forward(state.kind, state.counts, new, begins=begins, bypassed=bypassed)
                 in_use = self.store.kv_bytes_in_use(self.salt)

@@ -25,7 +25,8 @@ class IdsStream:
 
     def start(self, rows: Sequence[TokenIds], pads: Sequence[int], num_columns: int) -> None:
         """The rows begin with these tokens, after their padding: what is known of them, in `num_columns` columns."""
-        ids = torch.zeros((len(rows), num_columns + 64), dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):
+            ids = torch.zeros((len(rows), num_columns + 64), dtype=torch.int64, device="cpu")
         for row, (tokens, pad) in enumerate(zip(rows, pads, strict=True)):
             num = num_columns - pad
             if num > 0:
@@ -51,7 +52,8 @@ class IdsStream:
     def select(self, index: Tensor) -> None:
         """Row `i` continues as row `index[i]`."""
         if self._ids is not None:
-            self._ids = self._ids.index_select(0, index.to(self._ids.device))
+            with torch.inference_mode(False):
+                self._ids = self._ids.index_select(0, index.to(self._ids.device, copy=index.is_inference()))
 
     def rows(self, pads: Sequence[int], stop: int) -> list[TokenIds]:
         """The tokens of each row before a column, without padding.  Cost: waits for their device."""
@@ -64,5 +66,6 @@ class IdsStream:
         """The same ids, which may go on otherwise."""
         copied = IdsStream()
         copied.num_columns = self.num_columns
-        copied._ids = None if self._ids is None else self._ids.clone()
+        with torch.inference_mode(False):
+            copied._ids = None if self._ids is None else self._ids.clone()
         return copied

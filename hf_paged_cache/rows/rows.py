@@ -21,7 +21,7 @@ from ..errors import CacheArgumentError
 from . import memory
 from .ids import IdsStream
 from .layers import SPARE, Reads, RowsLayer, room_for
-from .memory import Columns, Streams
+from .memory import Columns, Stream, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
 
 _VERSION = attrgetter("_version")
@@ -275,6 +275,11 @@ class Rows(Cache):
                 if not self.layers[name[0]].is_own:
                     found.append(Streams(tensor[number : number + 1], (name,)))
         return found + [streams for layer in self.layers if layer.is_own for streams in layer.streams()]
+
+    def written_streams(self) -> frozenset[Stream]:
+        """The streams that the last forward has written."""
+        written = [layer.layer_idx for layer in self.layers if layer.held is not None and layer.n == self.n]
+        return frozenset((layer_idx, name) for layer_idx in written for name in ("key", "value"))
 
     def make_room(self, num_columns: int, wanted: int) -> None:
         """Let memory that lies together hold so many columns."""

@@ -98,9 +98,7 @@ def test_embeddings_beside_ids_are_not_taken_for_the_ids(store: Store) -> None:
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
-def test_calls_in_inference_mode_and_out_of_it_share_one_store(
-    first: Callable[[], Any], store: Store
-) -> None:
+def test_calls_in_inference_mode_and_out_of_it_share_one_store(first: Callable[[], Any], store: Store) -> None:
     cache, prompt = store.cache(), ids(row((1, 50)))
     second = torch.no_grad if first is torch.inference_mode else torch.inference_mode
     for mode in (first, second, first):

@@ -55,7 +55,9 @@ def next_logits(model: PreTrainedModel, cache: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", [*MOVES])
-def test_rows_that_were_moved_go_on_as_those_of_a_dynamic_cache(name: str, model: PreTrainedModel, splits: bool) -> None:
+def test_rows_that_were_moved_go_on_as_those_of_a_dynamic_cache(
+    name: str, model: PreTrainedModel, splits: bool
+) -> None:
     ours, theirs = filled(model, PagedPrefixCache(model)), filled(model, DynamicCache(config=model.config))
     assert ours.last_call.reused_tokens >= 90
     for cache in (ours, theirs):
