@@ -38,6 +38,7 @@ from ..rows.rows import Prompt, Rows
 from ..rows.shared import Looks, Seen, SharedColumns
 from ..stats import RowCount
 from ..store.block_store import BlockStore
+from .capturing import Capturing
 from .forward_arguments import ArgumentReader, for_scheduled, shape_of
 from .generate_arguments import GenerateArguments
 from .image_inputs import ImageInputs
@@ -81,6 +82,8 @@ class CallState:
         self.chains: dict[bytes, HashChain] = {}
         self.peak_kv_bytes = 0
         self.seen = Seen()
+        self.captured: object = ""  # how its forwards ran, as text
+        self.is_custom = False  # a function of one's own runs it
 
     @property
     def read_once(self) -> tuple[int, int, str]:
@@ -186,6 +189,7 @@ class Calls:
         self.store, self.conditioning, self.reader, self.image_inputs = store, conditioning, reader, image_inputs
         self.salt, self.counters = salt, counters
         self.looks = looks
+        self.capturing: Capturing | None = None
         self._ahead = SharedPrefill(self, side)
 
     def new_rows(self) -> Rows:
@@ -218,14 +222,31 @@ class Calls:
 
     def _state_of(self, given: GenerateArguments) -> CallState:
         beams = (given.num_beams or 1) > 1
-        return CallState("generate", given.limits, beams=beams, runs_only_forwards=not given.calls_back)
+        state = CallState("generate", given.limits, beams=beams, runs_only_forwards=not given.calls_back)
+        state.is_custom = given.passed.get("custom_generate") is not None
+        return state
+
+    def _begin_captured(self, rows: Rows, request: ForwardRequest, adapters: list[str] | None, start: int, stop: int) -> None:
+        """The next forward runs the columns `[start, stop)`; it and those after it may be replays."""
+        if self.capturing is None:
+            return
+        unusual = "adapters were given for each row" if adapters is not None else request.keep_columns
+        if rows.state.is_custom:
+            unusual = "custom_generate calls the model in its own way"
+        most = rows.state.limits.max_columns
+        said = self.capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
+        rows.state.captured = said if self.capturing.is_asked else ""
 
     def close(self, rows: Rows) -> None:
         """The call has ended, however: keep what is complete."""
         rows.roll_back()
         rows.previous, rows.in_generate = None, False
-        if rows.is_open and rows.why_bypassed is None:
-            self._keep(rows, rows.n, held=self._held_to_the_end(rows))
+        try:
+            if rows.is_open and rows.why_bypassed is None:
+                self._keep(rows, rows.n, held=self._held_to_the_end(rows))
+        finally:
+            if rows.captured is not None:
+                rows.captured.close()
         if logger.isEnabledFor(logging.INFO) and rows.state is not None:
             reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows.state.counts))
             prompt = sum(row.prompt_tokens for row in rows.state.counts)
@@ -273,6 +294,7 @@ class Calls:
             num_found = [row.num_tokens for row in known]
             latest = request.latest_start(0, request.num_logits_needed)
             start, ahead = self._ahead.run(running, known, request, latest, arguments, previous, may_share=may_alias)
+            self._begin_captured(rows, request, adapters, start, request.num_new_columns)
             self._fill(rows, running, known, start, request.num_new_columns, previous)
         finally:
             for row in known:
@@ -319,6 +341,9 @@ class Calls:
             why = seen.why_whole or request.bypass or (_GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
                 self._count_more(rows, [len(row.token_ids) - row.num_hidden for row in request.rows])
+                if rows.in_generate and rows.captured is None:
+                    adapters = self.conditioning.adapter_names()
+                    self._begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
                 return arguments
             return self._bypass(rows, arguments, why)
         num_rows, num_new = shape_of(arguments, rows.get_seq_length())
@@ -346,7 +371,7 @@ class Calls:
         if rows.copies is not None:
             copies, rows.copies = rows.copies, None
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
-            shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy else None
+            shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy and rows.captured is None else None
             if shared is not None:
                 self._share_prompt(rows, shared, copies)
             else:
@@ -459,7 +484,8 @@ class Calls:
             if slabs:
                 rows.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
             return
-        shared = share_known(self.store, inputs, known, start, self.looks) if rows.may_be_lazy else None
+        may_share = rows.may_be_lazy and rows.captured is None
+        shared = share_known(self.store, inputs, known, start, self.looks) if may_share else None
         done = self._take_over(rows, inputs, known, start, previous) if takes_over and shared is None else 0
         if shared is not None:
             shapes, first = memory.shapes_of_slabs(slabs), shared.plan.first_own

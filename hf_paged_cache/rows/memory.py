@@ -168,3 +168,9 @@ def _alike(
 def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
     """[N] int64."""
     return torch.as_tensor(numbers, dtype=torch.int64)
+
+
+def copy_rows(source: Sequence[Streams], to: Sequence[Streams], num_columns: int) -> None:
+    """Copy the first columns of all rows to as many rows of other memory."""
+    for (held, _), (new, _) in _alike(source, to):
+        new[:, :, :, :num_columns].copy_(held[:, :, :, :num_columns])

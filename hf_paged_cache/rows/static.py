@@ -1,0 +1,200 @@
+"""Owns the memory of static rows: rows of a fixed room at fixed addresses, over which graphs of forwards are captured.
+
+`Arena` is one a device. One call has it at a time; others run on memory of their own meanwhile.
+
+columns of a static row: [0, pad) padding | [pad, n) valid | [n, room) finite, hidden by the mask
+"""
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from ..kv.recycled_memory import zeros
+from ..locks import new_lock
+from .memory import Shape, Streams
+
+_SMALLEST_ROOM = 512
+
+
+def room_of(num_columns: int) -> int:
+    """The smallest room that holds so many columns: a power of two, or half as many more.
+
+    Examples:
+        >>> [room_of(number) for number in (1, 513, 1025, 1600, 2049, 5000)]
+        [512, 1024, 1536, 2048, 3072, 6144]
+    """
+    room = _SMALLEST_ROOM
+    while room < num_columns:
+        if room >= 2 * _SMALLEST_ROOM and room + room // 2 >= num_columns:
+            return room + room // 2
+        room *= 2
+    return room
+
+
+class Arena:
+    """Memory for the static rows of one call at a time. Rows of every number and room begin at its start.
+
+    Attributes:
+        most_bytes: that it may take; None: half of what is free on an accelerator, and what is asked for on a host.
+        kept: what was captured over it, by whoever captures; emptied where the memory goes.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes = most_bytes
+        self.kept: dict[Any, Any] = {}
+        self._lock = new_lock()
+        self._holder: ref[Any] | None = None
+        self._shapes: tuple[Shape, ...] = ()
+        self._flat: list[Tensor] = []  # of each shape the memory of all its streams
+        self._rows: dict[tuple[int, int], list[Streams]] = {}  # (rows, room) -> their memory
+        self._written: Any = None  # an event behind what its last holder wrote
+
+    def check_out(self, holder: object) -> bool:
+        """Give the arena to a holder, until it is given back or the holder is collected; whether it was free."""
+        with self._lock:
+            if self._holder is not None and self._holder() is not None:
+                return False
+            self._holder = ref(holder)
+        if self._written is not None:
+            self._written.wait()
+        return True
+
+    def check_in(self, holder: object) -> None:
+        """Take the arena back from its holder."""
+        if self._flat and self._flat[0].device.type == "cuda":
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written.record()
+        with self._lock:
+            if self._holder is not None and self._holder() is holder:
+                self._holder = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call has it."""
+        return self._holder is not None and self._holder() is not None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(flat.nbytes for flat in self._flat)
+
+    def drop(self) -> None:
+        """Give all memory back, and what was captured over it; rows that still lie there keep theirs."""
+        self.kept, self._rows, self._flat, self._shapes, self._written = {}, {}, [], (), None
+
+    def fits(self, shapes: Sequence[Shape], num_rows: int, room: int) -> bool:
+        """Whether there is room for such rows."""
+        needed = sum(_num_elements(shape, num_rows, room) * shape.dtype.itemsize for shape in shapes)
+        return tuple(shapes) == self._shapes and needed <= self.num_bytes or needed <= self._most(shapes)
+
+    def room(self, num_rows: int, num_columns: int) -> int:
+        """The room for so many columns: one that was used before, where it is not twice as large as it need be."""
+        least = room_of(num_columns)
+        used = [room for rows, room in self._rows if rows == num_rows and least <= room <= 2 * least]
+        return min(used, default=least)
+
+    def memory(self, shapes: Sequence[Shape], num_rows: int, room: int) -> list[Streams] | None:
+        """The memory of so many rows, in which anything may lie; always the same until it is dropped. None: it does not fit."""
+        if tuple(shapes) != self._shapes:
+            self.drop()
+            self._shapes = tuple(shapes)
+        held = self._rows.get((num_rows, room))
+        if held is not None:
+            return held
+        needed = [_num_elements(shape, num_rows, room) for shape in shapes]
+        if not self._flat or any(flat.numel() < number for flat, number in zip(self._flat, needed, strict=True)):
+            if not self.fits(shapes, num_rows, room):
+                return None
+            twice = [max(number, 2 * flat.numel()) for number, flat in zip(needed, self._flat, strict=False)]
+            num_bytes = sum(number * shape.dtype.itemsize for number, shape in zip(twice, shapes, strict=False))
+            sizes = twice if twice and num_bytes <= self._most(shapes) else needed
+            self.drop()
+            self._shapes = tuple(shapes)
+            self._flat = [zeros((size,), each.dtype, each.device) for each, size in zip(shapes, sizes, strict=True)]
+        made = []
+        for flat, shape, number in zip(self._flat, shapes, needed, strict=True):
+            sizes = (len(shape.names), num_rows, shape.heads, room, shape.head_dim)
+            made.append(Streams(flat[:number].view(sizes), shape.names))
+        self._rows[num_rows, room] = made
+        return made
+
+    def _most(self, shapes: Sequence[Shape]) -> float:
+        if self.most_bytes is not None:
+            return self.most_bytes
+        if not shapes or shapes[0].device.type != "cuda":
+            return float("inf")
+        device = shapes[0].device
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (free + self.num_bytes) // 2
+
+
+def _num_elements(shape: Shape, num_rows: int, room: int) -> int:
+    return len(shape.names) * num_rows * shape.heads * room * shape.head_dim
+
+
+def shapes_of(memory: Sequence[Streams]) -> tuple[Shape, ...]:
+    """The shapes of streams, those that are alike together, in the order of layers."""
+    names: dict[tuple[Any, ...], list[Any]] = {}
+    for tensor, of_tensor in memory:
+        kind = (tensor.shape[2], tensor.shape[4], tensor.dtype, tensor.device)
+        names.setdefault(kind, []).extend(of_tensor)
+    return tuple(Shape(tuple(sorted(of_kind)), *kind) for kind, of_kind in names.items())
+
+
+class StaticCache(Cache):
+    """What the model is given inside a graph: layers that write at columns which a tensor names, and read the whole room.
+
+    Args:
+        memory: of the rows.
+        num_layers: of the model.
+        length: [1] int64, columns that are valid.
+
+    Attributes:
+        columns: [T] int64, where the running forward writes.
+    """
+
+    def __init__(self, memory: Sequence[Streams], num_layers: int, length: Tensor) -> None:
+        places: dict[int, dict[str, Tensor]] = {}
+        for tensor, names in memory:
+            for (layer_idx, name), part in zip(names, tensor, strict=True):
+                places.setdefault(layer_idx, {})[name] = part
+        self.columns = self.length = length
+        num_layers = max(num_layers, 1 + max(places))
+        super().__init__(layers=[StaticLayer(self, places.get(layer_idx, {})) for layer_idx in range(num_layers)])
+
+
+class StaticLayer(DynamicLayer):
+    """Keys and values of one layer of static rows, [R, H, room, D]."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, cache: StaticCache, states: dict[str, Tensor]) -> None:
+        self._cache = ref(cache)
+        self.is_initialized = bool(states)
+        if states:
+            self.keys, self.values = states["key"], states["value"]
+            self.dtype, self.device = self.keys.dtype, self.keys.device
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, [R, H, T, D], at the forward's columns; returns those of the whole room."""
+        cache = self._cache()
+        assert cache is not None and self.keys is not None and self.values is not None
+        self.keys.index_copy_(2, cache.columns, key_states)
+        self.values.index_copy_(2, cache.columns, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        """Columns that are valid, as a tensor: a number would be the same in all replays."""
+        cache = self._cache()
+        assert cache is not None
+        return cache.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        assert self.keys is not None
+        return self.keys.shape[2], 0
