@@ -23,8 +23,8 @@ from .attention.view import View
 from .call.call import Call
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
-from .integration.capturing import Capturing, require_capture
 from .integration.calls import Calls, CallState, Current, require_continues, require_may_begin
+from .integration.capturing import Capturing, require_capture
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach

@@ -124,19 +124,26 @@ class Capturing:
     def __init__(self, conditioning: Conditioning, capture: Any, arena: Arena, *, takes_positions: bool) -> None:
         self.capture, self._conditioning, self._arena = capture, conditioning, arena
         self._takes_positions = takes_positions
-        self._known: tuple[bytes, str, Model | None] = (b"", "", None)  # of this fingerprint: why not, or what is captured
+        self._known: tuple[bytes, str, Model | None] = (
+            b"",
+            "",
+            None,
+        )  # of this fingerprint: why not, or what is captured
 
     @property
     def is_asked(self) -> bool:
         """Whether calls may be captured on the device where the model is now."""
-        return self.capture == "dry" or (self.capture == "auto" and self._conditioning.model.device.type == "cuda")
+        is_on_cuda: bool = self._conditioning.model.device.type == "cuda"
+        return self.capture == "dry" or (self.capture == "auto" and is_on_cuda)
 
     def attach(self) -> None:
         """Attach to the model's forward, where a call may be captured."""
         if self.is_asked:
             attach_forward(self._conditioning.model)
 
-    def begin(self, rows: Rows, num_rows: int, start: int, stop: int, *, max_columns: float, unusual: str | None) -> Said:
+    def begin(
+        self, rows: Rows, num_rows: int, start: int, stop: int, *, max_columns: float, unusual: str | None
+    ) -> Said:
         """Have rows that are about to be filled run by graphs, if they may be; they have the arena then, until the call is closed.
 
         Args:
@@ -160,15 +167,17 @@ class Capturing:
         always = self.capture == "dry"
         if not always and model.device.type != "cuda":
             return "the model is not on a CUDA device"
-        why, captured = self._of_model(digest)
-        why = why or unusual or self._unusual(rows, max_columns, always=always)
+        why_model, captured = self._of_model(digest)
+        why = why_model or unusual or self._unusual(rows, max_columns, always=always)
         if why or captured is None:
             return why
         arena = self._arena
         call = CapturedCall(rows, captured, arena, digest, always=always, max_columns=max_columns, said=Said())
         if not arena.check_out(call):
             return "another call has the arena"
-        if not always and not expects(shapes_over(arena, digest), captured, arena, num_rows, stop - start, stop, max_columns):
+        if not always and not expects(
+            shapes_over(arena, digest), captured, arena, num_rows, stop - start, stop, max_columns
+        ):
             arena.check_in(call)
             return NOT_WORTH_IT
         rows.captured = call
@@ -254,7 +263,7 @@ class Capturing:
             ]
             room = arena.room(num_rows, num_tokens)
             shapes = shapes_of(held)
-            made = arena.memory(shapes, num_rows, room) if arena.fits(shapes, num_rows, room) else None
+            made = arena.memory(shapes, num_rows, room)
             if made is None:
                 return f"{num_rows} rows of {room} columns are more than the arena may take"
             for tensor, _ in made:

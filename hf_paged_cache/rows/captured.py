@@ -92,7 +92,7 @@ class CapturedCall:
         """The shape of a forward of so many tokens, captured, with the rows in its memory; None: `said` has why not."""
         rows, arena, held, n, said = self._rows, self._arena, self._memory, self._rows.n, self.said
         shapes = shapes_over(arena, self._digest)
-        lies_there = held is not None and rows.memory is held and not any([layer.is_own for layer in rows.layers])
+        lies_there = held is not None and rows.memory is held and not any(layer.is_own for layer in rows.layers)
         room = held[0].tensor.shape[3] if lies_there and held is not None else 0
         if n + tokens > room:
             lies_there, room = False, arena.room(rows.num_rows, room_wanted(n, tokens, self._max_columns))
@@ -130,14 +130,15 @@ class CapturedCall:
         if not are_own and any(layer.is_own for layer in written):
             self.said.why_not = "some layers have memory of their own"
             return False
-        shapes = shapes_of(source)
-        if not self._arena.fits(shapes, rows.num_rows, room):
+        shapes, made = shapes_of(source), None
+        if self._arena.fits(shapes, rows.num_rows, room):
+            if source is self._memory:  # the new memory begins at the same place
+                source = memory.selected(source, torch.arange(rows.num_rows, device="cpu"), n, max(1, n))
+                rows.take(source, n)
+            made = self._arena.memory(shapes, rows.num_rows, room)
+        if made is None:
             self.said.why_not = f"{rows.num_rows} rows of {room} columns are more than the arena may take"
             return False
-        if source is self._memory:  # the new memory begins at the same place
-            source = memory.selected(source, torch.arange(rows.num_rows, device="cpu"), n, max(1, n))
-        made = self._arena.memory(shapes, rows.num_rows, room)
-        assert made is not None
         for tensor, _ in made:
             tensor.zero_()  # what others left may not be finite
         memory.copy_rows(source, made, n)
@@ -157,7 +158,7 @@ class CapturedCall:
         times.append(self._now())
         output = eager(**arguments)
         times.append(self._now())
-        extra = [name for name in output.keys() if name not in ("logits", "past_key_values")]
+        extra = [name for name in output if name not in ("logits", "past_key_values")]
         if extra:
             shape.why_not = f"the model returns {', '.join(extra)} beside logits"
         elif logits is not None:
@@ -181,12 +182,12 @@ class CapturedCall:
         rows, held = self._rows, self._memory
         self._memory = rows.captured = None
         try:
-            if held is not None and rows.memory is held and rows.is_open:
+            if held is not None and rows.is_open and self._arena.holds(rows.memory):
                 rows.is_whole = rows.is_whole and not rows.is_edited
                 written = [layer.n for layer in rows.layers]
                 try:
                     index = torch.arange(rows.num_rows, device="cpu")
-                    rows.take(memory.selected(held, index, rows.n, max(1, rows.n)), rows.n)
+                    rows.take(memory.selected(rows.memory, index, rows.n, max(1, rows.n)), rows.n)
                 except torch.OutOfMemoryError:
                     if rows.escaped:
                         self._arena.drop()  # the memory is theirs from here on

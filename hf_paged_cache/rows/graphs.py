@@ -204,7 +204,9 @@ def shapes_over(arena: Arena, digest: bytes) -> Shapes:
     return shapes
 
 
-def make(shape: Shape, shapes: Shapes, model: Model, held: Sequence[Streams], tokens: int, facts: Mapping[str, object]) -> None:
+def make(
+    shape: Shape, shapes: Shapes, model: Model, held: Sequence[Streams], tokens: int, facts: Mapping[str, object]
+) -> None:
     """Capture a shape over this memory, or note why that failed."""
     began = perf_counter()
     try:
@@ -219,4 +221,5 @@ def make(shape: Shape, shapes: Shapes, model: Model, held: Sequence[Streams], to
 
 
 def failed(error: Exception) -> str:
+    """What is said of a model that could not be captured."""
     return f"the captured forward failed: {' '.join(str(error).split())[:160] or type(error).__name__}"

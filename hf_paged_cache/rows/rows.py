@@ -272,7 +272,19 @@ class Rows(Cache):
 
     def _collect(self) -> None:
         """Note which tensors the rows lie in."""
+        if self._has_own and self.memory and self.why_bypassed is None:
+            self._leave_outgrown()
         self._tensors = [tensor for tensor, _ in self.all_memory()]
+
+    def _leave_outgrown(self) -> None:
+        """Memory that lies together ends where layers have outgrown it: these have their own."""
+        own, kept = {layer.layer_idx for layer in self.layers if layer.is_own}, list[Streams]()
+        for streams in self.memory:
+            tensor, names = streams
+            left = [at for at, (layer_idx, _) in enumerate(names) if layer_idx not in own]
+            kept += [streams] if len(left) == len(names) else [Streams(tensor[at : at + 1], (names[at],)) for at in left]
+        if len(kept) != len(self.memory):
+            self.memory = kept
 
     def note_writes(self) -> None:
         """What was written until here, we have written."""

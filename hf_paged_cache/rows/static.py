@@ -82,6 +82,11 @@ class Arena:
         """Bytes that it takes."""
         return sum(flat.nbytes for flat in self._flat)
 
+    def holds(self, memory: Sequence[Streams]) -> bool:
+        """Whether any of this memory is the arena's."""
+        ours = {flat.data_ptr() for flat in self._flat}
+        return any(tensor.untyped_storage().data_ptr() in ours for tensor, _ in memory)
+
     def drop(self) -> None:
         """Give all memory back, and what was captured over it; rows that still lie there keep theirs."""
         self.kept, self._rows, self._flat, self._shapes, self._written = {}, {}, [], (), None
@@ -89,7 +94,8 @@ class Arena:
     def fits(self, shapes: Sequence[Shape], num_rows: int, room: int) -> bool:
         """Whether there is room for such rows."""
         needed = sum(_num_elements(shape, num_rows, room) * shape.dtype.itemsize for shape in shapes)
-        return tuple(shapes) == self._shapes and needed <= self.num_bytes or needed <= self._most(shapes)
+        has_it = tuple(shapes) == self._shapes and needed <= self.num_bytes
+        return has_it or needed <= self._most(shapes)
 
     def room(self, num_rows: int, num_columns: int) -> int:
         """The room for so many columns: one that was used before, where it is not twice as large as it need be."""
@@ -98,7 +104,7 @@ class Arena:
         return min(used, default=least)
 
     def memory(self, shapes: Sequence[Shape], num_rows: int, room: int) -> list[Streams] | None:
-        """The memory of so many rows, in which anything may lie; always the same until it is dropped. None: it does not fit."""
+        """The memory of so many rows, in which anything may lie; always the same until the arena is dropped. None: it does not fit."""
         if tuple(shapes) != self._shapes:
             self.drop()
             self._shapes = tuple(shapes)
@@ -114,11 +120,14 @@ class Arena:
             sizes = twice if twice and num_bytes <= self._most(shapes) else needed
             self.drop()
             self._shapes = tuple(shapes)
-            self._flat = [zeros((size,), each.dtype, each.device) for each, size in zip(shapes, sizes, strict=True)]
+            try:
+                self._flat = [zeros((size,), each.dtype, each.device) for each, size in zip(shapes, sizes, strict=True)]
+            except torch.OutOfMemoryError:
+                return None
         made = []
         for flat, shape, number in zip(self._flat, shapes, needed, strict=True):
-            sizes = (len(shape.names), num_rows, shape.heads, room, shape.head_dim)
-            made.append(Streams(flat[:number].view(sizes), shape.names))
+            tensor = flat[:number].view(len(shape.names), num_rows, shape.heads, room, shape.head_dim)
+            made.append(Streams(tensor, shape.names))
         self._rows[num_rows, room] = made
         return made
 
@@ -128,7 +137,11 @@ class Arena:
         if not shapes or shapes[0].device.type != "cuda":
             return float("inf")
         device = shapes[0].device
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
         return (free + self.num_bytes) // 2
 
 
@@ -183,7 +196,9 @@ class StaticLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write new keys and values, [R, H, T, D], at the forward's columns; returns those of the whole room."""
         cache = self._cache()
-        assert cache is not None and self.keys is not None and self.values is not None
+        assert cache is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys.index_copy_(2, cache.columns, key_states)
         self.values.index_copy_(2, cache.columns, value_states)
         return self.keys, self.values
