@@ -305,6 +305,8 @@ class Calls:
         rows.copies = copies if are_aliased else None
         if len(copies) > 1 and not rows.may_be_lazy:
             rows.seen.dense = MODEL_LOOKS
+        elif len(copies) > 1 and rows.captured is not None:
+            rows.seen.dense = "captured rows are read each by itself"
         state.counts = count_prompt(request, known, num_found, members, copies, start, ahead)
         state.pending = state.counts, True
         for row in known:
@@ -478,21 +480,23 @@ class Calls:
         rows.may_be_lazy = self.conditioning.attention == "sdpa" and not self.looks.model_looks
         for layer in rows.layers:
             layer.wanted = wanted
+        make = memory.make if rows.captured is None else rows.captured.make
         with self.store.lock:
             slabs = self.store.slabs()
         if not start:
             if slabs:
-                rows.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
+                rows.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
             return
-        may_share = rows.may_be_lazy and rows.captured is None
+        is_dense = rows.captured is not None
+        may_share = rows.may_be_lazy and not is_dense
         shared = share_known(self.store, inputs, known, start, self.looks) if may_share else None
-        done = self._take_over(rows, inputs, known, start, previous) if takes_over and shared is None else 0
+        done = self._take_over(rows, inputs, known, start, previous) if takes_over and shared is None and not is_dense else 0
         if shared is not None:
             shapes, first = memory.shapes_of_slabs(slabs), shared.plan.first_own
             rows.share(shared, memory.make(shapes, len(inputs), max(start, wanted) - first), start)
         elif not done:
             shapes = memory.shapes_of_slabs(slabs) or _shapes_elsewhere(known, previous)
-            rows.take(memory.make(shapes, len(inputs), max(start, wanted)), start)
+            rows.take(make(shapes, len(inputs), max(start, wanted)), start)
         else:
             rows.make_room(max(start, wanted), wanted)
         for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from torch.nn.modules import module as everywhere
 
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError, CacheBusyError
@@ -17,11 +18,13 @@ from ..rows import memory
 from ..rows.captured import CapturedCall, Said, expects
 from ..rows.graphs import EXPERTS, NOT_WORTH_IT, TOKENS, Model, make, shapes_over
 from ..rows.rows import Rows
-from ..rows.static import Arena, shapes_of
+from ..rows.static import Arena, together
 
 CAPTURES = ("auto", False, "dry")
 _ATTENTIONS = ("sdpa", "eager")
 _TRAINING = attrgetter("training")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_HOOKS_OF_ALL = (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
@@ -87,14 +90,9 @@ class Look:
         self._config = model.config.get_text_config(decoder=True)
         self._modules = modules = [*model.modules()]
         self._attributes = [module.__dict__ for module in modules]
-        self._hooks = [
-            hooks
-            for module in modules
-            for name in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
-            if (hooks := module.__dict__[name]) or module is not model
-        ]
-        self._parameters = [parameters for module in modules if (parameters := module._parameters)]
-        self._children = [module._modules for module in modules if module._modules]
+        self._hooks = [module.__dict__[name] for module in modules for name in _HOOKS]
+        self._weights = [module._parameters for module in modules if module._parameters]
+        self._parts = [module._modules for module in modules if module._modules]
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
 
     def __call__(self) -> Mapping[str, object]:
@@ -102,11 +100,11 @@ class Look:
         return {
             "the attention": getattr(config, "_attn_implementation", None),
             EXPERTS: getattr(config, "_experts_implementation", None),
-            "the training flag": tuple(map(_TRAINING, self._modules)),
-            "hooks": tuple(map(tuple, self._hooks)),
-            "a module's forward": sum(["forward" in attributes for attributes in self._attributes]),
-            "weights": tuple(map(id, chain.from_iterable(map(dict.values, self._parameters)))),
-            "modules": tuple(map(id, chain.from_iterable(map(dict.values, self._children)))),
+            "the training flag": sum(map(_TRAINING, self._modules)),
+            "hooks": [*map(tuple, filter(None, self._hooks)), *map(len, _HOOKS_OF_ALL)],
+            "a module's forward": [each["forward"] for each in self._attributes if "forward" in each],
+            "weights": [*map(id, chain.from_iterable(map(dict.values, self._weights)))],
+            "modules": [*map(id, chain.from_iterable(map(dict.values, self._parts)))],
             "adapters": repr([[getattr(module, name, None) for name in _ADAPTERS] for module in self._adapters]),
             "autocast": torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
         }
@@ -172,7 +170,7 @@ class Capturing:
         if why or captured is None:
             return why
         arena = self._arena
-        call = CapturedCall(rows, captured, arena, digest, always=always, max_columns=max_columns, said=Said())
+        call = CapturedCall(rows, captured, arena, digest, always=always, first=(start, stop), max_columns=max_columns)
         if not arena.check_out(call):
             return "another call has the arena"
         if not always and not expects(
@@ -262,7 +260,7 @@ class Capturing:
                 if tensor is not None
             ]
             room = arena.room(num_rows, num_tokens)
-            shapes = shapes_of(held)
+            shapes = together(memory.shapes_of_rows(held))
             made = arena.memory(shapes, num_rows, room)
             if made is None:
                 return f"{num_rows} rows of {room} columns are more than the arena may take"

@@ -15,7 +15,7 @@ from . import memory
 from .graphs import EXPERTS, FAILURES, NOT_WORTH_IT, NUM_CHECKS, TOKENS, Model, Shape, Shapes, failed, make, shapes_over
 from .memory import Streams
 from .rows import Rows
-from .static import Arena, shapes_of
+from .static import Arena, together
 
 _TOLERANCE = 1e-4  # of the largest logit, in float32
 _TOLERANCE_IN_EPS = 16.0  # the same below float32, in steps of its numbers
@@ -48,14 +48,23 @@ class CapturedCall:
         rows: of the call.
         arena: checked out for this call.
         always: capture whatever a capture takes.
+        first: the columns that the next forward runs.
         max_columns: the most that rows may have; infinite where nobody knows.
     """
 
     def __init__(
-        self, rows: Rows, model: Model, arena: Arena, digest: bytes, *, always: bool, max_columns: float, said: Said
+        self,
+        rows: Rows,
+        model: Model,
+        arena: Arena,
+        digest: bytes,
+        *,
+        always: bool,
+        first: tuple[int, int],
+        max_columns: float,
     ) -> None:
         self._rows, self._model, self._arena, self._digest = rows, model, arena, digest
-        self._always, self._max_columns, self.said = always, max_columns, said
+        self._always, self._first, self._max_columns, self.said = always, first, max_columns, Said()
         self._memory: list[Streams] | None = None
 
     def forward(self, eager: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
@@ -130,21 +139,34 @@ class CapturedCall:
         if not are_own and any(layer.is_own for layer in written):
             self.said.why_not = "some layers have memory of their own"
             return False
-        shapes, made = shapes_of(source), None
-        if self._arena.fits(shapes, rows.num_rows, room):
-            if source is self._memory:  # the new memory begins at the same place
-                source = memory.selected(source, torch.arange(rows.num_rows, device="cpu"), n, max(1, n))
-                rows.take(source, n)
-            made = self._arena.memory(shapes, rows.num_rows, room)
+        shapes = together(memory.shapes_of_rows(source))
+        if self._arena.holds(source) and self._arena.fits(shapes, rows.num_rows, room):
+            # the new memory begins at the same place
+            source = memory.selected(source, torch.arange(rows.num_rows, device="cpu"), n, max(1, n))
+            rows.take(source, n)
+        made = self._take(shapes, rows.num_rows, room)
         if made is None:
-            self.said.why_not = f"{rows.num_rows} rows of {room} columns are more than the arena may take"
             return False
-        for tensor, _ in made:
-            tensor.zero_()  # what others left may not be finite
         memory.copy_rows(source, made, n)
         rows.take(made, n)
-        self._memory = made
         return True
+
+    def make(self, shapes: Sequence[memory.Shape], num_rows: int, wanted: int) -> list[Streams]:
+        """Memory for rows that begin, zeros: in the arena where there is room, else for the columns that are wanted."""
+        start, stop = self._first
+        tokens = next((each for each in TOKENS if stop - start <= each), 0)
+        room = self._arena.room(num_rows, max(start + tokens, room_wanted(stop, 1, self._max_columns)))
+        made = self._take(together(shapes), num_rows, room) if shapes else None
+        return memory.make(shapes, num_rows, wanted) if made is None else made
+
+    def _take(self, shapes: Sequence[memory.Shape], num_rows: int, room: int) -> list[Streams] | None:
+        """The arena's memory of so many rows, zeroed: what others left may not be finite."""
+        made = self._memory = self._arena.memory(shapes, num_rows, room)
+        if made is None:
+            self.said.why_not = f"{num_rows} rows of {room} columns are more than the arena may take"
+        for tensor, _ in made or ():
+            tensor.zero_()
+        return made
 
     def _check(self, shape: Shape, eager: Callable[..., Any], arguments: Mapping[str, Any], pads: Sequence[int]) -> Any:
         """Run the graph, then the eager forward, which writes the same columns again, and compare what they say and take."""

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..kv.recycled_memory import zeros
 from ..locks import new_lock
-from .memory import Shape, Streams
+from .memory import Shape, Stream, Streams
 
 _SMALLEST_ROOM = 512
 
@@ -60,14 +60,14 @@ class Arena:
                 return False
             self._holder = ref(holder)
         if self._written is not None:
-            self._written.wait()
+            self._written.wait(torch.cuda.current_stream(self._flat[0].device))
         return True
 
     def check_in(self, holder: object) -> None:
         """Take the arena back from its holder."""
         if self._flat and self._flat[0].device.type == "cuda":
             self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._written.record()
+            self._written.record(torch.cuda.current_stream(self._flat[0].device))
         with self._lock:
             if self._holder is not None and self._holder() is holder:
                 self._holder = None
@@ -89,6 +89,8 @@ class Arena:
 
     def drop(self) -> None:
         """Give all memory back, and what was captured over it; rows that still lie there keep theirs."""
+        if self._flat and self._flat[0].device.type == "cuda":
+            torch.cuda.synchronize(self._flat[0].device)  # a graph may run yet
         self.kept, self._rows, self._flat, self._shapes, self._written = {}, {}, [], (), None
 
     def fits(self, shapes: Sequence[Shape], num_rows: int, room: int) -> bool:
@@ -149,12 +151,11 @@ def _num_elements(shape: Shape, num_rows: int, room: int) -> int:
     return len(shape.names) * num_rows * shape.heads * room * shape.head_dim
 
 
-def shapes_of(memory: Sequence[Streams]) -> tuple[Shape, ...]:
-    """The shapes of streams, those that are alike together, in the order of layers."""
-    names: dict[tuple[Any, ...], list[Any]] = {}
-    for tensor, of_tensor in memory:
-        kind = (tensor.shape[2], tensor.shape[4], tensor.dtype, tensor.device)
-        names.setdefault(kind, []).extend(of_tensor)
+def together(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """The same streams, those that are alike in one shape, in the order of layers."""
+    names: dict[tuple[Any, ...], list[Stream]] = {}
+    for of_shape, *kind in shapes:
+        names.setdefault(tuple(kind), []).extend(of_shape)
     return tuple(Shape(tuple(sorted(of_kind)), *kind) for kind, of_kind in names.items())
 
 
