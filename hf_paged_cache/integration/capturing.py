@@ -159,11 +159,11 @@ class Capturing:
     def _begin(
         self, rows: Rows, num_rows: int, start: int, stop: int, max_columns: float, unusual: str | None
     ) -> str | None:
-        model, digest = self._conditioning.model, rows.state.digest
+        digest = rows.state.digest
         if self.capture is False:
             return "the cache was built with capture=False"
         always = self.capture == "dry"
-        if not always and model.device.type != "cuda":
+        if not self.is_asked:
             return "the model is not on a CUDA device"
         why_model, captured = self._of_model(digest)
         why = why_model or unusual or self._unusual(rows, max_columns, always=always)
@@ -243,7 +243,7 @@ class Capturing:
         num_tokens = int_of_at_least("tokens", tokens, 2, "tokens, of prompt and answer")
         conditioning, arena = self._conditioning, self._arena
         model = conditioning.model
-        if self.capture is False or (self.capture == "auto" and model.device.type != "cuda"):
+        if not self.is_asked:
             return "the cache was built with capture=False" if not self.capture else "the model is not on a CUDA device"
         self.attach()
         why, captured = self._of_model(digest := conditioning.digest())
@@ -288,6 +288,7 @@ class Capturing:
             raise CacheBusyError("a call runs on static rows; release them when it has ended")
         try:
             self._arena.drop()
+            self._arena.captured = None
         finally:
             self._arena.check_in(holder)
 

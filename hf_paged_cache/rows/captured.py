@@ -113,11 +113,8 @@ class CapturedCall:
             shape.num_wanted += 1
             said.why_not = NOT_WORTH_IT
             return None
-        if not lies_there:
-            if not self._enter(room):
-                return None
-            shapes = shapes_over(arena, self._digest)  # others where the arena grew
-            shape = shapes.of(rows.num_rows, tokens, room, self._model.attention, facts.get(EXPERTS))
+        if not lies_there and not self._enter(room):
+            return None
         if shape.captured is None:
             assert self._memory is not None
             make(shape, shapes, self._model, self._memory, tokens, facts)

@@ -21,6 +21,7 @@ NOT_WORTH_IT = "a capture takes more time than it would save"
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # of a model that cannot be captured
 _SAVED_SECONDS = 0.015  # by a replay, before it was measured
 _capturing = new_lock()  # one capture at a time
+_sides: dict[torch.device, Any] = {}  # device -> the stream on which all its graphs are captured
 
 
 class Model(NamedTuple):
@@ -107,15 +108,18 @@ class Captured:
             self._forward()
             return None
         with _capturing, torch.cuda.device(device):
-            side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(side):
-                self._forward()
-            torch.cuda.current_stream(device).wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
-                self._forward()
-            torch.cuda.current_stream(device).wait_stream(side)
+            current, graph = torch.cuda.current_stream(device), torch.cuda.CUDAGraph()
+            side = _sides.get(device) or _sides.setdefault(device, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            side.wait_stream(current)
+            try:
+                with torch.cuda.stream(side):
+                    self._forward()
+                current.wait_stream(side)
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
+                    self._forward()
+            finally:
+                torch.cuda.set_stream(current)  # a capture that fails leaves the side's
+                current.wait_stream(side)
         self._graph = graph
         return graph.pool()
 
@@ -186,6 +190,13 @@ class Shapes:
         """The shape of these rows, tokens, room, and settings."""
         return self._shapes.setdefault(key, Shape())
 
+    def drop(self) -> None:
+        """Give all graphs up; what was counted stays."""
+        self.pool = None
+        for shape in self._shapes.values():
+            shape.captured = None
+            shape.checked.clear()
+
     def pays(self, shape: Shape, num_coming: int) -> bool:
         """Whether it is captured, or a capture takes less time than it saves, or would have saved until now."""
         if shape.captured is not None:
@@ -195,12 +206,12 @@ class Shapes:
 
 def shapes_over(arena: Arena, digest: bytes) -> Shapes:
     """What was captured over an arena; nothing of another fingerprint."""
-    shapes = arena.kept.get("shapes")
-    if shapes is None or shapes.digest != digest:
-        before, shapes = shapes, Shapes(digest)
-        if before is not None:
-            shapes.capture_seconds, shapes.saved_seconds = before.capture_seconds, before.saved_seconds
-        arena.kept["shapes"] = shapes
+    before = arena.captured
+    if isinstance(before, Shapes) and before.digest == digest:
+        return before
+    shapes = arena.captured = Shapes(digest)
+    if isinstance(before, Shapes):
+        shapes.capture_seconds, shapes.saved_seconds = before.capture_seconds, before.saved_seconds
     return shapes
 
 

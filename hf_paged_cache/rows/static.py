@@ -6,7 +6,7 @@ columns of a static row: [0, pad) padding | [pad, n) valid | [n, room) finite, h
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
@@ -35,17 +35,23 @@ def room_of(num_columns: int) -> int:
     return room
 
 
+class HoldsGraphs(Protocol):
+    """Who has captured graphs over an arena."""
+
+    def drop(self) -> None: ...  # the memory under the graphs goes
+
+
 class Arena:
     """Memory for the static rows of one call at a time. Rows of every number and room begin at its start.
 
     Attributes:
         most_bytes: that it may take; None: half of what is free on an accelerator, and what is asked for on a host.
-        kept: what was captured over it, by whoever captures; emptied where the memory goes.
+        captured: the graphs over it, which go where the memory goes; None: there were none.
     """
 
     def __init__(self, most_bytes: int | None = None) -> None:
         self.most_bytes = most_bytes
-        self.kept: dict[Any, Any] = {}
+        self.captured: HoldsGraphs | None = None
         self._lock = new_lock()
         self._holder: ref[Any] | None = None
         self._shapes: tuple[Shape, ...] = ()
@@ -91,7 +97,9 @@ class Arena:
         """Give all memory back, and what was captured over it; rows that still lie there keep theirs."""
         if self._flat and self._flat[0].device.type == "cuda":
             torch.cuda.synchronize(self._flat[0].device)  # a graph may run yet
-        self.kept, self._rows, self._flat, self._shapes, self._written = {}, {}, [], (), None
+        if self.captured is not None:
+            self.captured.drop()
+        self._rows, self._flat, self._shapes, self._written = {}, [], (), None
 
     def fits(self, shapes: Sequence[Shape], num_rows: int, room: int) -> bool:
         """Whether there is room for such rows."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 import re
 import threading
@@ -17,7 +18,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
-from hf_paged_cache.integration.capturing import CapturedForward
+from hf_paged_cache.integration.capturing import CapturedForward, Capturing
 
 from ..reference import IDS, PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
@@ -86,7 +87,13 @@ def test_a_filled_up_prompt_is_replayed() -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_sampling_is_right(inference: bool) -> None:
     model = build("llama")
-    given: dict[str, Any] = {"input_ids": IDS, "max_new_tokens": STEPS, "do_sample": True, "num_return_sequences": 3, "top_k": 0}
+    given: dict[str, Any] = {
+        "input_ids": IDS,
+        "max_new_tokens": STEPS,
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "top_k": 0,
+    }
     reference, cache = run(model, **given), dry(model)
     for _ in range(2):
         with torch.inference_mode(inference):
@@ -126,7 +133,9 @@ def test_a_long_prompt_runs_eagerly_and_its_steps_are_captured() -> None:
         assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=STEPS))
         assert num_captured(cache) >= STEPS - 3
     other = torch.tensor([row((1, 32), (2, 300))])
-    assert_same(run(model, input_ids=other, max_new_tokens=STEPS), run(model, cache, input_ids=other, max_new_tokens=STEPS))
+    assert_same(
+        run(model, input_ids=other, max_new_tokens=STEPS), run(model, cache, input_ids=other, max_new_tokens=STEPS)
+    )
     assert cache.last_call.captured == f"{STEPS - 1} of {STEPS} forwards were captured"
 
 
@@ -176,9 +185,7 @@ def test_of_two_calls_at_once_one_has_the_arena_and_both_are_right() -> None:
         thread.join()
 
     del inside
-    output = run(
-        model, cache, input_ids=prompts[0], max_new_tokens=STEPS, logits_processor=[AtStep(4, in_a_thread)]
-    )
+    output = run(model, cache, input_ids=prompts[0], max_new_tokens=STEPS, logits_processor=[AtStep(4, in_a_thread)])
     assert_same(references[0], output)
     assert said == ["another call has the arena"]
     assert num_captured(cache) == STEPS
@@ -217,9 +224,7 @@ def test_a_model_that_was_changed_between_two_calls_is_captured_anew() -> None:
     cache = dry(model)
     run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
     scale_weights(model)
-    assert_same(
-        run(model, input_ids=IDS, max_new_tokens=STEPS), run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
-    )
+    assert_same(run(model, input_ids=IDS, max_new_tokens=STEPS), run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
     assert num_captured(cache) == STEPS - 3
 
 
@@ -249,7 +254,7 @@ def test_memory_is_given_back_and_taken_again() -> None:
         assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
         assert num_captured(cache) >= STEPS - 3
         cache.release()
-        assert (cache.store.arena.num_bytes, cache.store.arena.kept) == (0, {})
+        assert (cache.store.arena.num_bytes, cache.store.arena.captured) == (0, None)
 
     def release() -> None:
         with pytest.raises(CacheBusyError, match="a call runs on static rows"):
@@ -364,9 +369,7 @@ def test_edited_rows_go_on_as_edited_and_keep_nothing() -> None:
         return running[-1]
 
     cache._calls.begin = begin  # type: ignore[method-assign]
-    output = run(
-        model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: running[-1])]
-    )
+    output = run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: running[-1])])
     assert_same(wanted, output)
     answer = output.sequences
     reference = run(model, input_ids=answer)
@@ -402,7 +405,9 @@ def test_unusual_calls_run_eagerly(options: dict[str, Any], said: str | None) ->
 
         options["custom_generate"] = own
         wanted = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, **options)
-        got = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, past_key_values=cache, **options)
+        got = model.generate(
+            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, past_key_values=cache, **options
+        )
         torch.testing.assert_close(got, wanted)
     else:
         reference = run(model, input_ids=IDS, **options)
@@ -469,6 +474,25 @@ def test_by_default_nothing_is_attached_on_a_cpu() -> None:
     assert run(model, off, input_ids=IDS).past_key_values.why_not_captured == "the cache was built with capture=False"
     assert off.warm_up(1, 10) == "the cache was built with capture=False"
     assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_by_default_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate(itertools.cycle([1.0, 1.0, 20.0] if pays else [1.0, 20.0, 1.0]))
+    monkeypatch.setattr(Capturing, "is_asked", True)
+    monkeypatch.setattr("hf_paged_cache.rows.captured.CapturedCall._now", lambda call: next(clock))
+    model = build("llama")
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), PagedPrefixCache(model)
+    said = []
+    for _ in range(12):
+        assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+        said.append(cache.last_call.captured)
+        assert not cache.store.arena.is_busy
+    assert said[0] == "a capture takes more time than it would save"
+    if pays:
+        assert said[-1] == f"{STEPS} of {STEPS} forwards were captured"
+    else:
+        assert said[-1].endswith("a capture takes more time than it would save")
 
 
 @pytest.mark.parametrize("capture", ["yes", True, None, 0, ""])
