@@ -6,13 +6,15 @@ A graph is the model's own eager forward over static rows, with a mask of ours t
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ..locks import new_lock
 from .memory import Streams
-from .static import Arena, StaticCache
+from .static import Arena
 
 TOKENS = (1, 16, 64, 256)  # of a shape; fewer are filled up on the right
 NUM_CHECKS = 2  # lengths at which a shape is compared with the eager forward
@@ -22,6 +24,63 @@ FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  #
 _SAVED_SECONDS = 0.015  # by a replay, before it was measured
 _capturing = new_lock()  # one capture at a time
 _sides: dict[torch.device, Any] = {}  # device -> the stream on which all its graphs are captured
+
+
+class StaticCache(Cache):
+    """What the model is given inside a graph: layers that write at columns which a tensor names, and read the whole room.
+
+    Args:
+        memory: of the rows.
+        num_layers: of the model.
+        length: [1] int64, columns that are valid.
+
+    Attributes:
+        columns: [T] int64, where the running forward writes.
+    """
+
+    def __init__(self, memory: Sequence[Streams], num_layers: int, length: Tensor) -> None:
+        places: dict[int, dict[str, Tensor]] = {}
+        for tensor, names in memory:
+            for (layer_idx, name), part in zip(names, tensor, strict=True):
+                places.setdefault(layer_idx, {})[name] = part
+        self.columns = self.length = length
+        num_layers = max(num_layers, 1 + max(places))
+        super().__init__(layers=[StaticLayer(self, places.get(layer_idx, {})) for layer_idx in range(num_layers)])
+
+
+class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """Keys and values of one layer of static rows, [R, H, room, D]."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, cache: StaticCache, states: dict[str, Tensor]) -> None:
+        self._cache = ref(cache)
+        self.is_initialized = bool(states)
+        if states:
+            self.keys, self.values = states["key"], states["value"]
+            self.dtype, self.device = self.keys.dtype, self.keys.device
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write new keys and values, [R, H, T, D], at the forward's columns; returns those of the whole room."""
+        cache = self._cache()
+        assert cache is not None
+        assert self.keys is not None
+        assert self.values is not None
+        self.keys.index_copy_(2, cache.columns, key_states)
+        self.values.index_copy_(2, cache.columns, value_states)
+        return self.keys, self.values
+
+    def get_seq_length(self) -> Any:
+        """Columns that are valid, as a tensor: a number would be the same in all replays."""
+        cache = self._cache()
+        assert cache is not None
+        return cache.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Columns that attention reads, and the first of them."""
+        assert self.keys is not None
+        return self.keys.shape[2], 0
 
 
 class Model(NamedTuple):

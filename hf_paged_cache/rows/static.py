@@ -11,7 +11,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
 
 from ..kv.recycled_memory import zeros
 from ..locks import new_lock
@@ -165,60 +164,3 @@ def together(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
     for of_shape, *kind in shapes:
         names.setdefault(tuple(kind), []).extend(of_shape)
     return tuple(Shape(tuple(sorted(of_kind)), *kind) for kind, of_kind in names.items())
-
-
-class StaticCache(Cache):
-    """What the model is given inside a graph: layers that write at columns which a tensor names, and read the whole room.
-
-    Args:
-        memory: of the rows.
-        num_layers: of the model.
-        length: [1] int64, columns that are valid.
-
-    Attributes:
-        columns: [T] int64, where the running forward writes.
-    """
-
-    def __init__(self, memory: Sequence[Streams], num_layers: int, length: Tensor) -> None:
-        places: dict[int, dict[str, Tensor]] = {}
-        for tensor, names in memory:
-            for (layer_idx, name), part in zip(names, tensor, strict=True):
-                places.setdefault(layer_idx, {})[name] = part
-        self.columns = self.length = length
-        num_layers = max(num_layers, 1 + max(places))
-        super().__init__(layers=[StaticLayer(self, places.get(layer_idx, {})) for layer_idx in range(num_layers)])
-
-
-class StaticLayer(DynamicLayer):
-    """Keys and values of one layer of static rows, [R, H, room, D]."""
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, cache: StaticCache, states: dict[str, Tensor]) -> None:
-        self._cache = ref(cache)
-        self.is_initialized = bool(states)
-        if states:
-            self.keys, self.values = states["key"], states["value"]
-            self.dtype, self.device = self.keys.dtype, self.keys.device
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [R, H, T, D], at the forward's columns; returns those of the whole room."""
-        cache = self._cache()
-        assert cache is not None
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys.index_copy_(2, cache.columns, key_states)
-        self.values.index_copy_(2, cache.columns, value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> Any:
-        """Columns that are valid, as a tensor: a number would be the same in all replays."""
-        cache = self._cache()
-        assert cache is not None
-        return cache.length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and the first of them."""
-        assert self.keys is not None
-        return self.keys.shape[2], 0

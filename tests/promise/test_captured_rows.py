@@ -232,7 +232,7 @@ def test_a_graph_that_says_something_else_is_not_used(monkeypatch: pytest.Monkey
     model, cache = build("llama"), None
     reference = run(model, input_ids=IDS, max_new_tokens=STEPS)
     cache = dry(model)
-    monkeypatch.setattr("hf_paged_cache.rows.static.StaticLayer.update", lambda layer, keys, values, *_: (keys, values))
+    monkeypatch.setattr("hf_paged_cache.rows.graphs.StaticLayer.update", lambda layer, keys, values, *_: (keys, values))
     assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
     assert num_captured(cache) == 0
     assert "the captured forward failed" in cache.last_call.captured
@@ -302,15 +302,14 @@ def test_what_a_broken_model_has_left_is_not_seen() -> None:
     model, cache = build("llama"), None
     reference = run(model, input_ids=IDS, max_new_tokens=STEPS)
     cache = dry(model)
-    good = model.model.norm.weight.detach().clone()
-    keys = model.model.layers[0].self_attn.v_proj.weight
-    values = keys.detach().clone()
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    values = weight.detach().clone()
     with torch.no_grad():
-        keys.fill_(torch.nan)
+        weight.fill_(torch.nan)
         run(model, cache, input_ids=torch.tensor([row((3, 100))]), max_new_tokens=STEPS)
-        keys.copy_(values)
+        weight.copy_(values)
     assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
-    del good
+    assert num_captured(cache) >= STEPS - 3
 
 
 def test_an_interrupted_call_gives_the_arena_back_and_keeps_what_ran() -> None:
@@ -497,7 +496,7 @@ def test_by_default_a_shape_is_captured_once_it_would_have_paid(pays: bool, monk
 
 @pytest.mark.parametrize("capture", ["yes", True, None, 0, ""])
 def test_other_ways_to_capture_are_refused(capture: Any) -> None:
-    with pytest.raises(CacheArgumentError, match="capture is .*; give 'auto', False or 'dry'"):
+    with pytest.raises(CacheArgumentError, match=r"capture is .*; give 'auto', False or 'dry'"):
         PagedPrefixCache(tiny("llama"), capture=capture)
 
 
