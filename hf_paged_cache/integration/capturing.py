@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from operator import attrgetter
 from typing import Any
@@ -15,7 +16,7 @@ from ..model.conditioning import Conditioning, code_of_others
 from ..model.probing import layers_after_a_token
 from ..model.support import attention_of, cache_layers, has_experts, takes
 from ..rows import memory
-from ..rows.captured import CapturedCall, Said, expects
+from ..rows.captured import CapturedCall, Said, expects, room_wanted
 from ..rows.graphs import EXPERTS, NOT_WORTH_IT, TOKENS, Model, make, shapes_over
 from ..rows.rows import Rows
 from ..rows.static import Arena, together
@@ -170,6 +171,9 @@ class Capturing:
         if why or captured is None:
             return why
         arena = self._arena
+        room = arena.room(num_rows, room_wanted(stop, 1, max_columns))
+        if not arena.fits(arena.shapes, num_rows, room):
+            return f"{num_rows} rows of {room} columns are more than the arena may take"
         call = CapturedCall(rows, captured, arena, digest, always=always, first=(start, stop), max_columns=max_columns)
         if not arena.check_out(call):
             return "another call has the arena"
@@ -276,6 +280,13 @@ class Capturing:
             return "; ".join(dict.fromkeys(reasons))
         finally:
             arena.check_in(holder)
+
+    def give_way(self, rows: Rows) -> None:
+        """Memory is short, and these rows are given up: let the arena's memory go, unless another call runs in it."""
+        if rows.captured is not None:
+            rows.captured.close()
+        with suppress(CacheBusyError):
+            self.release()
 
     def release(self) -> None:
         """Give the arena's memory and all graphs back.

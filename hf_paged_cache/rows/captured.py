@@ -18,7 +18,7 @@ from .rows import Rows
 from .static import Arena, together
 
 _TOLERANCE = 1e-4  # of the largest logit, in float32
-_TOLERANCE_IN_EPS = 16.0  # the same below float32, in steps of its numbers
+_TOLERANCE_IN_EPS = 4.0  # the same below float32, in steps of its numbers
 _MOST_COMING = 1024  # columns that a room is made for, beyond those that are there
 _PLAIN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep"}
 _ON = {"use_cache", "return_dict"}  # may be true
@@ -81,10 +81,10 @@ class CapturedCall:
         facts: Mapping[str, object] = {} if why else model.look()
         shape = None if why else self._placed(tokens, facts)
         if shape is None or shape.captured is None:
-            said.why_not = why or said.why_not
+            said.why_not = rows.why_not_captured = why or said.why_not
             return eager(**arguments)
         if facts != shape.look:
-            said.why_not = f"{_first_difference(shape.look, facts)} changed after the capture"
+            said.why_not = rows.why_not_captured = f"{_first_difference(shape.look, facts)} changed after the capture"
             return eager(**arguments)
         pads = [prompt.pad for prompt in rows.prompts]
         if len(shape.checked) < NUM_CHECKS:
@@ -188,7 +188,8 @@ class CapturedCall:
             shape.checked.add(n)
             shape.saved_seconds = shapes.saved_seconds = times[2] - times[1] - (times[1] - times[0])
         if shape.why_not:
-            shape.captured, self.said.why_not = None, shape.why_not
+            shape.captured = None
+            self.said.why_not = rows.why_not_captured = shape.why_not
         return output
 
     def _now(self) -> float:
@@ -198,10 +199,10 @@ class CapturedCall:
 
     def close(self) -> None:
         """The call is over: rows that lie in the arena leave it, and another call may have it."""
-        rows, held = self._rows, self._memory
+        rows = self._rows
         self._memory = rows.captured = None
         try:
-            if held is not None and rows.is_open and self._arena.holds(rows.memory):
+            if rows.is_open and self._arena.holds(rows.memory):
                 rows.is_whole = rows.is_whole and not rows.is_edited
                 written = [layer.n for layer in rows.layers]
                 try:
@@ -243,6 +244,8 @@ def room_wanted(n: int, tokens: int, max_columns: float) -> int:
 
 def why_eager(arguments: Mapping[str, Any], rows: Rows) -> str:
     """Why a forward with these arguments is none that is captured; "": it may be."""
+    if rows.why_bypassed is not None:
+        return rows.why_bypassed
     for name, value in arguments.items():
         if value is None or name in _PLAIN or (name in _ON and value is True):
             continue

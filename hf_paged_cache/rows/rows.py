@@ -348,7 +348,7 @@ class Rows(Cache):
         if num_rows == self.num_rows and (start or self.captured is not None):
             memory.change_places(held, at, start - self.base, self.n - self.base)
         elif held:
-            room = held[0].tensor.shape[3]
+            room = held[0].tensor.shape[3] if self.captured is None else self.n - self.base + SPARE
             self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
         self.ids.select(at)
         if num_rows != self.num_rows or not self.common_columns:

@@ -83,6 +83,11 @@ class Arena:
         return self._holder is not None and self._holder() is not None
 
     @property
+    def shapes(self) -> Sequence[Shape]:
+        """Of the rows that lay there last; none before there were any."""
+        return self._shapes
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that it takes."""
         return sum(flat.nbytes for flat in self._flat)

@@ -328,6 +328,21 @@ def test_an_interrupted_call_gives_the_arena_back_and_keeps_what_ran() -> None:
     cache.check()
 
 
+def test_a_call_that_runs_out_of_memory_gives_the_arena_away() -> None:
+    model = build("llama")
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+
+    def fail() -> None:
+        assert cache.store.arena.num_bytes > 0
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[AtStep(7, fail)])
+    assert cache.store.arena.num_bytes == 0
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert num_captured(cache) >= STEPS - 3
+
+
 def test_what_steps_wrote_is_kept_and_reused() -> None:
     model, cache = build("llama"), None
     cache = dry(model)
