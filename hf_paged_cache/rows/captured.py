@@ -203,7 +203,6 @@ class CapturedCall:
         self._memory = rows.captured = None
         try:
             if rows.is_open and self._arena.holds(rows.memory):
-                rows.is_whole = rows.is_whole and not rows.is_edited
                 written = [layer.n for layer in rows.layers]
                 try:
                     index = torch.arange(rows.num_rows, device="cpu")

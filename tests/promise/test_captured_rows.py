@@ -84,6 +84,20 @@ def test_a_filled_up_prompt_is_replayed() -> None:
     assert cache.last_call.captured == "1 of 1 forwards were captured"
 
 
+@pytest.mark.parametrize("way", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 0}, {}])
+def test_rows_that_are_captured_share_nothing(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.attention.shared_reads.tokens_of_a_launch", lambda *_, **__: 0)
+    model = build("llama")
+    inputs = batch(PROMPT, row((1, 48), (2, 2)), row((1, 48), (3, 2))) if not way else {"input_ids": IDS}
+    reference = run(model, **inputs, max_new_tokens=STEPS, **way)
+    shared, cache = PagedPrefixCache(model), dry(model)
+    for each in (shared, shared, cache, cache):
+        assert_same(reference, run(model, each, **inputs, max_new_tokens=STEPS, **way))
+    assert shared.last_call.read_once_tokens > 0
+    assert cache.last_call.read_once_tokens == 0
+    assert num_captured(cache) >= STEPS - 3
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_sampling_is_right(inference: bool) -> None:
     model = build("llama")
@@ -357,23 +371,24 @@ def test_what_steps_wrote_is_kept_and_reused() -> None:
 
 
 class _Edit(LogitsProcessor):
-    """Writes to the rows of a call in its fifth step."""
+    """Writes to the rows of a call in a step."""
 
-    def __init__(self, rows: Any) -> None:
-        self.rows, self.left = rows, 5
+    def __init__(self, rows: Any, step: int) -> None:
+        self.rows, self.left = rows, step
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.left -= 1
         if not self.left:
             rows = self.rows()
-            rows.layers[0].values[:, :, 3:9] = 0
+            rows.layers[0].values[:, :, 50:53] = 0
         return scores
 
 
-def test_edited_rows_go_on_as_edited_and_keep_nothing() -> None:
+@pytest.mark.parametrize("step", [5, STEPS])
+def test_edited_rows_go_on_as_edited_and_keep_nothing(step: int) -> None:
     model = build("llama")
     theirs = DynamicCache(config=model.config)
-    wanted = run(model, theirs, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: theirs)])
+    wanted = run(model, theirs, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: theirs, step)])
     cache = dry(model)
     running: list[Any] = []
     original = cache._calls.begin
@@ -383,7 +398,7 @@ def test_edited_rows_go_on_as_edited_and_keep_nothing() -> None:
         return running[-1]
 
     cache._calls.begin = begin  # type: ignore[method-assign]
-    output = run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: running[-1])])
+    output = run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: running[-1], step)])
     assert_same(wanted, output)
     answer = output.sequences
     reference = run(model, input_ids=answer)
