@@ -345,7 +345,7 @@ class Rows(Cache):
             self.make_dense()
         held = self.all_memory()
         start = max(start, self.base)
-        if num_rows == self.num_rows and (start or self.captured is not None):
+        if num_rows == self.num_rows and start:
             memory.change_places(held, at, start - self.base, self.n - self.base)
         elif held:
             room = held[0].tensor.shape[3] if self.captured is None else self.n - self.base + SPARE

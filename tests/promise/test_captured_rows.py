@@ -153,11 +153,14 @@ def test_a_long_prompt_runs_eagerly_and_its_steps_are_captured() -> None:
     assert cache.last_call.captured == f"{STEPS - 1} of {STEPS} forwards were captured"
 
 
-def test_rows_that_outgrow_their_room_move_to_a_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_rows_that_outgrow_their_room_move_to_a_larger_one(has_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_paged_cache.rows.captured._MOST_COMING", 4)
     model = build("llama", max_position_embeddings=1024)
     ids = torch.tensor([row((1, 500))])
     reference, cache = run(model, input_ids=ids, max_new_tokens=30), dry(model)
+    if has_memory:  # both rooms begin at its start
+        cache.warm_up(rows=4, tokens=512)
     for _ in range(2):
         assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=30))
         assert num_captured(cache) >= 20
