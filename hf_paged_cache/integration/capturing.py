@@ -12,6 +12,7 @@ from torch.nn.modules import module as everywhere
 
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError, CacheBusyError
+from ..locks import new_lock
 from ..model.conditioning import Conditioning, code_of_others
 from ..model.probing import layers_after_a_token
 from ..model.support import attention_of, cache_layers, has_experts, takes
@@ -24,6 +25,7 @@ from ..rows.static import Arena, together
 CAPTURES = ("auto", False, "dry")
 _ATTENTIONS = ("sdpa", "eager")
 _TRAINING = attrgetter("training")
+_attaching = new_lock()  # two caches of a model may be built at once
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOKS_OF_ALL = (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
@@ -67,14 +69,19 @@ class CapturedForward:
 
 def attach_forward(model: Any) -> None:
     """Attach to the forward; a model that has it is left as it is."""
-    if not isinstance(model.__dict__.get("forward"), CapturedForward):
-        model.forward = CapturedForward(model)
+    if isinstance(model.__dict__.get("forward"), CapturedForward):
+        return
+    with _attaching:
+        if not isinstance(model.__dict__.get("forward"), CapturedForward):
+            model.forward = CapturedForward(model)
 
 
 def detach_forward(model: Any) -> None:
     """Take it off, and put back what was there."""
-    attached = model.__dict__.get("forward")
-    if isinstance(attached, CapturedForward):
+    with _attaching:
+        attached = model.__dict__.get("forward")
+        if not isinstance(attached, CapturedForward):
+            return
         if attached.replaced is None:
             del model.forward
         else:

@@ -280,11 +280,12 @@ class Rows(Cache):
         """Memory that lies together ends where layers have outgrown it: these have their own."""
         own, kept = {layer.layer_idx for layer in self.layers if layer.is_own}, list[Streams]()
         for streams in self.memory:
-            tensor, names = streams
-            left = [at for at, (layer_idx, _) in enumerate(names) if layer_idx not in own]
-            kept += [streams] if len(left) == len(names) else [Streams(tensor[at : at + 1], (names[at],)) for at in left]
-        if len(kept) != len(self.memory):
-            self.memory = kept
+            left = [at for at, (layer_idx, _) in enumerate(streams.names) if layer_idx not in own]
+            if len(left) == len(streams.names):
+                kept.append(streams)
+            else:
+                kept += [Streams(streams.tensor[at : at + 1], (streams.names[at],)) for at in left]
+        self.memory = kept
 
     def note_writes(self) -> None:
         """What was written until here, we have written."""
