@@ -21,10 +21,13 @@ from transformers.cache_utils import Cache, DynamicLayer
 from .ask import explanation, picture, prefixes, scoring, verification
 from .attention.view import View
 from .call.call import Call
+from .call.call_state import CallState
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
-from .integration.calls import Calls, CallState, Current, require_continues, require_may_begin
+from .integration.begin import require_continues, require_may_begin
+from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
+from .integration.current import Current
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
@@ -122,7 +125,14 @@ class PagedPrefixCache(Cache):
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         self._side = side = SideForwards(self.store.model, reader, sibling)
         self._calls = Calls(
-            blocks, conditioning, reader, self.store.image_inputs, self.cache_salt, self.call.counters, side, self.store.looks
+            blocks,
+            conditioning,
+            reader,
+            self.store.image_inputs,
+            self.cache_salt,
+            self.call.counters,
+            side,
+            self.store.looks,
         )
         takes_positions = reader.takes_positions
         self._calls.capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
@@ -203,13 +213,11 @@ class PagedPrefixCache(Cache):
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""
-        rows = self._current.rows
+        current, rows = self._current, self._current.rows
         if rows is None:
             if not self._may_take_rows or self._session.num_rows or self._session.is_open or not takes_rows():
                 return self._session.before_forward(model, arguments)
-            previous = self._current.take()
-            rows = self._current.rows = self._calls.new_rows()
-            rows.previous = previous
+            rows = self._calls.begin_unseen(current, arguments)
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 
@@ -232,7 +240,7 @@ class PagedPrefixCache(Cache):
     # What `generate` and the model ask.
 
     @property
-    def layers(self) -> list[Any]:  # type: ignore[override]
+    def layers(self) -> list[Any]:
         """Of the rows, wherever they are."""
         rows = self._current.rows
         return self._pool_layers if rows is None else rows.layers

@@ -117,6 +117,8 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
                 for states in layer.held:
                     states.zero_()
         if rows is not None:
+            for tensor, _ in () if rows.shared is None else (part for held in rows.shared.segments for part in held):
+                tensor.zero_()
             rows.note_writes()
 
 

@@ -28,6 +28,7 @@ LEVELS = [
     ["kv"],
     ["tiers"],
     ["attention", "store", "model"],
+    ["rows"],
     ["call"],
     ["integration"],
     [
@@ -63,6 +64,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.chunked_prompt",
     "integration.image_inputs",
     "integration.layers",
+    "integration.roads",
     "integration.without_store",
     "model.cache_adapters",
     "model.output_flags",
@@ -70,6 +72,8 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.probing",
     "model.support",
     "model.trial",
+    "rows.layers",
+    "rows.rows",
 }
 WITHOUT_TORCH = {
     *("errors", "stats", "locks", "stacks", "wording", "blocks", "__init__", "__main__"),

@@ -148,7 +148,9 @@ class PromptCounters:
         if is_last:
             self._elsewhere = kind, [*rows]
 
-    def add_forward(self, kind: str, rows: list[RowCount], new: Sequence[RowCount], *, begins: bool, bypassed: bool) -> None:
+    def add_forward(
+        self, kind: str, rows: list[RowCount], new: Sequence[RowCount], *, begins: bool, bypassed: bool
+    ) -> None:
         """Count a forward of prompts of a call that is the last one from here on.
 
         Args:

@@ -39,7 +39,9 @@ def keep(
     size, done = store.block_size, set[bytes]()
     if any(max(0, stop - prompt.pad) // size * size > prompt.kept for prompt in rows.prompts):
         lay_out(store, rows)
-    for number, (prompt, tokens) in enumerate(zip(rows.prompts, rows.ids.rows([p.pad for p in rows.prompts], stop), strict=True)):
+    for number, (prompt, tokens) in enumerate(
+        zip(rows.prompts, rows.ids.rows([p.pad for p in rows.prompts], stop), strict=True)
+    ):
         if ends:
             tokens = _until_end(tokens, ends, max(0, prompt_columns - prompt.pad))
         num_blocks = len(tokens) // size
@@ -91,8 +93,8 @@ def _keep_row(
             with store.lock:
                 held = store.allocator.allocate(hashes, namespace=salt)
                 first = held.num_prefix_tokens // size
-                if first == num_blocks or pad + first * size < rows.base:
-                    return  # all is there; or what comes first no longer is, and lies in what rows share
+                if first == num_blocks:
+                    return
                 make_room(num_blocks - first)
                 fresh = _take(store, held, hashes[first:], salt)
                 writing.enter_context(store.writing)  # before the lock is free: else tensors may move
@@ -110,9 +112,7 @@ def _keep_row(
                 held.free()
 
 
-def _take(
-    store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt: bytes
-) -> list[tuple[int, list[int]]]:
+def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt: bytes) -> list[tuple[int, list[int]]]:
     """Blocks for as many of these hashes as fit, behind those that are held.
 
     Returns:

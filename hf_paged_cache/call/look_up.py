@@ -35,6 +35,6 @@ def continuation(call: Call, new: RowInput, num_tokens: int) -> TokenIds:
     return prefix_match.continuation(call.store, new, _previous(call), num_tokens)
 
 
-def _previous(call: Call) -> PreviousRows:
+def _previous(call: Call) -> PreviousRows[Row]:
     rows = call.rows if call.rows.alias else call.previous
     return PreviousRows(() if call.is_in_use else rows.distinct)

@@ -38,7 +38,9 @@ def share_known(
     for row, of_row in zip(inputs, known, strict=True):
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
         digests = [each.digest for each in of_row.chain.hashes_of(0, num_blocks)]
-        layouts.append(RowLayout(b"", row.pad, array("q"), [numbers.setdefault(each, len(numbers)) for each in digests]))
+        layouts.append(
+            RowLayout(b"", row.pad, array("q"), [numbers.setdefault(each, len(numbers)) for each in digests])
+        )
     plan = find_segments(layouts, start, size, _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts)))
     if plan is None:
         return None
@@ -77,10 +79,12 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
         first = pad if old is None else old.plan.ends[source]
         if first < rows.n:
             segments.append(Segment(tuple(of_source), first - pad, (source,)))
-            lies.append([
-                Streams(tensor[:, source : source + 1, :, first - rows.base : rows.n - rows.base], names)
-                for tensor, names in held
-            ])
+            lies.append(
+                [
+                    Streams(tensor[:, source : source + 1, :, first - rows.base : rows.n - rows.base], names)
+                    for tensor, names in held
+                ]
+            )
     pads = tuple(rows.prompts[source].pad for source in copies)
     lengths = [each[0].tensor.shape[3] for each in lies]
     launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads))
@@ -122,5 +126,7 @@ def _where(
             column = source.prompts[number].pad + segment.start
             if column >= source.base:
                 part = slice(column - source.base, column - source.base + num * size)
-                return [Streams(held[:, number : number + 1, :, part], names) for held, names in source.all_memory()], None
+                return [
+                    Streams(held[:, number : number + 1, :, part], names) for held, names in source.all_memory()
+                ], None
     return None

@@ -55,7 +55,9 @@ class RunningRow(Protocol):
     def num_tokens(self) -> int: ...  # that it has
 
     @property
-    def commit_end(self) -> int | None: ...  # tokens from here on are not kept; 0: nor is padding what a model would compute
+    def commit_end(
+        self,
+    ) -> int | None: ...  # tokens from here on are not kept; 0: nor is padding what a model would compute
 
 
 class RunningRows(Protocol):
@@ -317,7 +319,9 @@ class ArgumentReader:
                     "attn_implementation='eager', or leave it out"
                 )
 
-    def _why_other_padding(self, running: Sequence[RunningRow], pads: Sequence[int], before: int, num_new: int) -> str | None:
+    def _why_other_padding(
+        self, running: Sequence[RunningRow], pads: Sequence[int], before: int, num_new: int
+    ) -> str | None:
         """Why rows cannot have this padding: only one that has had nothing but padding may get more of it."""
         for row, pad in zip(running, pads, strict=False):
             if row.pad != pad and row.num_tokens:

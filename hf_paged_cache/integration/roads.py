@@ -13,12 +13,18 @@ from ..model.cache_adapters import own_cache_class
 from ..model.support import cache_layers, holds_nothing
 from .generate_arguments import GenerateArguments
 
-WAYS = ("rows", "pool", "mixed")  # "mixed": each further call takes the other one, so that what one keeps the other finds
-way = os.environ.get("HF_PAGED_CACHE_WAY", "rows")
+WAYS = (
+    "rows",
+    "pool",
+    "mixed",
+)  # "mixed": each further call takes the other one, so that what one keeps the other finds
+way = os.environ.get("HF_PAGED_CACHE_WAY", "pool")  # until all that a user may ask runs on rows
 _calls = count()
 
 
-def why_in_pool(model: Any, *, has_tiers: bool, rank_groups: Any, placeholders: Any, rope_by_length: bool) -> str | None:
+def why_in_pool(
+    model: Any, *, has_tiers: bool, rank_groups: Any, placeholders: Any, rope_by_length: bool
+) -> str | None:
     """Why no call of this model runs on rows of its own yet; None: they do."""
     if has_tiers:
         return "blocks have lower tiers"

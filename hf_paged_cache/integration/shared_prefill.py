@@ -25,13 +25,13 @@ class OpensRows(Protocol):
 
     def new_rows(self) -> Rows: ...
 
-    def fill(
+    def fill_ahead(
         self,
         rows: Rows,
         inputs: Sequence[RowInput],
         known: Sequence[Known],
         start: int,
-        wanted: int,
+        stop: int,
         previous: Rows | None,
     ) -> None: ...
 
@@ -147,7 +147,7 @@ class SharedPrefill:
         rows, model = self._calls.new_rows(), self._side.model
         if all(row.pad >= start for row in inputs):
             start = 0
-        self._calls.fill(rows, inputs, known, start, stop, previous)
+        self._calls.fill_ahead(rows, inputs, known, start, stop, previous)
         passed = self._side.arguments_of(inputs, start, stop)
         always = {**options, cache_argument(model): rows, "use_cache": True, "return_dict": True}
         if self._side.takes_logits_to_keep:
@@ -155,8 +155,13 @@ class SharedPrefill:
         rows.in_generate = True
         with torch.no_grad():
             model(**{**always, **passed})
-        self._calls.keep_ahead(rows)
         return rows
+
+    def keep(self, known: Sequence[Known]) -> None:
+        """Keep what ran ahead: the model was the same all the time."""
+        made = {id(of_row.ahead[0]): of_row.ahead[0] for of_row in known if of_row.ahead is not None}
+        for rows in made.values():
+            self._calls.keep_ahead(rows)
 
 
 def _least(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequence[int]) -> int:

@@ -202,11 +202,12 @@ class CapturedCall:
         rows = self._rows
         self._memory = rows.captured = None
         try:
-            if rows.is_open and self._arena.holds(rows.memory):
+            if rows.is_open and self._arena.holds(rows.all_memory()):
+                rows.is_whole = rows.is_whole and not rows.is_edited  # their memory is another one from here on
                 written = [layer.n for layer in rows.layers]
                 try:
                     index = torch.arange(rows.num_rows, device="cpu")
-                    rows.take(memory.selected(rows.memory, index, rows.n, max(1, rows.n)), rows.n)
+                    rows.take(memory.selected(rows.all_memory(), index, rows.n, max(1, rows.n)), rows.n)
                 except torch.OutOfMemoryError:
                     if rows.escaped:
                         self._arena.drop()  # the memory is theirs from here on

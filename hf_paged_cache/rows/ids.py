@@ -23,19 +23,20 @@ class IdsStream:
         self.num_columns = 0
         self._ids: Tensor | None = None
 
-    def start(self, rows: Sequence[TokenIds], pads: Sequence[int], num_columns: int, device: torch.device) -> None:
+    def start(self, rows: Sequence[TokenIds], pads: Sequence[int], num_columns: int) -> None:
         """The rows begin with these tokens, after their padding: what is known of them, in `num_columns` columns."""
-        ids = torch.zeros((len(rows), num_columns + 64), dtype=torch.int64, device="cpu")
+        with torch.inference_mode(False):
+            ids = torch.zeros((len(rows), num_columns + 64), dtype=torch.int64, device="cpu")
         for row, (tokens, pad) in enumerate(zip(rows, pads, strict=True)):
             num = num_columns - pad
             if num > 0:
                 ids[row, pad:num_columns] = torch.frombuffer(tokens, dtype=torch.int64, count=num)
-        self._ids, self.num_columns = ids.to(device), num_columns
+        self._ids, self.num_columns = ids, num_columns
 
     def note(self, ids: Tensor, num_before: int) -> None:
         """A forward of these ids, [R, T], follows the first `num_before` columns."""
         stop, held = num_before + ids.shape[1], self._ids
-        if held is None or stop > held.shape[1]:
+        if held is None or stop > held.shape[1] or held.device != ids.device:
             held = self._grow(ids, num_before, stop)
         held.narrow(1, num_before, ids.shape[1]).copy_(ids)
         self.num_columns = stop
@@ -44,14 +45,15 @@ class IdsStream:
         with torch.inference_mode(False):
             grown = torch.zeros((ids.shape[0], stop + stop // 4 + 64), dtype=torch.int64, device=ids.device)
         if self._ids is not None and num_before:
-            grown[:, :num_before] = self._ids[:, :num_before]
+            grown[:, :num_before].copy_(self._ids[:, :num_before])
         self._ids = grown
         return grown
 
     def select(self, index: Tensor) -> None:
         """Row `i` continues as row `index[i]`."""
         if self._ids is not None:
-            self._ids = self._ids.index_select(0, index.to(self._ids.device))
+            with torch.inference_mode(False):
+                self._ids = self._ids.index_select(0, index.to(self._ids.device, copy=index.is_inference()))
 
     def rows(self, pads: Sequence[int], stop: int) -> list[TokenIds]:
         """The tokens of each row before a column, without padding.  Cost: waits for their device."""
@@ -64,5 +66,6 @@ class IdsStream:
         """The same ids, which may go on otherwise."""
         copied = IdsStream()
         copied.num_columns = self.num_columns
-        copied._ids = None if self._ids is None else self._ids.clone()
+        with torch.inference_mode(False):
+            copied._ids = None if self._ids is None else self._ids.clone()
         return copied

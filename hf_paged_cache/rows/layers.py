@@ -27,7 +27,7 @@ class Reads(Protocol):
     def make_dense(self) -> None: ...  # somebody looks at all columns of the rows
 
 
-class RowsLayer(DynamicLayer):
+class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """Keys and values of one layer, [R, H, columns, D].
 
     columns: [0, base) are read by `reads`, where rows share them | [base, n) lie in `held`, from its first column on
@@ -52,7 +52,8 @@ class RowsLayer(DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new keys and values, [R, H, T, D]; returns what attention reads, which later forwards write over."""
         if torch.compiler.is_compiling():
-            return _write_outside_graphs(self, key_states, value_states)
+            read: tuple[Tensor, Tensor] = _write_outside_graphs(self, key_states, value_states)
+            return read
         n, length = self.n, key_states.shape[2]
         at, stop = n - self.base, n + length - self.base
         held = self.held
@@ -96,7 +97,10 @@ class RowsLayer(DynamicLayer):
         """The layer's memory, where it is its own."""
         if self.held is None:
             return []
-        named: list[tuple[Stream, Tensor]] = [((self.layer_idx, "key"), self.held[0]), ((self.layer_idx, "value"), self.held[1])]
+        named: list[tuple[Stream, Tensor]] = [
+            ((self.layer_idx, "key"), self.held[0]),
+            ((self.layer_idx, "value"), self.held[1]),
+        ]
         return [Streams(tensor.unsqueeze(0), (name,)) for name, tensor in named]
 
     @property
@@ -105,7 +109,7 @@ class RowsLayer(DynamicLayer):
         return self.held is not None and self.n > 0
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:
         """[R, H, columns, D]: a view that may be written to; a copy where rows share columns. None without rows."""
         return self._seen(0)
 
@@ -114,7 +118,7 @@ class RowsLayer(DynamicLayer):
         self._take(0, states)
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:
         """[R, H, columns, D]: see `keys`."""
         return self._seen(1)
 

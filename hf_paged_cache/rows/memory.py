@@ -93,10 +93,15 @@ def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def load_blocks(
-    memory: Sequence[Streams], slabs: Sequence[Slab], rows: Sequence[int], column: int, block_ids: Sequence[int], num_tokens: int
+    memory: Sequence[Streams],
+    slabs: Sequence[Slab],
+    rows: Sequence[int],
+    column: int,
+    block_ids: Sequence[int],
+    num_tokens: int,
 ) -> None:
     """Copy the first `num_tokens` tokens of blocks to the columns from `column` on of some rows."""
-    for (to, names), (held, streams) in _alike(memory, slabs):
+    for (to, _names), (held, _streams) in _alike(memory, slabs):
         size, at, left = held.shape[3], column, num_tokens
         for first, count in runs(block_ids):
             num = min(left, count * size)
@@ -108,18 +113,18 @@ def load_blocks(
 
 def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[int]) -> None:
     """Copy columns, as many as the blocks hold, into blocks."""
-    for (held, names), (to, streams) in _alike(columns.memory, slabs):
+    for (held, _names), (to, _streams) in _alike(columns.memory, slabs):
         size, at = to.shape[3], columns.start
         for first, count in runs(block_ids):
             part = held[:, columns.row, :, at : at + count * size]
-            to[:, :, first : first + count].copy_(part.unflatten(2, (count, size)))
+            to[:, :, first : first + count].copy_(part.reshape(*part.shape[:2], count, size, part.shape[3]))
             at += count * size
 
 
 def copy_columns(columns: Columns, memory: Sequence[Streams], row: int, column: int) -> None:
     """Copy columns to those from `column` on of a row of other memory."""
     num = columns.stop - columns.start
-    for (held, names), (to, _) in _alike(columns.memory, memory):
+    for (held, _names), (to, _) in _alike(columns.memory, memory):
         to[:, row, :, column : column + num].copy_(held[:, columns.row, :, columns.start : columns.stop])
 
 
@@ -159,15 +164,15 @@ def _alike(
             yield (tensor, names), (other, names)
             continue
         if apart is None:
-            apart = {name: part for held, of in right for name, part in zip(of, held.split(1), strict=True)}
-        for name, part in zip(names, tensor.split(1), strict=True):
+            apart = {name: part for held, of in right for name, part in zip(of, held.chunk(len(of)), strict=True)}
+        for name, part in zip(names, tensor.chunk(len(names)), strict=True):
             if name in apart:
                 yield (part, (name,)), (apart[name], (name,))
 
 
 def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
     """[N] int64."""
-    return torch.as_tensor(numbers, dtype=torch.int64)
+    return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def copy_rows(source: Sequence[Streams], to: Sequence[Streams], num_columns: int) -> None:

@@ -4,24 +4,25 @@ Owns the rows' length, their memory and whatever moves rows; decides nothing abo
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..attention.causal import CausalSquare
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from . import memory
-from ..attention.causal import CausalSquare
 from .ids import IdsStream
-from .layers import SPARE, RowsLayer, room_for
-from .memory import Columns, Streams
+from .layers import SPARE, Reads, RowsLayer, room_for
+from .memory import Columns, Stream, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
-
 
 _VERSION = attrgetter("_version")
 
@@ -34,6 +35,10 @@ class RunsRows(Protocol):
     def go_on(self, rows: "Rows", arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
     def keep_prompt(self, rows: "Rows") -> None: ...
+
+    def begin_from(self, rows: "Rows", model: Any, given: Any) -> "Rows": ...
+
+    def close(self, rows: "Rows") -> None: ...
 
     def keep_full(self, rows: "Rows") -> None: ...
 
@@ -80,7 +85,9 @@ class Rows(Cache):
         memory: of streams that lie together; layers may have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
         in_generate: `generate` runs them, which passes what it must.
-        is_trusted: the model was the same all the time, as far as anybody has looked; else nothing is kept.
+        num_forwards: that have returned.
+        judged: the model was the same for the columns before this one, as somebody has looked.
+        trust_end: it was not for those from this one on.
         must_confirm: `calls` is told of the next forward that returns.
         reads_next: the arguments of the next forward are looked at.
         is_whole: every stream has all columns; else nothing more is kept.
@@ -103,7 +110,7 @@ class Rows(Cache):
 
     def __init__(self, calls: RunsRows, num_layers: int) -> None:
         super().__init__(layers=[RowsLayer(index) for index in range(num_layers)])
-        self.layer_class_to_replicate = RowsLayer  # type: ignore[assignment]
+        self.layer_class_to_replicate = RowsLayer
         self.calls = calls
         self.n = self.base = 0
         self.prompts: list[Prompt] = []
@@ -111,7 +118,9 @@ class Rows(Cache):
         self.memory: list[Streams] = []
         self.is_open = self.in_generate = self.is_running = False
         self.why_bypassed: str | None = None
-        self.is_whole = self.is_trusted = self.must_confirm = True
+        self.is_whole = self.must_confirm = True
+        self.judged = self.num_forwards = 0
+        self.trust_end = math.inf
         self.reads_next = False
         self.escaped = False
         self.records_drafts = False
@@ -131,7 +140,22 @@ class Rows(Cache):
         self._tensors: list[Tensor] = []  # that the rows lie in
         self._versions: tuple[int, ...] = ()  # how often these were written, by us
         self._has_own = False
+        self._room_end = math.inf  # the column at which memory that lies together ends
         self._num_new = 0
+
+    # What `generate` tells that is passed rows which a call has returned.
+
+    def begin_rows(self, model: Any, given: Any) -> "Rows":
+        """The rows on which that `generate` runs: these, or others that go on where these stop."""
+        return self.calls.begin_from(self, model, given)
+
+    @contextmanager
+    def running(self, rows: "Rows") -> Iterator[None]:
+        """The span of that `generate`."""
+        try:
+            yield
+        finally:
+            self.calls.close(rows)
 
     # What the hooks of the model's forward tell.
 
@@ -139,7 +163,7 @@ class Rows(Cache):
         """A forward begins; returns what it is to run with."""
         if not self.is_open:
             arguments = self.calls.open(self, model, arguments)
-        elif self.reads_next or self.is_running or not self.in_generate:
+        elif self.reads_next or self.is_running or not self.in_generate or arguments.get("input_ids") is None:
             arguments = self.calls.go_on(self, arguments)
         if self.why_bypassed is not None:
             return arguments
@@ -151,6 +175,8 @@ class Rows(Cache):
         num_new = self._num_new = ids.shape[1]
         self.is_running = True
         self.ids.note(ids, self.n)
+        if self.n + num_new > self._room_end:
+            self.make_room(self.n + num_new, 0)
         if num_new > 1 or self._reads is not None:
             self._start_reads(self.n, self.n + num_new)
         return arguments
@@ -162,9 +188,10 @@ class Rows(Cache):
             for layer in self.layers:
                 if layer.n != n and layer.held is not None:
                     self.is_whole = False
-                if layer.is_own:
+                if layer.is_own and not self._has_own:
                     self._has_own = True
             self.n, self.is_running = n, False
+            self.num_forwards += 1
             if self._has_own:
                 self._collect()
             self._versions = tuple(map(_VERSION, self._tensors))
@@ -184,7 +211,7 @@ class Rows(Cache):
 
     def _start_reads(self, start: int, stop: int) -> None:
         """Say what the layers read in a forward of the columns `[start, stop)`."""
-        shared, reads = self.shared, None
+        shared, reads = self.shared, cast(Reads | None, None)
         if shared is not None and shared.must_leave:
             self.make_dense()
         elif shared is not None:
@@ -238,15 +265,25 @@ class Rows(Cache):
         self.layers += [RowsLayer(index) for index in range(len(self.layers), 1 + max(places, default=-1))]
         for layer_idx, of_layer in places.items():
             self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], n, base)
-        self._has_own = any([layer.is_own for layer in self.layers])
+        self._has_own = any(layer.is_own for layer in self.layers)
+        self._room_end = base + min([tensor.shape[3] for tensor, _ in held], default=0) if held else math.inf
         self.note_writes()
 
     def all_memory(self) -> list[Streams]:
         """Of all layers, also of those that have their own."""
-        if self.why_bypassed is not None:
-            return []
-        apart = [streams for layer in self.layers if layer.is_own for streams in layer.streams()]
-        return [*self.memory, *apart] if apart or self.memory else []
+        if not self._has_own or self.why_bypassed is not None:
+            return self.memory
+        found = []
+        for tensor, names in self.memory:
+            for number, name in enumerate(names):
+                if not self.layers[name[0]].is_own:
+                    found.append(Streams(tensor[number : number + 1], (name,)))
+        return found + [streams for layer in self.layers if layer.is_own for streams in layer.streams()]
+
+    def written_streams(self) -> frozenset[Stream]:
+        """The streams that the last forward has written."""
+        written = [layer.layer_idx for layer in self.layers if layer.held is not None and layer.n == self.n]
+        return frozenset((layer_idx, name) for layer_idx in written for name in ("key", "value"))
 
     def make_room(self, num_columns: int, wanted: int) -> None:
         """Let memory that lies together hold so many columns."""
@@ -254,7 +291,7 @@ class Rows(Cache):
             layer.wanted = wanted
         if self.memory and num_columns - self.base > self.memory[0].tensor.shape[3]:
             room = room_for(num_columns, wanted) - self.base
-            index = torch.arange(self.memory[0].tensor.shape[1])
+            index = torch.arange(self.memory[0].tensor.shape[1], device="cpu")
             self.take(memory.selected(self.memory, index, self.n - self.base, room), self.n, self.base)
 
     def bypass(self, why: str, layers: list[Any]) -> None:
@@ -272,30 +309,30 @@ class Rows(Cache):
 
     def _collect(self) -> None:
         """Note which tensors the rows lie in."""
-        if self._has_own and self.memory and self.why_bypassed is None:
-            self._leave_outgrown()
         self._tensors = [tensor for tensor, _ in self.all_memory()]
-
-    def _leave_outgrown(self) -> None:
-        """Memory that lies together ends where layers have outgrown it: these have their own."""
-        own, kept = {layer.layer_idx for layer in self.layers if layer.is_own}, list[Streams]()
-        for streams in self.memory:
-            left = [at for at, (layer_idx, _) in enumerate(streams.names) if layer_idx not in own]
-            if len(left) == len(streams.names):
-                kept.append(streams)
-            else:
-                kept += [Streams(streams.tensor[at : at + 1], (streams.names[at],)) for at in left]
-        self.memory = kept
 
     def note_writes(self) -> None:
         """What was written until here, we have written."""
         self._collect()
         self._versions = tuple(map(_VERSION, self._tensors))
 
+    def judge(self, stop: int, *, held: bool) -> None:
+        """Somebody has looked whether the model was the same up to a column."""
+        if held:
+            self.judged = max(self.judged, stop)
+        else:
+            self.trust_end = min(self.trust_end, self.judged)
+
+    @property
+    def num_true_columns(self) -> int:
+        """Columns that are what their tokens say, under their prefix keys, as far as anybody has looked."""
+        return int(min(self.n, self.trust_end))
+
     @property
     def is_source(self) -> bool:
-        """Whether what the rows hold is what their tokens say, under their prefix keys."""
-        return self.is_open and self.is_whole and self.is_trusted and self.why_bypassed is None and self.n > 0 and not self.is_edited
+        """Whether there are such columns."""
+        is_ours = self.is_open and self.is_whole and self.why_bypassed is None and not self.is_edited
+        return is_ours and self.num_true_columns > 0
 
     @property
     def is_edited(self) -> bool:
@@ -316,12 +353,17 @@ class Rows(Cache):
         return segments + memory.num_bytes(self.all_memory(), self.n - self.base)
 
     def columns(self, row: int, start: int, stop: int) -> Columns:
-        """Columns of a row, which lie in its own memory."""
-        return Columns(self.all_memory(), row, start - self.base, stop - self.base)
+        """Columns of a row, side by side: where they lie, or copies where they lie in what rows share."""
+        own = self.all_memory()
+        if start >= self.base:
+            return Columns(own, row, start - self.base, stop - self.base)
+        made = memory.make(memory.shapes_of_rows(own), 1, stop - start)
+        self.copy_columns(row, start, stop, made, 0, 0)
+        return Columns(made, 0, 0, stop - start)
 
     def token_ids(self) -> list[TokenIds]:
-        """What ran in each row, without padding."""
-        return self.ids.rows([prompt.pad for prompt in self.prompts], self.n)
+        """What ran in each row, without padding, as far as it is true."""
+        return self.ids.rows([prompt.pad for prompt in self.prompts], self.num_true_columns)
 
     # What moves rows.
 
@@ -349,7 +391,7 @@ class Rows(Cache):
         if num_rows == self.num_rows and start:
             memory.change_places(held, at, start - self.base, self.n - self.base)
         elif held:
-            room = held[0].tensor.shape[3] if self.captured is None else self.n - self.base + SPARE
+            room = max(self.n - self.base, *(tensor.shape[3] for tensor, _ in held))
             self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
         self.ids.select(at)
         if num_rows != self.num_rows or not self.common_columns:
@@ -400,6 +442,7 @@ class Rows(Cache):
         for layer in self.layers:
             layer.crop(int(tokens_to_remove))
         self.n = max(0, self.n + int(tokens_to_remove))
+        self.judged = min(self.judged, self.n)
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
 
@@ -446,14 +489,25 @@ class Rows(Cache):
         copied = type(self)(self.calls, 0)
         memo[id(self)] = copied
         copied.layers = []
-        for name in ("n", "is_open", "in_generate", "why_bypassed", "is_whole", "records_drafts"):
+        for name in (
+            "n",
+            "judged",
+            "trust_end",
+            "is_open",
+            "in_generate",
+            "why_bypassed",
+            "is_whole",
+            "records_drafts",
+        ):
             setattr(copied, name, getattr(self, name))
+        copied.state = None if self.state is None else self.state.copy()
+        copied.looks, copied.may_be_lazy = self.looks, self.may_be_lazy
         copied.prompts, copied.ids = [prompt.copy() for prompt in self.prompts], self.ids.copy()
         if self.why_bypassed is not None:
             copied.layers = copy.deepcopy(self.layers, memo)
             return copied
         copied.layers = [RowsLayer(index) for index in range(len(self.layers))]
-        index = torch.arange(self.num_rows)
+        index = torch.arange(self.num_rows, device="cpu")
         held = self.all_memory()
         if self.shared is not None:
             made = memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE)

@@ -134,7 +134,6 @@ class SharedColumns:
         return at
 
 
-
 class SquareReads:
     """A forward of many new columns after few known ones, attended as one causal square: see `attention.causal`.
 

@@ -23,6 +23,7 @@ from hf_paged_cache.integration.capturing import CapturedForward, Capturing
 from ..reference import IDS, PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
 
+pytestmark = pytest.mark.way("rows")
 STEPS = 10
 
 
@@ -249,11 +250,11 @@ def test_a_graph_that_says_something_else_is_not_used(monkeypatch: pytest.Monkey
     model, cache = build("llama"), None
     reference = run(model, input_ids=IDS, max_new_tokens=STEPS)
     cache = dry(model)
-    monkeypatch.setattr("hf_paged_cache.rows.graphs.StaticLayer.update", lambda layer, keys, values, *_: (keys, values))
-    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_paged_cache.rows.graphs.StaticLayer.update", lambda layer, keys, values, *_: (keys, values))
+        assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
     assert num_captured(cache) == 0
     assert "the captured forward failed" in cache.last_call.captured
-    monkeypatch.undo()
     cache.release()
     monkeypatch.setattr("torch.Tensor.index_copy_", lambda tensor, *_: tensor)
     assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))

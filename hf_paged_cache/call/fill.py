@@ -1,0 +1,118 @@
+"""Fills rows that begin with what is known of them: from leased blocks, from rows that ran ahead, from those of the call before.
+
+The memory of the call before becomes the rows' own where they go on in it: then nothing is copied at all.
+"""
+
+from collections.abc import Sequence
+
+from ..rows import memory
+from ..rows.rows import Prompt, Rows
+from ..store.block_store import BlockStore
+from .match import Known
+from .scheduled_forward import RowInput
+from .share import share_known
+
+
+def fill(
+    store: BlockStore,
+    rows: Rows,
+    inputs: Sequence[RowInput],
+    known: Sequence[Known],
+    start: int,
+    wanted: int,
+    previous: Rows | None = None,
+    *,
+    takes_over: bool = False,
+) -> None:
+    """Let rows begin with their columns before `start`, all of which are known.
+
+    Args:
+        wanted: columns that they will have, as far as that is known.
+        previous: of the call before.
+        takes_over: its memory may become these rows'.
+    """
+    rows.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
+    rows.is_open = True
+    for layer in rows.layers:
+        layer.wanted = wanted
+    captured = rows.captured  # its rows are dense, and begin where they stay
+    make = memory.make if captured is None else captured.make
+    with store.lock:
+        slabs = store.slabs()
+    if not start:
+        if slabs:
+            rows.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
+        return
+    shared = share_known(store, inputs, known, start, rows.looks) if rows.may_be_lazy and captured is None else None
+    may_take = takes_over and shared is None and captured is None
+    done = _take_over(rows, inputs, known, start, previous) if may_take else 0
+    if shared is not None:
+        first = shared.plan.first_own
+        rows.share(shared, memory.make(memory.shapes_of_slabs(slabs), len(inputs), max(start, wanted) - first), start)
+    elif done:
+        rows.make_room(max(start, wanted), wanted)
+    else:
+        shapes = memory.shapes_of_slabs(slabs) or _shapes_elsewhere(known, previous)
+        rows.take(make(shapes, len(inputs), max(start, wanted)), start)
+    for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
+        first = row.pad if shared is None else shared.plan.ends[number]
+        _load(store, rows, number, of_row, max(done, first), start, previous)
+    rows.n = start
+    for layer in rows.layers:
+        if layer.held is not None:
+            layer.n = start
+    rows.ids.start([row.token_ids for row in inputs], [row.pad for row in inputs], start)
+    rows.note_writes()
+
+
+def _take_over(
+    rows: Rows, inputs: Sequence[RowInput], known: Sequence[Known], start: int, previous: Rows | None
+) -> int:
+    """Take the memory of the call before, where each row goes on in its own there. Returns up to which column they do; 0: not at all."""
+    if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
+        return 0
+    if previous.base or any(layer.is_own for layer in previous.layers):
+        return 0
+    done = start
+    for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
+        if of_row.previous != number or previous.prompts[number].pad != row.pad:
+            return 0
+        done = min(done, row.pad + of_row.num_common)
+    if 2 * done < start:
+        return 0
+    rows.take(previous.memory, done)
+    return done
+
+
+def _load(
+    store: BlockStore, rows: Rows, number: int, known: Known, done: int, start: int, previous: Rows | None
+) -> None:
+    """Copy the columns `[done, start)` of one row to it."""
+    size, base, pad = store.block_size, rows.base, rows.prompts[number].pad
+    first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
+    if end > first * size:
+        with store.lock:
+            slabs = store.slabs()
+        block_ids = known.lease.block_ids[first : -(-end // size)]
+        memory.load_blocks(rows.memory, slabs, [number], pad + first * size - base, block_ids, end - first * size)
+        done = max(done, pad + end)
+    if known.ahead is not None:
+        ahead, source, num_tokens = known.ahead
+        done = _copy(ahead, source, rows, number, done, min(start, pad + num_tokens))
+    if known.previous is not None and previous is not None:
+        _copy(previous, known.previous, rows, number, done, min(start, pad + known.num_common))
+
+
+def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop: int) -> int:
+    """Copy columns of a row, counted as in the row that they go to. Returns up to which column that has them."""
+    if stop <= start:
+        return start
+    shift = source.prompts[source_row].pad - rows.prompts[row].pad
+    source.copy_columns(source_row, start + shift, stop + shift, rows.memory, row, start - rows.base)
+    return stop
+
+
+def _shapes_elsewhere(known: Sequence[Known], previous: Rows | None) -> list[memory.Shape]:
+    """Of the streams of rows in which something is known, where the pool holds nothing yet."""
+    sources = [row.ahead[0] for row in known if row.ahead is not None] + ([] if previous is None else [previous])
+    return memory.shapes_of_rows(sources[0].all_memory())

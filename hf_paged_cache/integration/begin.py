@@ -1,0 +1,85 @@
+"""Whether a `generate` may begin, or go on, on rows: what is asked of its arguments before anything runs."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..errors import CacheArgumentError
+from ..model.support import require_layer_adapters
+from ..rows.rows import Rows
+from .generate_arguments import GenerateArguments
+from .running_generate import another_model
+
+NO_CACHE_WANTED = (
+    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole prompt "
+    "again in each step, after what the cache holds; pass use_cache=True, or no cache"
+)
+
+
+class RunningRow(NamedTuple):
+    """A row of a loop, as the reader of arguments asks of it."""
+
+    pad: int
+    first_position: int
+    num_tokens: int
+    commit_end: int | None
+
+
+class RunningRows(NamedTuple):
+    """The rows of a loop, as the reader of arguments asks of them."""
+
+    num_columns: int
+    rows: list[RunningRow]
+
+    def in_batch(self) -> list[RunningRow]:
+        """All of them."""
+        return self.rows
+
+
+def running_rows(rows: Rows) -> RunningRows:
+    """Rows that resume."""
+    return RunningRows(
+        rows.n, [RunningRow(p.pad, p.first_position, max(0, rows.n - p.pad), None) for p in rows.prompts]
+    )
+
+
+def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
+    """Whether a first forward brings new tokens alone: its positions begin where the rows stop."""
+    positions = arguments.get("position_ids")
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or not rows.prompts:
+        return False
+    firsts = positions[:, 0].tolist()
+    expected = [rows.n - prompt.pad + prompt.first_position for prompt in rows.prompts]
+    return bool(expected[0] and (firsts == expected or firsts == expected[:1] == [*{*expected}]))
+
+
+def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> None:
+    """Refuse a `generate` of another model, or one that asks for a cache of its own.
+
+    Raises:
+        CacheArgumentError: it is one.
+        UnsupportedModelError: adapters that do more than change layers have been put round the model.
+    """
+    if running is not model:
+        raise another_model(model, running)
+    require_layer_adapters(running)
+    if given.cache_implementation is not None:
+        raise CacheArgumentError(
+            f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
+            "leave it out, or leave past_key_values out"
+        )
+
+
+def require_continues(given: GenerateArguments, num_held: int) -> None:
+    """Only new tokens must resume exactly where the rows stopped; a mask of ones never reaches the forward.
+
+    Raises:
+        CacheArgumentError: they do not.
+    """
+    if given.num_masked != num_held + given.num_given:
+        raise CacheArgumentError(
+            f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "
+            "the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is not "
+            "among them)"
+        )

@@ -1,0 +1,73 @@
+"""The rows of a cache between its calls: of the last call, of a running loop, or of a `generate` that has not run a forward yet."""
+
+from collections import deque
+from typing import Any, Protocol
+
+from ..call.call_state import CallState
+from ..rows.rows import Rows
+from ..store.block_store import BlockStore
+
+
+class ClosesRows(Protocol):
+    """Who keeps what rows have computed."""
+
+    store: BlockStore
+    salt: bytes
+
+    def close(self, rows: Rows) -> None: ...
+
+
+class Current:
+    """The rows of a cache's last call, or of its running loop; and what was counted of it."""
+
+    def __init__(self, calls: ClosesRows) -> None:
+        self._calls = calls
+        self._rows: Rows | None = None
+        self.is_in_unseen_generate = False  # one that was looked up before the cache was attached has begun
+        self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
+        self.last: CallState | None = None
+        calls.store.currents.add(self)
+
+    @property
+    def salt(self) -> bytes:
+        """Of the cache."""
+        return self._calls.salt
+
+    def end(self) -> None:
+        """The rows end; what a loop has completed is kept."""
+        rows = self.take()
+        if rows is not None:
+            self._calls.close(rows)
+
+    @property
+    def rows(self) -> Rows | None:
+        """None before the first call, and after `reset()`."""
+        return self._rows
+
+    @rows.setter
+    def rows(self, rows: Rows | None) -> None:
+        self._rows = rows
+
+    def set_aside(self) -> None:
+        """A `generate` begins of which nothing is known yet: its rows may go on where these stop."""
+        self._aside, self.is_in_unseen_generate = self.take(), True
+        if self._aside is not None:
+            self._calls.close(self._aside)
+
+    @property
+    def aside(self) -> Rows | None:
+        """The rows of the call before a `generate` that has not run a forward yet."""
+        return self._aside
+
+    def take(self) -> Rows | None:
+        """The rows, which are somebody else's from here on."""
+        rows, self._rows, self._aside = self._rows or self._aside, None, None
+        return rows
+
+    def leave(self, left: deque[Any]) -> None:
+        """The cache was collected: what a loop has computed may be kept yet, by whoever calls next."""
+        rows = self.take()
+        if rows is not None and rows.is_source:
+            size = self._calls.store.block_size
+            if any(rows.n - prompt.pad - prompt.kept >= size for prompt in rows.prompts):
+                left.append(rows)
