@@ -7,6 +7,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn, Unpack
@@ -25,6 +26,7 @@ from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.begin import require_continues, require_may_begin
 from .integration.calls import Calls
+from .integration.capturing import Capturing, require_capture
 from .integration.current import Current
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
@@ -69,6 +71,9 @@ class PagedPrefixCache(Cache):
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
+        capture: "auto" runs the steps of a `generate`, and short prompts, as captured CUDA graphs where the model is on a CUDA device
+            and that pays; `last_call.captured` says where it did not. False never does. "dry" does all but the graphs, on any
+            device, for tests.
 
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
@@ -91,9 +96,11 @@ class PagedPrefixCache(Cache):
         cache_salt: str | bytes | None = None,
         attention: Literal["paged", "gather"] = "paged",
         on_full: Literal["refuse", "bypass"] = "refuse",
+        capture: Literal["auto", False, "dry"] = "auto",
         **sizes: Unpack[StoreSizes],
     ) -> None:
         require_attention(attention)
+        require_capture(capture)
         if "verify" in sizes:
             raise CacheArgumentError("verify is a method: leave it out here, and call cache.verify() to look at blocks")
         self.store = store_of(model_or_store, sizes)
@@ -127,9 +134,14 @@ class PagedPrefixCache(Cache):
             side,
             self.store.looks,
         )
+        takes_positions = reader.takes_positions
+        self._calls.capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
         self._current = Current(self._calls)  # the rows of the last call, or of the running loop
         finalize(self, self._current.leave, blocks.left_rows).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
+        self._capture, self._capturing = capture, self._calls.capturing
+        if self._may_take_rows:
+            self._capturing.attach()
         self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
         self._without_store = LayersWithoutStore(self.store.model, self.call, ref(self))
@@ -177,6 +189,7 @@ class PagedPrefixCache(Cache):
             current.handle, current.is_behind_handle = ref(self), False
             return current
         self._leave_pool()
+        self._capturing.attach()
         rows = self._calls.begin(given, self._current.take())
         rows.handle = ref(self)
         return rows
@@ -188,6 +201,7 @@ class PagedPrefixCache(Cache):
             yield
         except torch.OutOfMemoryError:
             rows.reset()
+            self._capturing.give_way(rows)
             with self.store.blocks.lock:
                 self.store.blocks.make_way()
             raise
@@ -425,7 +439,7 @@ class PagedPrefixCache(Cache):
         last = self._current.last
         with self.store.blocks.lock:
             if last is not None and self.call.counters.ran_last(last.counts):
-                return self.call.counters.of_call(last.peak_kv_bytes, *last.read_once)
+                return replace(self.call.counters.of_call(last.peak_kv_bytes, *last.read_once), captured=str(last.captured))
             return self.call.stats()
 
     def reset_prefix_cache(self) -> None:
@@ -445,6 +459,36 @@ class PagedPrefixCache(Cache):
             blocks.settle()
             blocks.drop_rows(self.cache_salt)
             blocks.forget(self.cache_salt)
+
+    def warm_up(self, rows: int, tokens: int) -> str:
+        """Capture the graphs of so many rows of at most so many tokens, ahead of the calls that need them.
+
+        Effects: the store's arena takes memory for such rows; nothing is cached.
+
+        Args:
+            rows: of a batch, beams and samples counted.
+            tokens: of prompt and answer.
+
+        Returns:
+            why they were not captured; "" where they were.
+
+        Raises:
+            CacheArgumentError: a number is out of its range.
+            CacheBusyError: a call runs on static rows.
+
+        Examples:
+            >>> PagedPrefixCache(model, capture="dry").warm_up(rows=1, tokens=100)
+            ''
+        """
+        return self._capturing.warm_up(rows, tokens)
+
+    def release(self) -> None:
+        """Give back the memory of static rows, and all graphs; the next call that pays captures anew. For all caches of the store.
+
+        Raises:
+            CacheBusyError: a call runs on static rows.
+        """
+        self._capturing.release()
 
     def check(self) -> None:
         """Prove the invariants of the store's blocks, or raise BlockStateError; without a salt, with the whole state."""
@@ -544,6 +588,7 @@ class PagedPrefixCache(Cache):
     def sibling(self) -> "PagedPrefixCache":
         """Another cache on the same store, under the same conditions."""
         same: dict[str, Any] = {name: getattr(self, name) for name in ("attention", "on_full")}
+        same["capture"] = self._capture
         return PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, **same)
 
     def _make_layer(self) -> Any:

@@ -41,6 +41,7 @@ from .model.support import (
 )
 from .model.trial import default_numbering, require_continuable, state_traits, text_types, unwritten_layers
 from .rows.shared import Looks
+from .rows.static import Arena
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
@@ -155,6 +156,7 @@ class PrefixStore:
             sees_columns=bool(layers),
         )
         self.looks = Looks()
+        self.arena = Arena()
         self.why_in_pool = why_in_pool(
             model,
             has_tiers=bool(tiers),

@@ -177,6 +177,7 @@ class CallStats:
         read_once_tokens, read_once_rows: of the tokens that rows have in common, the most that attention read once at a time, and
             for how many rows; 0 where it read each row by itself.
         dense: why it did so although there were several rows that may have shared, all the time or at the end; "" where it did not.
+        captured: how many of its forwards were replays of captured graphs, and why others were not; "" where none could be.
 
     Examples:
         >>> for _ in range(2):
@@ -196,6 +197,7 @@ class CallStats:
     read_once_tokens: int = 0
     read_once_rows: int = 0
     dense: str = ""
+    captured: str = ""
 
     def __str__(self) -> str:
         lines = [
@@ -203,7 +205,8 @@ class CallStats:
             for i, row in enumerate(self.rows)
         ]
         dense = [f"each row was read by itself: {self.dense}"] * bool(self.dense)
-        return "\n".join([_table(self), *dense, *lines])
+        captured = [f"captured: {self.captured}"] * bool(self.captured)
+        return "\n".join([_table(self), *dense, *captured, *lines])
 
 
 def _of_others(row: RowStats) -> str:
@@ -219,7 +222,7 @@ def _from_tiers(row: RowStats) -> str:
 
 def _table(stats: CacheStats | CallStats) -> str:
     """A line for each number: its name, its value, and what must be said of it."""
-    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers", "dense", "computed_because")]
+    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers", "dense", "captured", "computed_because")]
     of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
     values = [_readable(each.name, getattr(stats, each.name), of_a_salt=of_a_salt) for each in shown]
     names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))

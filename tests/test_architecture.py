@@ -72,6 +72,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.probing",
     "model.support",
     "model.trial",
+    "rows.graphs",
     "rows.layers",
     "rows.rows",
 }

@@ -17,6 +17,8 @@ class CallState:
         counts_more: forwards after the first are of a prompt, too.
         stopwatch: of a long forward of a prompt, its tokens, and whether it is the store's first.
         peak_kv_bytes: the most that blocks in use and rows took.
+        captured: how its forwards ran, as text.
+        is_custom: a function of its caller's own runs the forwards.
     """
 
     def __init__(self, kind: str, limits: CallLimits, *, beams: bool, runs_only_forwards: bool) -> None:
@@ -31,6 +33,8 @@ class CallState:
         self.counts_more = True
         self.peak_kv_bytes = 0
         self.seen = Seen()
+        self.captured: object = ""
+        self.is_custom = False
         self.stopwatch: tuple[Stopwatch, int, bool] | None = None
 
     def copy(self) -> "CallState":

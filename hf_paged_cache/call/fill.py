@@ -35,14 +35,17 @@ def fill(
     rows.is_open = True
     for layer in rows.layers:
         layer.wanted = wanted
+    captured = rows.captured  # its rows are dense, and begin where they stay
+    make = memory.make if captured is None else captured.make
     with store.lock:
         slabs = store.slabs()
     if not start:
         if slabs:
-            rows.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
+            rows.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
         return
-    shared = share_known(store, inputs, known, start, rows.looks) if rows.may_be_lazy else None
-    done = _take_over(rows, inputs, known, start, previous) if takes_over and shared is None else 0
+    shared = share_known(store, inputs, known, start, rows.looks) if rows.may_be_lazy and captured is None else None
+    may_take = takes_over and shared is None and captured is None
+    done = _take_over(rows, inputs, known, start, previous) if may_take else 0
     if shared is not None:
         first = shared.plan.first_own
         rows.share(shared, memory.make(memory.shapes_of_slabs(slabs), len(inputs), max(start, wanted) - first), start)
@@ -50,7 +53,7 @@ def fill(
         rows.make_room(max(start, wanted), wanted)
     else:
         shapes = memory.shapes_of_slabs(slabs) or _shapes_elsewhere(known, previous)
-        rows.take(memory.make(shapes, len(inputs), max(start, wanted)), start)
+        rows.take(make(shapes, len(inputs), max(start, wanted)), start)
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         first = row.pad if shared is None else shared.plan.ends[number]
         _load(store, rows, number, of_row, max(done, first), start, previous)

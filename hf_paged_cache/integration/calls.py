@@ -25,7 +25,7 @@ from ..call.keep import keep, lay_out
 from ..call.match import Known, match, previous_rows
 from ..call.record import count_bypassed, count_prompt
 from ..call.rows import Rows as NoRows
-from ..call.scheduled_forward import RowInput
+from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError
 from ..kv.stopwatch import Stopwatch
@@ -39,6 +39,7 @@ from ..rows.rows import Rows
 from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
 from .begin import NO_CACHE_WANTED, continues, require_continues, require_may_begin, running_rows
+from .capturing import Capturing
 from .current import Current
 from .forward_arguments import ArgumentReader, for_scheduled, shape_of
 from .generate_arguments import GenerateArguments
@@ -90,6 +91,7 @@ class Calls:
         self.store, self.conditioning, self.reader, self.image_inputs = store, conditioning, reader, image_inputs
         self.salt, self.counters = salt, counters
         self.looks = looks
+        self.capturing: Capturing | None = None
         self._ahead = SharedPrefill(self, side)
 
     def new_rows(self) -> Rows:
@@ -158,14 +160,33 @@ class Calls:
 
     def _state_of(self, given: GenerateArguments) -> CallState:
         beams = (given.num_beams or 1) > 1
-        return CallState("generate", given.limits, beams=beams, runs_only_forwards=not given.calls_back)
+        state = CallState("generate", given.limits, beams=beams, runs_only_forwards=not given.calls_back)
+        state.is_custom = given.passed.get("custom_generate") is not None
+        return state
+
+    def _begin_captured(
+        self, rows: Rows, request: ForwardRequest, adapters: list[str] | None, start: int, stop: int
+    ) -> None:
+        """The next forward runs the columns `[start, stop)`; it and those after it may be replays."""
+        if self.capturing is None:
+            return
+        unusual = "adapters were given for each row" if adapters is not None else request.keep_columns
+        if rows.state.is_custom:
+            unusual = "custom_generate calls the model in its own way"
+        most = rows.state.limits.max_columns
+        said = self.capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
+        rows.state.captured = said if self.capturing.is_asked else ""
 
     def close(self, rows: Rows) -> None:
         """The call has ended, however: keep what is complete."""
         rows.roll_back()
         rows.previous, rows.in_generate = None, False
-        if rows.is_open and rows.why_bypassed is None:
-            self._keep(rows, rows.n, held=self._held_to_the_end(rows))
+        try:
+            if rows.is_open and rows.why_bypassed is None:
+                self._keep(rows, rows.n, held=self._held_to_the_end(rows))
+        finally:
+            if rows.captured is not None:
+                rows.captured.close()
         if logger.isEnabledFor(logging.INFO) and rows.state is not None:
             reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows.state.counts))
             prompt = sum(row.prompt_tokens for row in rows.state.counts)
@@ -221,6 +242,7 @@ class Calls:
             has_changed = bool(ahead) and not self._held_so_far(rows)
             if not has_changed:
                 self._ahead.keep(known)
+                self._begin_captured(rows, request, adapters, start, request.num_new_columns)
                 self._fill(rows, running, known, start, request.num_new_columns, previous)
         finally:
             for row in known:
@@ -234,6 +256,8 @@ class Calls:
         rows.copies = copies if are_aliased else None
         if len(copies) > 1 and not rows.may_be_lazy:
             rows.seen.dense = MODEL_LOOKS
+        elif len(copies) > 1 and rows.captured is not None:
+            rows.seen.dense = "captured rows are read each by itself"
         state.counts = count_prompt(request, known, num_found, members, copies, start, ahead)
         state.pending = state.counts, True
         for row in known:
@@ -273,6 +297,9 @@ class Calls:
             why = seen.why_whole or request.bypass or (_GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
                 self._count_more(rows, [len(row.token_ids) - row.num_hidden for row in request.rows])
+                if rows.in_generate and rows.captured is None:
+                    adapters = self.conditioning.adapter_names()
+                    self._begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
                 return arguments
             return self._bypass(rows, arguments, why)
         num_rows, num_new = shape_of(arguments, rows.get_seq_length())
@@ -297,7 +324,7 @@ class Calls:
         if rows.copies is not None:
             copies, rows.copies = rows.copies, None
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
-            shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy else None
+            shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy and rows.captured is None else None
             if shared is not None:
                 self._share_prompt(rows, shared, copies)
             else:

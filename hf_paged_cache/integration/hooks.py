@@ -23,6 +23,7 @@ from ..model.cache_adapters import cache_argument, present_cache, take_back_cach
 from ..model.conditioning import code_of_others
 from ..rows.rows import Rows
 from .ambient import ambient_cache
+from .capturing import detach_forward
 from .generate_arguments import functions_of, read_generate
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
@@ -140,6 +141,7 @@ def attach(model: Any) -> None:
 def detach(model: Any) -> None:
     """Take bracket and hooks away and put back what was there before; for every cache of the model."""
     with _attaching:
+        detach_forward(model)
         bracket = bracket_of(model)
         if bracket is None:
             return

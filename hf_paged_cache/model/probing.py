@@ -241,7 +241,7 @@ def last_logits(output: Any, num_columns: int) -> Tensor:
 
 def measure_layers(model: PreTrainedModel) -> dict[int, tuple[torch.device, int]]:
     """Layer index -> where its keys and values lie, and their bytes for one token."""
-    held = enumerate(map(keys_of, _after_a_token(model)))
+    held = enumerate(map(keys_of, layers_after_a_token(model)))
     return {index: (keys[0].device, sum(tensor.nbytes for tensor in keys)) for index, keys in held if keys}
 
 
@@ -258,14 +258,14 @@ def measure_states(model: PreTrainedModel) -> StateSizes | None:
     """The sizes of its states; None of a model without any."""
     if not any(map(has_state, cache_layers(model))):
         return None
-    carriers = [layer for layer in _after_a_token(model) if has_state(layer)]
+    carriers = [layer for layer in layers_after_a_token(model) if has_state(layer)]
     inputs = [state for layer in carriers for state in states_of(layer, "conv_states")]
     others = [state for layer in carriers for state in states_of(layer, "recurrent_states")]
     width = max((state.shape[-1] for state in inputs), default=0)
     return StateSizes(sum(state.nbytes for state in inputs + others), width, not others)
 
 
-def _after_a_token(model: PreTrainedModel) -> Sequence[Any]:
+def layers_after_a_token(model: PreTrainedModel) -> Sequence[Any]:
     """The layers of a `DynamicCache` after a forward of one token."""
     cache = dynamic_cache(model)
     with undisturbed(model):

@@ -173,3 +173,9 @@ def _alike(
 def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
     """[N] int64."""
     return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
+
+
+def copy_rows(source: Sequence[Streams], to: Sequence[Streams], num_columns: int) -> None:
+    """Copy the first columns of all rows to as many rows of other memory."""
+    for (held, _), (new, _) in _alike(source, to):
+        new[:, :, :, :num_columns].copy_(held[:, :, :, :num_columns])

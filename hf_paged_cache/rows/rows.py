@@ -101,6 +101,8 @@ class Rows(Cache):
         handle: the cache of the call.
         is_behind_handle: forwards are passed that in place of the rows, and return it.
         state: what `calls` remembers of them.
+        captured: runs their forwards by graphs, and has them lie in the arena; None: nothing does.
+        why_not_captured: why not; "": they may be.
     """
 
     is_paged_prefix_cache = True
@@ -133,6 +135,8 @@ class Rows(Cache):
         self._reads: Any = None
         self.handle: ref[Any] | None = None
         self.is_behind_handle = False
+        self.captured: Any = None
+        self.why_not_captured = ""
         self._tensors: list[Tensor] = []  # that the rows lie in
         self._versions: tuple[int, ...] = ()  # how often these were written, by us
         self._has_own = False

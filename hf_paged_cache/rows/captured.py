@@ -1,0 +1,279 @@
+"""Runs the forwards of one call by captured graphs, and by the model's eager forward where anything is unusual.
+
+A graph is replayed once its logits were those of the eager forward, at two lengths; both run on the same memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..model.probing import distance
+from . import memory
+from .graphs import EXPERTS, FAILURES, NOT_WORTH_IT, NUM_CHECKS, TOKENS, Model, Shape, Shapes, failed, make, shapes_over
+from .memory import Streams
+from .rows import Rows
+from .static import Arena, together
+
+_TOLERANCE = 1e-4  # of the largest logit, in float32
+_TOLERANCE_IN_EPS = 4.0  # the same below float32, in steps of its numbers
+_MOST_COMING = 1024  # columns that a room is made for, beyond those that are there
+_PLAIN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep"}
+_ON = {"use_cache", "return_dict"}  # may be true
+
+
+class Said:
+    """How the forwards of one call ran.
+
+    Attributes:
+        num_forwards, num_captured: all of them, and those that were replays.
+        why_not: why the last one that was not captured was not; "": it need not be.
+    """
+
+    def __init__(self, why_not: str = "") -> None:
+        self.num_forwards = self.num_captured = 0
+        self.why_not = why_not
+
+    def __str__(self) -> str:
+        counted = f"{self.num_captured} of {self.num_forwards} forwards were captured" if self.num_forwards else ""
+        return "; ".join(filter(None, (counted, self.why_not)))
+
+
+class CapturedCall:
+    """Runs the forwards of one call, whose rows are static as long as they can be; it has the arena until it is closed.
+
+    Args:
+        rows: of the call.
+        arena: checked out for this call.
+        always: capture whatever a capture takes.
+        first: the columns that the next forward runs.
+        max_columns: the most that rows may have; infinite where nobody knows.
+    """
+
+    def __init__(
+        self,
+        rows: Rows,
+        model: Model,
+        arena: Arena,
+        digest: bytes,
+        *,
+        always: bool,
+        first: tuple[int, int],
+        max_columns: float,
+    ) -> None:
+        self._rows, self._model, self._arena, self._digest = rows, model, arena, digest
+        self._always, self._first, self._max_columns, self.said = always, first, max_columns, Said()
+        self._memory: list[Streams] | None = None
+
+    def forward(self, eager: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """Run a forward of the rows, by a graph where there may be one, else by the eager forward."""
+        said, rows, model = self.said, self._rows, self._model
+        said.num_forwards += 1
+        why = why_eager(arguments, rows)
+        num = 0 if why else arguments["input_ids"].shape[1]
+        tokens = next((each for each in TOKENS if num <= each), None)
+        if tokens is None:
+            return eager(**arguments)
+        if not why and num != tokens and not model.fills_up:
+            why = "a prompt that is filled up with tokens may give the others other experts"
+        facts: Mapping[str, object] = {} if why else model.look()
+        shape = None if why else self._placed(tokens, facts)
+        if shape is None or shape.captured is None:
+            said.why_not = rows.why_not_captured = why or said.why_not
+            return eager(**arguments)
+        if facts != shape.look:
+            said.why_not = rows.why_not_captured = f"{_first_difference(shape.look, facts)} changed after the capture"
+            return eager(**arguments)
+        pads = [prompt.pad for prompt in rows.prompts]
+        if len(shape.checked) < NUM_CHECKS:
+            return self._check(shape, eager, arguments, pads)
+        output = shape.captured.run(arguments["input_ids"], arguments["position_ids"], pads, rows.n)
+        for layer in rows.layers:
+            if layer.held is not None:
+                layer.n += num
+        output.past_key_values = rows
+        said.num_captured += 1
+        return output
+
+    def _placed(self, tokens: int, facts: Mapping[str, object]) -> Shape | None:
+        """The shape of a forward of so many tokens, captured, with the rows in its memory; None: `said` has why not."""
+        rows, arena, held, n, said = self._rows, self._arena, self._memory, self._rows.n, self.said
+        shapes = shapes_over(arena, self._digest)
+        lies_there = held is not None and rows.memory is held and not any(layer.is_own for layer in rows.layers)
+        room = held[0].tensor.shape[3] if lies_there and held is not None else 0
+        if n + tokens > room:
+            lies_there, room = False, arena.room(rows.num_rows, room_wanted(n, tokens, self._max_columns))
+        shape = shapes.of(rows.num_rows, tokens, room, self._model.attention, facts.get(EXPERTS))
+        if shape.why_not:
+            said.why_not = shape.why_not
+            return None
+        if not self._always and not shapes.pays(shape, int(min(self._max_columns, room)) - n if tokens == 1 else 1):
+            shape.num_wanted += 1
+            said.why_not = NOT_WORTH_IT
+            return None
+        if not lies_there and not self._enter(room):
+            return None
+        if shape.captured is None:
+            assert self._memory is not None
+            make(shape, shapes, self._model, self._memory, tokens, facts)
+            said.why_not = shape.why_not
+        return shape
+
+    def _enter(self, room: int) -> bool:
+        """Let the rows lie in the arena, with room for so many columns."""
+        rows, n = self._rows, self._rows.n
+        written = [layer for layer in rows.layers if layer.held is not None]
+        if not written:
+            self.said.why_not = "which layers keep what is known after the first forward"
+            return False
+        if rows.shared is not None or rows.base or any(layer.n != n for layer in written):
+            self.said.why_not = "rows share columns, or layers have skipped some"
+            return False
+        are_own = all(layer.is_own for layer in written)
+        source = [streams for layer in written for streams in layer.streams()] if are_own else rows.memory
+        if not are_own and any(layer.is_own for layer in written):
+            self.said.why_not = "some layers have memory of their own"
+            return False
+        shapes = together(memory.shapes_of_rows(source))
+        if self._arena.holds(source) and self._arena.fits(shapes, rows.num_rows, room):
+            # the new memory begins at the same place
+            source = memory.selected(source, torch.arange(rows.num_rows, device="cpu"), n, max(1, n))
+            rows.take(source, n)
+        made = self._take(shapes, rows.num_rows, room)
+        if made is None:
+            return False
+        memory.copy_rows(source, made, n)
+        rows.take(made, n)
+        return True
+
+    def make(self, shapes: Sequence[memory.Shape], num_rows: int, wanted: int) -> list[Streams]:
+        """Memory for rows that begin, zeros: in the arena where there is room, else for the columns that are wanted."""
+        start, stop = self._first
+        tokens = next((each for each in TOKENS if stop - start <= each), 0)
+        room = self._arena.room(num_rows, max(start + tokens, room_wanted(stop, 1, self._max_columns)))
+        made = self._take(together(shapes), num_rows, room) if shapes else None
+        return memory.make(shapes, num_rows, wanted) if made is None else made
+
+    def _take(self, shapes: Sequence[memory.Shape], num_rows: int, room: int) -> list[Streams] | None:
+        """The arena's memory of so many rows, zeroed: what others left may not be finite."""
+        made = self._memory = self._arena.memory(shapes, num_rows, room)
+        if made is None:
+            self.said.why_not = f"{num_rows} rows of {room} columns are more than the arena may take"
+        for tensor, _ in made or ():
+            tensor.zero_()
+        return made
+
+    def _check(self, shape: Shape, eager: Callable[..., Any], arguments: Mapping[str, Any], pads: Sequence[int]) -> Any:
+        """Run the graph, then the eager forward, which writes the same columns again, and compare what they say and take."""
+        rows, ids, logits, times = self._rows, arguments["input_ids"], None, [self._now()]
+        n, shapes = rows.n, shapes_over(self._arena, self._digest)
+        assert shape.captured is not None
+        try:
+            logits = shape.captured.run(ids, arguments["position_ids"], pads, n).logits
+        except FAILURES as error:
+            shape.why_not = failed(error)
+        times.append(self._now())
+        output = eager(**arguments)
+        times.append(self._now())
+        extra = [name for name in output if name not in ("logits", "past_key_values")]
+        if extra:
+            shape.why_not = f"the model returns {', '.join(extra)} beside logits"
+        elif logits is not None:
+            wanted = output.logits[:, -1:]
+            apart, most = distance(wanted.float(), logits.float()), tolerance(wanted.dtype, rows)
+            if not apart <= most:
+                shape.why_not = f"a graph's logits differ by {apart:.1e} of their scale from the eager forward's"
+            shape.checked.add(n)
+            shape.saved_seconds = shapes.saved_seconds = times[2] - times[1] - (times[1] - times[0])
+        if shape.why_not:
+            shape.captured = None
+            self.said.why_not = rows.why_not_captured = shape.why_not
+        return output
+
+    def _now(self) -> float:
+        if self._rows.memory[0].tensor.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.memory[0].tensor.device)
+        return perf_counter()
+
+    def close(self) -> None:
+        """The call is over: rows that lie in the arena leave it, and another call may have it."""
+        rows = self._rows
+        self._memory = rows.captured = None
+        try:
+            if rows.is_open and self._arena.holds(rows.all_memory()):
+                rows.is_whole = rows.is_whole and not rows.is_edited  # their memory is another one from here on
+                written = [layer.n for layer in rows.layers]
+                try:
+                    index = torch.arange(rows.num_rows, device="cpu")
+                    rows.take(memory.selected(rows.all_memory(), index, rows.n, max(1, rows.n)), rows.n)
+                except torch.OutOfMemoryError:
+                    if rows.escaped:
+                        self._arena.drop()  # the memory is theirs from here on
+                    else:
+                        rows.reset()
+                else:
+                    for layer, n in zip(rows.layers, written, strict=True):
+                        layer.n = n
+        finally:
+            self._arena.check_in(self)
+
+
+def expects(
+    shapes: Shapes, model: Model, arena: Arena, num_rows: int, num_new: int, num_columns: int, max_columns: float
+) -> bool:
+    """Whether a call that begins pays: a forward of `num_new` tokens up to `num_columns`, then steps. Counts it where not."""
+    room, experts = arena.room(num_rows, room_wanted(num_columns, 1, max_columns)), model.look().get(EXPERTS)
+    steps = int(min(max_columns, room)) - num_columns
+    step = shapes.of(num_rows, 1, room, model.attention, experts)
+    tokens = next((each for each in TOKENS if num_new <= each), None)
+    prompt = None if tokens is None else shapes.of(num_rows, tokens, room, model.attention, experts)
+    if (steps and shapes.pays(step, steps)) or (prompt is not None and shapes.pays(prompt, 1)):
+        return True
+    for shape, number in ((step, steps), (prompt, 1)):
+        if shape is not None:
+            shape.num_wanted += number
+    return False
+
+
+def room_wanted(n: int, tokens: int, max_columns: float) -> int:
+    """Columns that rows need room for, of which there are `n`, in forwards of so many tokens."""
+    return max(n + tokens, int(min(max_columns + 1, n + tokens + _MOST_COMING)))
+
+
+def why_eager(arguments: Mapping[str, Any], rows: Rows) -> str:
+    """Why a forward with these arguments is none that is captured; "": it may be."""
+    if rows.why_bypassed is not None:
+        return rows.why_bypassed
+    for name, value in arguments.items():
+        if value is None or name in _PLAIN or (name in _ON and value is True):
+            continue
+        if value is False and name not in _ON:
+            continue
+        return f"the forward was passed {name}"
+    ids, positions, mask = map(arguments.get, ("input_ids", "position_ids", "attention_mask"))
+    kept = arguments.get("logits_to_keep")
+    num_rows, n = rows.num_rows, rows.n
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[0] != num_rows:
+        return "the forward was not passed ids for each row"
+    if not isinstance(positions, Tensor) or positions.shape not in ((num_rows, ids.shape[1]), (1, ids.shape[1])):
+        return "the forward was passed no positions"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (num_rows, n + ids.shape[1])):
+        return "the forward was passed a mask of another form"
+    if not (isinstance(kept, int) and kept == 1) and not (ids.shape[1] == 1 and (kept is None or kept is False)):
+        return "more than the last logits are asked for"
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    return ""
+
+
+def tolerance(dtype: torch.dtype, rows: Rows) -> float:
+    """How far logits of a graph may be from the eager forward's, as a share of their scale."""
+    held = [tensor.dtype for tensor, _ in rows.memory]
+    eps = max(torch.finfo(each).eps for each in (dtype, *held))
+    return _TOLERANCE if eps <= torch.finfo(torch.float32).eps else _TOLERANCE_IN_EPS * eps
+
+
+def _first_difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+    return next((name for name, value in now.items() if before.get(name) != value), "the model")

@@ -1,0 +1,171 @@
+"""Owns the memory of static rows: rows of a fixed room at fixed addresses, over which graphs of forwards are captured.
+
+`Arena` is one a device. One call has it at a time; others run on memory of their own meanwhile.
+
+columns of a static row: [0, pad) padding | [pad, n) valid | [n, room) finite, hidden by the mask
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from ..kv.recycled_memory import zeros
+from ..locks import new_lock
+from .memory import Shape, Stream, Streams
+
+_SMALLEST_ROOM = 512
+
+
+def room_of(num_columns: int) -> int:
+    """The smallest room that holds so many columns: a power of two, or half as many more.
+
+    Examples:
+        >>> [room_of(number) for number in (1, 513, 1025, 1600, 2049, 5000)]
+        [512, 1024, 1536, 2048, 3072, 6144]
+    """
+    room = _SMALLEST_ROOM
+    while room < num_columns:
+        if room >= 2 * _SMALLEST_ROOM and room + room // 2 >= num_columns:
+            return room + room // 2
+        room *= 2
+    return room
+
+
+class HoldsGraphs(Protocol):
+    """Who has captured graphs over an arena."""
+
+    def drop(self) -> None: ...  # the memory under the graphs goes
+
+
+class Arena:
+    """Memory for the static rows of one call at a time. Rows of every number and room begin at its start.
+
+    Attributes:
+        most_bytes: that it may take; None: half of what is free on an accelerator, and what is asked for on a host.
+        captured: the graphs over it, which go where the memory goes; None: there were none.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self.most_bytes = most_bytes
+        self.captured: HoldsGraphs | None = None
+        self._lock = new_lock()
+        self._holder: ref[Any] | None = None
+        self._shapes: tuple[Shape, ...] = ()
+        self._flat: list[Tensor] = []  # of each shape the memory of all its streams
+        self._rows: dict[tuple[int, int], list[Streams]] = {}  # (rows, room) -> their memory
+        self._written: Any = None  # an event behind what its last holder wrote
+
+    def check_out(self, holder: object) -> bool:
+        """Give the arena to a holder, until it is given back or the holder is collected; whether it was free."""
+        with self._lock:
+            if self._holder is not None and self._holder() is not None:
+                return False
+            self._holder = ref(holder)
+        if self._written is not None:
+            self._written.wait(torch.cuda.current_stream(self._flat[0].device))
+        return True
+
+    def check_in(self, holder: object) -> None:
+        """Take the arena back from its holder."""
+        if self._flat and self._flat[0].device.type == "cuda":
+            self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._written.record(torch.cuda.current_stream(self._flat[0].device))
+        with self._lock:
+            if self._holder is not None and self._holder() is holder:
+                self._holder = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call has it."""
+        return self._holder is not None and self._holder() is not None
+
+    @property
+    def shapes(self) -> Sequence[Shape]:
+        """Of the rows that lay there last; none before there were any."""
+        return self._shapes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes."""
+        return sum(flat.nbytes for flat in self._flat)
+
+    def holds(self, memory: Sequence[Streams]) -> bool:
+        """Whether any of this memory is the arena's."""
+        ours = {flat.data_ptr() for flat in self._flat}
+        return any(tensor.untyped_storage().data_ptr() in ours for tensor, _ in memory)
+
+    def drop(self) -> None:
+        """Give all memory back, and what was captured over it; rows that still lie there keep theirs."""
+        if self._flat and self._flat[0].device.type == "cuda":
+            torch.cuda.synchronize(self._flat[0].device)  # a graph may run yet
+        if self.captured is not None:
+            self.captured.drop()
+        self._rows, self._flat, self._shapes, self._written = {}, [], (), None
+
+    def fits(self, shapes: Sequence[Shape], num_rows: int, room: int) -> bool:
+        """Whether there is room for such rows."""
+        needed = sum(_num_elements(shape, num_rows, room) * shape.dtype.itemsize for shape in shapes)
+        has_it = tuple(shapes) == self._shapes and needed <= self.num_bytes
+        return has_it or needed <= self._most(shapes)
+
+    def room(self, num_rows: int, num_columns: int) -> int:
+        """The room for so many columns: one that was used before, where it is not twice as large as it need be."""
+        least = room_of(num_columns)
+        used = [room for rows, room in self._rows if rows == num_rows and least <= room <= 2 * least]
+        return min(used, default=least)
+
+    def memory(self, shapes: Sequence[Shape], num_rows: int, room: int) -> list[Streams] | None:
+        """The memory of so many rows, in which anything may lie; always the same until the arena is dropped. None: it does not fit."""
+        if tuple(shapes) != self._shapes:
+            self.drop()
+            self._shapes = tuple(shapes)
+        held = self._rows.get((num_rows, room))
+        if held is not None:
+            return held
+        needed = [_num_elements(shape, num_rows, room) for shape in shapes]
+        if not self._flat or any(flat.numel() < number for flat, number in zip(self._flat, needed, strict=True)):
+            if not self.fits(shapes, num_rows, room):
+                return None
+            twice = [max(number, 2 * flat.numel()) for number, flat in zip(needed, self._flat, strict=False)]
+            num_bytes = sum(number * shape.dtype.itemsize for number, shape in zip(twice, shapes, strict=False))
+            sizes = twice if twice and num_bytes <= self._most(shapes) else needed
+            self.drop()
+            self._shapes = tuple(shapes)
+            try:
+                self._flat = [zeros((size,), each.dtype, each.device) for each, size in zip(shapes, sizes, strict=True)]
+            except torch.OutOfMemoryError:
+                return None
+        made = []
+        for flat, shape, number in zip(self._flat, shapes, needed, strict=True):
+            tensor = flat[:number].view(len(shape.names), num_rows, shape.heads, room, shape.head_dim)
+            made.append(Streams(tensor, shape.names))
+        self._rows[num_rows, room] = made
+        return made
+
+    def _most(self, shapes: Sequence[Shape]) -> float:
+        if self.most_bytes is not None:
+            return self.most_bytes
+        if not shapes or shapes[0].device.type != "cuda":
+            return float("inf")
+        device = shapes[0].device
+        free = (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
+        return (free + self.num_bytes) // 2
+
+
+def _num_elements(shape: Shape, num_rows: int, room: int) -> int:
+    return len(shape.names) * num_rows * shape.heads * room * shape.head_dim
+
+
+def together(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """The same streams, those that are alike in one shape, in the order of layers."""
+    names: dict[tuple[Any, ...], list[Stream]] = {}
+    for of_shape, *kind in shapes:
+        names.setdefault(tuple(kind), []).extend(of_shape)
+    return tuple(Shape(tuple(sorted(of_kind)), *kind) for kind, of_kind in names.items())

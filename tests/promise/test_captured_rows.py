@@ -1,0 +1,540 @@
+"""Captured rows: steps run as graphs of the model's own forward, on rows of a fixed room; here with a call in place of each graph.
+
+`capture="dry"` does all but the replay, so every test proves logits as everywhere. How many forwards ran so is read from `last_call`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import pickle
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessor
+
+from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
+from hf_paged_cache.integration.capturing import CapturedForward, Capturing
+
+from ..reference import IDS, PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import build, tiny, without_logits_to_keep
+
+pytestmark = pytest.mark.way("rows")
+STEPS = 10
+
+
+def dry(model: Any, **options: Any) -> PagedPrefixCache:
+    return PagedPrefixCache(model, capture="dry", **options)
+
+
+def num_captured(cache: PagedPrefixCache) -> int:
+    """Forwards of the last call that were replays."""
+    found = re.match(r"(\d+) of (\d+) forwards were captured", cache.last_call.captured)
+    return int(found[1]) if found else 0
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mixtral", "opt"])
+def test_a_prompt_and_its_steps_are_right_cold_and_warm(name: str, attention: str) -> None:
+    model = build(name, attn_implementation=attention)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert num_captured(cache) == STEPS - 3  # the prompt shows the layers; two steps are compared
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert (num_captured(cache), cache.last_call.reused_tokens) == (STEPS, len(PROMPT) - 1)
+    zero_blocks(cache)
+    assert not is_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    cache.check()
+
+
+def test_a_padded_batch_is_right_cold_and_warm() -> None:
+    model = build("llama")
+    inputs = batch(PROMPT, row((2, 30)), row((1, 20), (3, 5)))
+    reference, cache = run(model, **inputs, max_new_tokens=STEPS), dry(model)
+    for _ in range(3):
+        assert_same(reference, run(model, cache, **inputs, max_new_tokens=STEPS))
+        assert num_captured(cache) > 4
+    zero_blocks(cache)
+    assert not is_same(reference, run(model, cache, **inputs, max_new_tokens=STEPS))
+
+
+@pytest.mark.parametrize("num_new", [2, 16, 17, 64, 70, 300])
+def test_new_tokens_behind_known_ones_are_filled_up_to_a_shape_or_too_many(num_new: int) -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    run(model, cache, input_ids=IDS, max_new_tokens=2)
+    for seed in (5, 6, 7):  # the first two are compared with the eager forward
+        ids = torch.tensor([row((1, 48), (seed, num_new))])
+        assert_same(run(model, input_ids=ids, max_new_tokens=4), run(model, cache, input_ids=ids, max_new_tokens=4))
+        assert cache.last_call.reused_tokens >= 48
+        run(model, cache, input_ids=torch.tensor([row((seed, 48 + seed))]), max_new_tokens=2)  # another length
+    assert num_captured(cache) >= 1
+
+
+def test_a_filled_up_prompt_is_replayed() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    for length in (48, 64, 80):
+        run(model, cache, input_ids=torch.tensor([row((1, length))]), max_new_tokens=2)
+        ids = torch.tensor([row((1, length), (length, 9))])
+        assert_same(run(model, input_ids=ids, max_new_tokens=1), run(model, cache, input_ids=ids, max_new_tokens=1))
+    assert cache.last_call.captured == "1 of 1 forwards were captured"
+
+
+@pytest.mark.parametrize("way", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 0}, {}])
+def test_rows_that_are_captured_share_nothing(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.attention.shared_reads.tokens_of_a_launch", lambda *_, **__: 0)
+    model = build("llama")
+    inputs = batch(PROMPT, row((1, 48), (2, 2)), row((1, 48), (3, 2))) if not way else {"input_ids": IDS}
+    reference = run(model, **inputs, max_new_tokens=STEPS, **way)
+    shared, cache = PagedPrefixCache(model), dry(model)
+    for each in (shared, shared, cache, cache):
+        assert_same(reference, run(model, each, **inputs, max_new_tokens=STEPS, **way))
+    assert shared.last_call.read_once_tokens > 0
+    assert cache.last_call.read_once_tokens == 0
+    assert num_captured(cache) >= STEPS - 3
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_sampling_is_right(inference: bool) -> None:
+    model = build("llama")
+    given: dict[str, Any] = {
+        "input_ids": IDS,
+        "max_new_tokens": STEPS,
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "top_k": 0,
+    }
+    reference, cache = run(model, **given), dry(model)
+    for _ in range(2):
+        with torch.inference_mode(inference):
+            assert_same(reference, run(model, cache, **given))
+        assert num_captured(cache) >= STEPS - 3
+
+
+@pytest.mark.parametrize("rows", [[PROMPT], [PROMPT, row((2, 30))]])
+def test_beams_are_right_and_change_places_where_they_lie(rows: list[list[int]]) -> None:
+    model = build("llama")
+    given: dict[str, Any] = {**batch(*rows), "max_new_tokens": STEPS, "num_beams": 3, "num_return_sequences": 2}
+    reference, cache = run(model, **given), dry(model)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, **given))
+        assert num_captured(cache) >= STEPS - 3
+    zero_blocks(cache)
+    assert not is_same(reference, run(model, cache, **given))
+
+
+def test_prompt_lookup_runs_eagerly_and_says_so() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    ids = torch.tensor([row((1, 20), (1, 20))])
+    given: dict[str, Any] = {"input_ids": ids, "max_new_tokens": STEPS, "prompt_lookup_num_tokens": 3}
+    reference = run(model, **given)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, **given))
+    assert cache.last_call.captured == "drafts are verified, and ask for several logits"
+
+
+def test_a_long_prompt_runs_eagerly_and_its_steps_are_captured() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    ids = torch.tensor([row((1, 400))])
+    reference = run(model, input_ids=ids, max_new_tokens=STEPS)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=STEPS))
+        assert num_captured(cache) >= STEPS - 3
+    other = torch.tensor([row((1, 32), (2, 300))])
+    assert_same(
+        run(model, input_ids=other, max_new_tokens=STEPS), run(model, cache, input_ids=other, max_new_tokens=STEPS)
+    )
+    assert cache.last_call.captured == f"{STEPS - 1} of {STEPS} forwards were captured"
+
+
+@pytest.mark.parametrize("has_memory", [False, True])
+def test_rows_that_outgrow_their_room_move_to_a_larger_one(has_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.rows.captured._MOST_COMING", 4)
+    model = build("llama", max_position_embeddings=1024)
+    ids = torch.tensor([row((1, 500))])
+    reference, cache = run(model, input_ids=ids, max_new_tokens=30), dry(model)
+    if has_memory:  # both rooms begin at its start
+        cache.warm_up(rows=4, tokens=512)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=30))
+        assert num_captured(cache) >= 20
+    rooms = {room for _, room in cache.store.arena._rows}
+    assert 1024 in rooms
+
+
+def test_rows_that_are_too_large_for_the_arena_go_on_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_paged_cache.rows.captured._MOST_COMING", 4)
+    model = build("llama", max_position_embeddings=1024)
+    ids = torch.tensor([row((1, 500))])
+    reference, cache = run(model, input_ids=ids, max_new_tokens=30), dry(model)
+    run(model, cache, input_ids=IDS, max_new_tokens=2)
+    cache.store.arena.most_bytes = cache.store.arena.num_bytes  # a row of 512
+    assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=30))
+    assert 1 <= num_captured(cache) <= 12
+    assert cache.last_call.captured.endswith("1 rows of 1024 columns are more than the arena may take")
+    assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=30))
+    cache.check()
+
+
+def test_of_two_calls_at_once_one_has_the_arena_and_both_are_right() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    prompts = [torch.tensor([row((seed, 40))]) for seed in (1, 2)]
+    references = [run(model, input_ids=ids, max_new_tokens=STEPS) for ids in prompts]
+    run(model, cache, input_ids=prompts[0], max_new_tokens=STEPS)
+    inside = run(model, cache, input_ids=prompts[0], max_new_tokens=1)
+    said: list[str] = []
+
+    def meanwhile() -> None:
+        other = PagedPrefixCache(cache.store, capture="dry")
+        assert_same(references[1], run(model, other, input_ids=prompts[1], max_new_tokens=STEPS))
+        said.append(other.last_call.captured)
+
+    def in_a_thread() -> None:
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        thread.join()
+
+    del inside
+    output = run(model, cache, input_ids=prompts[0], max_new_tokens=STEPS, logits_processor=[AtStep(4, in_a_thread)])
+    assert_same(references[0], output)
+    assert said == ["another call has the arena"]
+    assert num_captured(cache) == STEPS
+
+
+def scale_weights(model: Any) -> None:
+    model.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(model.model.layers[0].mlp.down_proj.weight * 1.5)
+
+
+def hook_a_layer(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, args, output: output * 1.1)
+
+
+def turn_off_a_layer(model: Any) -> None:
+    model.model.layers[0].mlp.forward = torch.zeros_like
+
+
+@pytest.mark.parametrize("change", [scale_weights, hook_a_layer, turn_off_a_layer])
+def test_a_callback_that_changes_the_model_has_the_rest_run_eagerly(change: Any) -> None:
+    outputs = []
+    for is_ours in (False, True):
+        model = build("llama")
+        cache = dry(model) if is_ours else None
+        if cache is not None:
+            run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
+        act = AtStep(5, lambda model=model: change(model))
+        outputs.append(run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[act]))
+        if cache is not None:
+            assert num_captured(cache) == 5
+            assert cache.last_call.captured.endswith("changed after the capture")
+    assert_same(*outputs)
+
+
+def test_a_model_that_was_changed_between_two_calls_is_captured_anew() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
+    scale_weights(model)
+    assert_same(run(model, input_ids=IDS, max_new_tokens=STEPS), run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert num_captured(cache) == STEPS - 3
+
+
+def test_a_graph_that_says_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = build("llama"), None
+    reference = run(model, input_ids=IDS, max_new_tokens=STEPS)
+    cache = dry(model)
+    with monkeypatch.context() as patch:
+        patch.setattr("hf_paged_cache.rows.graphs.StaticLayer.update", lambda layer, keys, values, *_: (keys, values))
+        assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert num_captured(cache) == 0
+    assert "the captured forward failed" in cache.last_call.captured
+    cache.release()
+    monkeypatch.setattr("torch.Tensor.index_copy_", lambda tensor, *_: tensor)
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert num_captured(cache) == 0
+    assert "of their scale from the eager forward's" in cache.last_call.captured
+
+
+def test_memory_is_given_back_and_taken_again() -> None:
+    model, cache = build("llama"), None
+    reference = run(model, input_ids=IDS, max_new_tokens=STEPS)
+    cache = dry(model)
+    assert cache.warm_up(rows=1, tokens=100) == ""
+    assert cache.store.arena.num_bytes > 0
+    for _ in range(2):
+        assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+        assert num_captured(cache) >= STEPS - 3
+        cache.release()
+        assert (cache.store.arena.num_bytes, cache.store.arena.captured) == (0, None)
+
+    def release() -> None:
+        with pytest.raises(CacheBusyError, match="a call runs on static rows"):
+            cache.release()
+        with pytest.raises(CacheBusyError, match="warm up before"):
+            cache.warm_up(1, 10)
+
+    assert_same(
+        reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[AtStep(5, release)])
+    )
+
+
+def test_rows_that_a_call_returns_are_nobody_elses() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    rows = run(model, cache, input_ids=IDS, max_new_tokens=STEPS).past_key_values
+    theirs = [layer.keys.clone() for layer in rows.layers]
+    run(model, cache, input_ids=torch.tensor([row((9, 60))]), max_new_tokens=STEPS)
+    for layer, keys in zip(rows.layers, theirs, strict=True):
+        torch.testing.assert_close(layer.keys, keys, rtol=0, atol=0)
+    again = copy.deepcopy(rows)
+    for layer, keys in zip(again.layers, theirs, strict=True):
+        torch.testing.assert_close(layer.keys, keys, rtol=0, atol=0)
+
+
+def test_the_next_turn_alone_goes_on_with_the_rows() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    first = run(model, cache, input_ids=IDS, max_new_tokens=STEPS).sequences
+    new = torch.tensor([row((4, 7))])
+    whole = torch.cat([first, new], dim=1)
+    reference = run(model, input_ids=whole, max_new_tokens=STEPS)
+    output = run(
+        model,
+        cache,
+        input_ids=torch.cat([first[:, -1:], new], dim=1),
+        attention_mask=torch.ones_like(whole),
+        max_new_tokens=STEPS,
+    )
+    assert_same(reference, output)
+    assert num_captured(cache) >= STEPS - 3
+
+
+def test_what_a_broken_model_has_left_is_not_seen() -> None:
+    model, cache = build("llama"), None
+    reference = run(model, input_ids=IDS, max_new_tokens=STEPS)
+    cache = dry(model)
+    weight = model.model.layers[0].self_attn.v_proj.weight
+    values = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        run(model, cache, input_ids=torch.tensor([row((3, 100))]), max_new_tokens=STEPS)
+        weight.copy_(values)
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert num_captured(cache) >= STEPS - 3
+
+
+def test_an_interrupted_call_gives_the_arena_back_and_keeps_what_ran() -> None:
+    model, cache = build("llama"), None
+    reference = run(model, input_ids=IDS, max_new_tokens=STEPS)
+    cache = dry(model)
+
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[AtStep(7, stop)])
+    assert not cache.store.arena.is_busy
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert cache.last_call.reused_tokens >= 48
+    cache.check()
+
+
+def test_a_call_that_runs_out_of_memory_gives_the_arena_away() -> None:
+    model = build("llama")
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+
+    def fail() -> None:
+        assert cache.store.arena.num_bytes > 0
+        raise torch.OutOfMemoryError("no memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[AtStep(7, fail)])
+    assert cache.store.arena.num_bytes == 0
+    assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+    assert num_captured(cache) >= STEPS - 3
+
+
+def test_what_steps_wrote_is_kept_and_reused() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    answer = run(model, cache, input_ids=IDS, max_new_tokens=40).sequences
+    cache.reset()
+    ids = torch.cat([answer, torch.tensor([row((8, 5))])], dim=1)
+    reference = run(model, input_ids=ids)
+    assert_same(reference, run(model, cache, input_ids=ids))
+    assert cache.last_call.reused_tokens >= 80
+    zero_blocks(cache)
+    assert not is_same(reference, run(model, cache, input_ids=ids))
+
+
+class _Edit(LogitsProcessor):
+    """Writes to the rows of a call in a step."""
+
+    def __init__(self, rows: Any, step: int) -> None:
+        self.rows, self.left = rows, step
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        if not self.left:
+            rows = self.rows()
+            rows.layers[0].values[:, :, 50:53] = 0
+        return scores
+
+
+@pytest.mark.parametrize("step", [5, STEPS])
+def test_edited_rows_go_on_as_edited_and_keep_nothing(step: int) -> None:
+    model = build("llama")
+    theirs = DynamicCache(config=model.config)
+    wanted = run(model, theirs, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: theirs, step)])
+    cache = dry(model)
+    running: list[Any] = []
+    original = cache._calls.begin
+
+    def begin(given: Any, previous: Any) -> Any:
+        running.append(original(given, previous))
+        return running[-1]
+
+    cache._calls.begin = begin  # type: ignore[method-assign]
+    output = run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: running[-1], step)])
+    assert_same(wanted, output)
+    answer = output.sequences
+    reference = run(model, input_ids=answer)
+    assert_same(reference, run(model, cache, input_ids=answer))
+
+
+def test_a_model_that_cannot_leave_out_logits_is_captured_in_steps_alone() -> None:
+    model = without_logits_to_keep(build("llama"))
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+        assert num_captured(cache) >= STEPS - 3
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"output_attentions": True, "attn_implementation": "eager"}, None),
+        ({"custom_generate": "own"}, "custom_generate calls the model in its own way"),
+    ],
+)
+def test_unusual_calls_run_eagerly(options: dict[str, Any], said: str | None) -> None:
+    options = dict(options)
+    model = build("llama", attn_implementation=options.pop("attn_implementation", "sdpa"))
+    cache = dry(model)
+    if options.get("custom_generate"):
+
+        def own(model: Any, input_ids: Any, **kwargs: Any) -> Any:
+            past_key_values = kwargs["past_key_values"]
+            with torch.no_grad():
+                first = model(input_ids, past_key_values=past_key_values)
+                return model(first.logits[:, -1:].argmax(-1), past_key_values=past_key_values).logits
+
+        options["custom_generate"] = own
+        wanted = model.generate(IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, **options)
+        got = model.generate(
+            IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=2, past_key_values=cache, **options
+        )
+        torch.testing.assert_close(got, wanted)
+    else:
+        reference = run(model, input_ids=IDS, **options)
+        assert_same(reference, run(model, cache, input_ids=IDS, **options))
+    assert num_captured(cache) == 0
+    assert cache.last_call.captured
+    assert said is None or cache.last_call.captured == said
+
+
+def test_models_without_positions_run_eagerly_and_say_so() -> None:
+    model = build("bloom")
+    cache = dry(model)
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert cache.last_call.captured == "the model takes no position_ids"
+    assert cache.warm_up(1, 10) == "the model takes no position_ids"
+
+
+def test_what_is_attached_copies_pickles_and_comes_off() -> None:
+    model = build("llama")
+    cache = dry(model)
+    attached = model.__dict__["forward"]
+    assert isinstance(attached, CapturedForward)
+    dry(model)
+    assert model.__dict__["forward"] is attached
+    copied = copy.deepcopy(model)
+    assert copied.__dict__["forward"].model is copied
+    assert pickle.loads(pickle.dumps(model)).__dict__["forward"].model is not model
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+        assert not copied(IDS).logits.any()
+    reference = run(model, input_ids=IDS)
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    cache.detach()
+    assert "forward" not in model.__dict__
+    assert_same(reference, run(model, input_ids=IDS))
+
+
+def test_a_forward_of_somebody_else_is_called_and_put_back() -> None:
+    model = build("llama")
+    original, calls = model.forward, []
+
+    @functools.wraps(original)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    model.forward = theirs
+    cache = dry(model)
+    run(model, cache, input_ids=IDS)
+    assert calls
+    assert "code of others" in cache.last_call.captured
+    cache.detach()
+    assert model.__dict__["forward"] is theirs
+
+
+def test_by_default_nothing_is_attached_on_a_cpu() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    assert "forward" not in model.__dict__
+    rows = run(model, cache, input_ids=IDS).past_key_values
+    assert rows.why_not_captured == "the model is not on a CUDA device"
+    assert cache.last_call.captured == ""
+    off = PagedPrefixCache(cache.store, capture=False)
+    assert run(model, off, input_ids=IDS).past_key_values.why_not_captured == "the cache was built with capture=False"
+    assert off.warm_up(1, 10) == "the cache was built with capture=False"
+    assert "forward" not in model.__dict__
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_by_default_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.accumulate(itertools.cycle([1.0, 1.0, 20.0] if pays else [1.0, 20.0, 1.0]))
+    monkeypatch.setattr(Capturing, "is_asked", True)
+    monkeypatch.setattr("hf_paged_cache.rows.captured.CapturedCall._now", lambda call: next(clock))
+    model = build("llama")
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), PagedPrefixCache(model)
+    said = []
+    for _ in range(12):
+        assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
+        said.append(cache.last_call.captured)
+        assert not cache.store.arena.is_busy
+    assert said[0] == "a capture takes more time than it would save"
+    if pays:
+        assert said[-1] == f"{STEPS} of {STEPS} forwards were captured"
+    else:
+        assert said[-1].endswith("a capture takes more time than it would save")
+
+
+@pytest.mark.parametrize("capture", ["yes", True, None, 0, ""])
+def test_other_ways_to_capture_are_refused(capture: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=r"capture is .*; give 'auto', False or 'dry'"):
+        PagedPrefixCache(tiny("llama"), capture=capture)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(0, 10), (1, 1), ("1", 10), (1, 2.5)])
+def test_a_warm_up_of_no_rows_or_tokens_is_refused(rows: Any, tokens: Any) -> None:
+    with pytest.raises(CacheArgumentError, match=r"(rows|tokens) is .*; it must be an int"):
+        dry(build("llama")).warm_up(rows, tokens)
