@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from types import FrameType
 from typing import Any, Literal, NoReturn, Unpack
-from weakref import finalize, ref
+from weakref import WeakMethod, finalize, ref
 
 import torch
 from torch import Tensor
@@ -71,9 +71,10 @@ class PagedPrefixCache(Cache):
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
-        capture: "auto" runs the steps of a `generate`, and short prompts, as captured CUDA graphs where the model is on a CUDA device
-            and that pays; `last_call.captured` says where it did not. False never does. "dry" does all but the graphs, on any
-            device, for tests.
+        capture: an early form, to be chosen until it is the default: calls run on rows of their own, where all layers of the model see all
+            tokens, and none is refused or reserved for. "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of
+            the model's own forward where the model is on a CUDA device and that pays; `last_call.captured` says where it did
+            not. False: they never do. "dry": all but the graphs, on any device, for tests. None: calls run in the pool.
 
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
@@ -87,6 +88,7 @@ class PagedPrefixCache(Cache):
     """
 
     is_paged_prefix_cache = True
+    layers: list[Any]
 
     @shows_store_options
     def __init__(
@@ -96,7 +98,7 @@ class PagedPrefixCache(Cache):
         cache_salt: str | bytes | None = None,
         attention: Literal["paged", "gather"] = "paged",
         on_full: Literal["refuse", "bypass"] = "refuse",
-        capture: Literal["auto", False, "dry"] = "auto",
+        capture: Literal["auto", False, "dry"] | None = None,
         **sizes: Unpack[StoreSizes],
     ) -> None:
         require_attention(attention)
@@ -135,12 +137,17 @@ class PagedPrefixCache(Cache):
             self.store.looks,
         )
         takes_positions = reader.takes_positions
-        self._calls.capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
-        self._current = Current(self._calls)  # the rows of the last call, or of the running loop
+        self._calls.capturing = Capturing(
+            conditioning, capture or False, self.store.arena, takes_positions=takes_positions
+        )
+        self._rows: Rows | None = None  # those of `_current`
+        self._current = Current(
+            self._calls, WeakMethod(self._show)
+        )  # the rows of the last call, or of the running loop
         finalize(self, self._current.leave, blocks.left_rows).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
         self._capture, self._capturing = capture, self._calls.capturing
-        if self._may_take_rows:
+        if self._may_take_rows and capture is not None:
             self._capturing.attach()
         self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
@@ -173,13 +180,15 @@ class PagedPrefixCache(Cache):
         Raises:
             CacheArgumentError: another model's, or one that asks for a cache of its own, or tokens that do not continue the rows.
         """
-        current = self._current.rows
+        current = self._rows
         if not self._may_take_rows:
             return None
-        if not given.only_new_tokens and not takes_rows(given):
+        if not given.only_new_tokens and not takes_rows(given, asked=self._capture is not None):
             self._end_rows()
+            self._stay_in_pool()
             return None
         if given.only_new_tokens and current is None and self._session.num_rows:
+            self._stay_in_pool()
             return None
         require_may_begin(self.store.model, model, given)
         if given.only_new_tokens:
@@ -213,13 +222,26 @@ class PagedPrefixCache(Cache):
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""
-        current, rows = self._current, self._current.rows
+        current, rows = self._current, self._rows
         if rows is None:
-            if not self._may_take_rows or self._session.num_rows or self._session.is_open or not takes_rows():
+            if not self._may_take_rows or self._session.num_rows or self._session.is_open or not self._takes_loop():
+                self._stay_in_pool()
                 return self._session.before_forward(model, arguments)
             rows = self._calls.begin_unseen(current, arguments)
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
+
+    def _show(self, rows: Rows | None) -> None:
+        """These are the rows from here on; None: those in the pool, if any."""
+        self._rows = rows
+        self.layers = self.paged_layers if rows is None else rows.layers
+
+    def _stay_in_pool(self) -> None:
+        """Steps in the pool ask nobody else, until the rows end."""
+        vars(self)["before_forward"] = self._session.before_forward
+
+    def _takes_loop(self) -> bool:
+        return takes_rows(asked=self._capture is not None)
 
     def note_call(self, state: CallState) -> None:
         """This call is the last one."""
@@ -227,6 +249,7 @@ class PagedPrefixCache(Cache):
 
     def _leave_pool(self) -> None:
         """Rows of a call that ran in the pool end."""
+        vars(self).pop("before_forward", None)
         if self._session.num_rows:
             self.call.check_not_busy()
             self._without_store.end()
@@ -240,16 +263,6 @@ class PagedPrefixCache(Cache):
     # What `generate` and the model ask.
 
     @property
-    def layers(self) -> list[Any]:
-        """Of the rows, wherever they are."""
-        rows = self._current.rows
-        return self._pool_layers if rows is None else rows.layers
-
-    @layers.setter
-    def layers(self, layers: list[Any]) -> None:
-        self._pool_layers = layers
-
-    @property
     def _is_user_defined(self) -> bool:
         """`generate` sets this as it begins: one that was looked up before the cache was attached begins here."""
         return True
@@ -257,6 +270,7 @@ class PagedPrefixCache(Cache):
     @_is_user_defined.setter
     def _is_user_defined(self, is_so: bool) -> None:
         if self._may_take_rows:
+            vars(self).pop("before_forward", None)
             self._current.set_aside()
 
     def __bool__(self) -> bool:
@@ -264,10 +278,10 @@ class PagedPrefixCache(Cache):
         return True
 
     def __repr__(self) -> str:
-        if self._current.rows is not None:
-            rows = f"{self._current.rows.num_rows} rows of {self.get_seq_length()} tokens"
+        if self._rows is not None:
+            rows = f"{self._rows.num_rows} rows of {self.get_seq_length()} tokens"
             where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
-            without = " without the store" if self._current.rows.why_bypassed is not None else ""
+            without = " without the store" if self._rows.why_bypassed is not None else ""
             return f"PagedPrefixCache({rows}{without}, {where})"
         rows = f"{self._session.num_rows} rows of {self.get_seq_length()} tokens"
         where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
@@ -276,7 +290,7 @@ class PagedPrefixCache(Cache):
     @property
     def is_sliding(self) -> list[bool]:
         """Of each layer, whether attention sees a window there."""
-        if self._current.rows is not None:
+        if self._rows is not None:
             return list(super().is_sliding)
         if type(self.layers) is LayersWithRows:
             return list(super().is_sliding)
@@ -322,7 +336,7 @@ class PagedPrefixCache(Cache):
 
     def is_recording_past(self, layer_idx: int) -> bool:
         """Whether a layer keeps what its window or its state has passed until `crop`, for drafts are verified."""
-        if self._current.rows is not None:
+        if self._rows is not None:
             return bool(getattr(self.layers[layer_idx], "record_past", False))
         layer = self.layers[layer_idx]
         if hasattr(layer, "record_past"):
@@ -335,8 +349,8 @@ class PagedPrefixCache(Cache):
         Of layer 0, by which models ask for the length of the rows, it is always the rows'. Before the first forward of a store
         has returned, all count as writing but those that a trial saw write nothing: columns of padding that it skips are there in each.
         """
-        if self._current.rows is not None:
-            return self._current.rows.get_seq_length(layer_idx)
+        if self._rows is not None:
+            return self._rows.get_seq_length(layer_idx)
         if self.call.forward is None and not self._without_store.is_running:
             self._session.open_unseen()
         if layer_idx < 0:
@@ -350,14 +364,14 @@ class PagedPrefixCache(Cache):
     @property
     def is_initialized(self) -> bool:
         """Whether there are rows."""
-        if self._current.rows is not None:
-            return self._current.rows.is_initialized
+        if self._rows is not None:
+            return self._rows.is_initialized
         return self._session.num_columns > 0
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
-        if self._current.rows is not None:
-            self._current.rows.activate_past_recording()
+        if self._rows is not None:
+            self._rows.activate_past_recording()
             return
         self._session.records_drafts = True
         self.call.keep_past()
@@ -366,8 +380,8 @@ class PagedPrefixCache(Cache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` continues as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
-        if self._current.rows is not None:
-            self._current.rows.reorder_cache(beam_idx)
+        if self._rows is not None:
+            self._rows.reorder_cache(beam_idx)
             return
         self._session.rows().reorder(beam_idx)
 
@@ -377,8 +391,8 @@ class PagedPrefixCache(Cache):
         Raises:
             CacheArgumentError: a positive number, more than there are tokens, or more than a window lets take back.
         """
-        if self._current.rows is not None:
-            self._current.rows.crop(tokens_to_remove)
+        if self._rows is not None:
+            self._rows.crop(tokens_to_remove)
             return
         if tokens_to_remove > 0:
             raise CacheArgumentError(
@@ -388,15 +402,15 @@ class PagedPrefixCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows, which share all blocks."""
-        if self._current.rows is not None:
-            self._current.rows.batch_repeat_interleave(repeats)
+        if self._rows is not None:
+            self._rows.batch_repeat_interleave(repeats)
             return
         self._session.rows().reorder([row for row in range(self._session.num_rows) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
-        if self._current.rows is not None:
-            self._current.rows.batch_select_indices(indices)
+        if self._rows is not None:
+            self._rows.batch_select_indices(indices)
             return
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self._session.rows().reorder(torch.where(chosen < 0, chosen + self._session.num_rows, chosen))
@@ -404,6 +418,7 @@ class PagedPrefixCache(Cache):
     def reset(self) -> None:
         """Drop the running rows and their copy, as transformers means it; full blocks stay in the prefix cache."""
         self._end_rows()
+        vars(self).pop("before_forward", None)
         self._without_store.check_not_busy()
         self.call.drop_rows()
         self._without_store.end()
@@ -439,7 +454,9 @@ class PagedPrefixCache(Cache):
         last = self._current.last
         with self.store.blocks.lock:
             if last is not None and self.call.counters.ran_last(last.counts):
-                return replace(self.call.counters.of_call(last.peak_kv_bytes, *last.read_once), captured=str(last.captured))
+                return replace(
+                    self.call.counters.of_call(last.peak_kv_bytes, *last.read_once), captured=str(last.captured)
+                )
             return self.call.stats()
 
     def reset_prefix_cache(self) -> None:

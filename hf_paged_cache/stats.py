@@ -222,7 +222,9 @@ def _from_tiers(row: RowStats) -> str:
 
 def _table(stats: CacheStats | CallStats) -> str:
     """A line for each number: its name, its value, and what must be said of it."""
-    shown = [each for each in fields(stats) if each.name not in ("rows", "tiers", "dense", "captured", "computed_because")]
+    shown = [
+        each for each in fields(stats) if each.name not in ("rows", "tiers", "dense", "captured", "computed_because")
+    ]
     of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
     values = [_readable(each.name, getattr(stats, each.name), of_a_salt=of_a_salt) for each in shown]
     names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))

@@ -146,8 +146,6 @@ class BypassedPlayer(Player):
 
     def call(self, *, reused: int | None = None, at_least: int | None = None, **arguments: Any) -> Any:
         num_before = self.cache.stats().num_bypassed_calls
-        if runs_on_rows(self.cache):
-            at_least = reused = None
         output = super().call(**arguments)
         stats, counts = self.cache.stats(), self.cache.last_call
         if runs_on_rows(self.cache):  # which cost no blocks, so nothing was bypassed

@@ -1,7 +1,9 @@
 """The rows of a cache between its calls: of the last call, of a running loop, or of a `generate` that has not run a forward yet."""
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
+from weakref import WeakMethod
 
 from ..call.call_state import CallState
 from ..rows.rows import Rows
@@ -18,10 +20,15 @@ class ClosesRows(Protocol):
 
 
 class Current:
-    """The rows of a cache's last call, or of its running loop; and what was counted of it."""
+    """The rows of a cache's last call, or of its running loop; and what was counted of it.
 
-    def __init__(self, calls: ClosesRows) -> None:
-        self._calls = calls
+    Args:
+        calls: keeps what rows have computed.
+        show: the cache's method that is told which rows it has.
+    """
+
+    def __init__(self, calls: ClosesRows, show: WeakMethod[Callable[[Rows | None], None]]) -> None:
+        self._calls, self._show = calls, show
         self._rows: Rows | None = None
         self.is_in_unseen_generate = False  # one that was looked up before the cache was attached has begun
         self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
@@ -47,6 +54,8 @@ class Current:
     @rows.setter
     def rows(self, rows: Rows | None) -> None:
         self._rows = rows
+        if (show := self._show()) is not None:
+            show(rows)
 
     def set_aside(self) -> None:
         """A `generate` begins of which nothing is known yet: its rows may go on where these stop."""
@@ -61,7 +70,9 @@ class Current:
 
     def take(self) -> Rows | None:
         """The rows, which are somebody else's from here on."""
-        rows, self._rows, self._aside = self._rows or self._aside, None, None
+        rows, self._aside = self._rows or self._aside, None
+        if self._rows is not None:
+            self.rows = None
         return rows
 
     def leave(self, left: deque[Any]) -> None:

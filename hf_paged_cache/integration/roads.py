@@ -41,10 +41,14 @@ def why_in_pool(
     return None
 
 
-def takes_rows(given: GenerateArguments | None = None) -> bool:
-    """Whether a call of a model that may, a `generate` or a loop of forwards, runs on rows of its own."""
+def takes_rows(given: GenerateArguments | None = None, *, asked: bool = False) -> bool:
+    """Whether a call of a model that may, a `generate` or a loop of forwards, runs on rows of its own.
+
+    Args:
+        asked: its cache was built so that they do.
+    """
     if given is not None and given.chunk_size is not None and not given.verifies_drafts:
         return False
-    if way == "mixed":
+    if way == "mixed" and not asked:
         return bool(next(_calls) % 2)
-    return way == "rows"
+    return asked or way == "rows"

@@ -304,7 +304,8 @@ class Rows(Cache):
             if layer.is_initialized:
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
                 layers[number].update(layer.keys, layer.values)
-        self.why_bypassed, self.layers, self.memory, self.is_open = why, layers, [], True
+        self.why_bypassed, self.memory, self.is_open = why, [], True
+        self.layers[:] = layers  # the same list: who has it sees these
         self.layer_class_to_replicate = DynamicLayer
 
     def _collect(self) -> None:

@@ -528,9 +528,9 @@ def test_by_default_a_shape_is_captured_once_it_would_have_paid(pays: bool, monk
         assert said[-1].endswith("a capture takes more time than it would save")
 
 
-@pytest.mark.parametrize("capture", ["yes", True, None, 0, ""])
+@pytest.mark.parametrize("capture", ["yes", True, 0, ""])
 def test_other_ways_to_capture_are_refused(capture: Any) -> None:
-    with pytest.raises(CacheArgumentError, match=r"capture is .*; give 'auto', False or 'dry'"):
+    with pytest.raises(CacheArgumentError, match=r"capture is .*; give 'auto', False, 'dry'"):
         PagedPrefixCache(tiny("llama"), capture=capture)
 
 
