@@ -33,7 +33,7 @@ from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.layers import PagedLayer, live_states, make_layer
 from .integration.ranks import Ranks
-from .integration.roads import takes_rows
+from .integration.roads import capture_for, takes_rows
 from .integration.session import Session
 from .integration.side_forward import SideForwards
 from .integration.without_store import LayersWithoutStore, LayersWithRows
@@ -138,7 +138,7 @@ class PagedPrefixCache(Cache):
         )
         takes_positions = reader.takes_positions
         self._calls.capturing = Capturing(
-            conditioning, capture or False, self.store.arena, takes_positions=takes_positions
+            conditioning, capture_for(capture), self.store.arena, takes_positions=takes_positions
         )
         self._rows: Rows | None = None  # those of `_current`
         self._current = Current(
@@ -469,9 +469,10 @@ class PagedPrefixCache(Cache):
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.store.blocks
-        for current in [*blocks.currents]:
-            if current.salt == self.cache_salt:
-                current.end()
+        with blocks.lock:
+            currents = [each for each in blocks.currents if each.salt == self.cache_salt]
+        for current in currents:
+            current.end()
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows(self.cache_salt)

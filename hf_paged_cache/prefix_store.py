@@ -180,7 +180,9 @@ class PrefixStore:
             CacheBusyError: a `generate` is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.blocks
-        for current in [*blocks.currents]:
+        with blocks.lock:
+            currents = [*blocks.currents]
+        for current in currents:
             current.end()
         with blocks.lock:
             blocks.settle()

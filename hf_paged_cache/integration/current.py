@@ -33,7 +33,8 @@ class Current:
         self.is_in_unseen_generate = False  # one that was looked up before the cache was attached has begun
         self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
         self.last: CallState | None = None
-        calls.store.currents.add(self)
+        with calls.store.lock:
+            calls.store.currents.add(self)
 
     @property
     def salt(self) -> bytes:

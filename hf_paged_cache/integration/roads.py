@@ -41,6 +41,13 @@ def why_in_pool(
     return None
 
 
+def capture_for(asked: Any) -> Any:
+    """How calls are captured: as a cache was built; where that says nothing and calls run on rows, "auto"."""
+    if asked is not None:
+        return asked
+    return "auto" if way == "rows" else False
+
+
 def takes_rows(given: GenerateArguments | None = None, *, asked: bool = False) -> bool:
     """Whether a call of a model that may, a `generate` or a loop of forwards, runs on rows of its own.
 
