@@ -161,6 +161,8 @@ class Rows(Cache):
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward begins; returns what it is to run with."""
+        if self.is_running and not self.num_forwards:
+            self.begin_again()
         if not self.is_open:
             arguments = self.calls.open(self, model, arguments)
         elif self.reads_next or self.is_running or not self.in_generate or arguments.get("input_ids") is None:
@@ -198,6 +200,12 @@ class Rows(Cache):
         if self.must_confirm and self.state is not None:
             output = self.calls.confirm(self, output)
         return output
+
+    def begin_again(self) -> None:
+        """The first forward has died: the next one is the first."""
+        if self.why_bypassed is None:
+            self.reset()
+            self.copies, self.prompt_end, self.is_whole = None, 0, True
 
     def roll_back(self) -> None:
         """Take back a forward that died."""

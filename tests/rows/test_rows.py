@@ -14,7 +14,7 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 from hf_paged_cache.rows.memory import runs
 from hf_paged_cache.rows.rows import Rows
 
-from ..internals import split_everywhere
+from ..internals import failing_forward, split_everywhere
 from ..reference import TOLERANCE, batch, row, run
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
@@ -122,3 +122,18 @@ def test_memory_of_the_call_before_is_taken_over_where_its_rows_go_on(model: Pre
 )
 def test_ids_that_follow_one_another_are_runs(block_ids: list[int], wanted: list[tuple[int, int]]) -> None:
     assert [*runs(block_ids)] == wanted
+
+
+def test_rows_whose_first_forward_died_begin_again(model: PreTrainedModel) -> None:
+    """Equal rows, of which one was to run for both."""
+    cache, prompts = PagedPrefixCache(model), batch(row((1, 20)), row((1, 20)))
+    with torch.no_grad():
+        wanted = model(**prompts, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+        for number in (1, 2):
+            with pytest.raises(ZeroDivisionError), failing_forward(model, number, ZeroDivisionError()):
+                for _ in range(number):
+                    cache.reset()
+                    model(**prompts, past_key_values=cache, logits_to_keep=1)
+            found = model(**prompts, past_key_values=cache, logits_to_keep=1).logits
+            assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+            cache.reset()
