@@ -27,7 +27,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.begin import require_continues, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current
+from .integration.current import Current, end_all
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
@@ -181,7 +181,7 @@ class PagedPrefixCache(Cache):
             CacheArgumentError: another model's, or one that asks for a cache of its own, or tokens that do not continue the rows.
         """
         current = self._rows
-        if not self._may_take_rows:
+        if not self._may_take_rows or self._session.is_open:
             return None
         if not given.only_new_tokens and not takes_rows(given, asked=self._capture is not None):
             self._end_rows()
@@ -194,9 +194,13 @@ class PagedPrefixCache(Cache):
         if given.only_new_tokens:
             require_continues(given, 0 if current is None else current.get_seq_length())
         if given.only_new_tokens and current is not None:
-            self._calls.resume(given, current)
-            current.handle, current.is_behind_handle = ref(self), False
-            return current
+            resumed = self._current.take()  # nobody else goes on with them meanwhile
+            if resumed is None:
+                require_continues(given, 0)
+                return None
+            self._calls.resume(given, resumed)
+            resumed.handle, resumed.is_behind_handle = ref(self), False
+            return resumed
         self._leave_pool()
         self._capturing.attach()
         rows = self._calls.begin(given, self._current.take())
@@ -242,6 +246,11 @@ class PagedPrefixCache(Cache):
 
     def _takes_loop(self) -> bool:
         return takes_rows(asked=self._capture is not None)
+
+    def adopt(self, rows: Rows, before: Rows) -> None:
+        """A `generate` went on with the rows that a call had returned: where these were the cache's, so are those it ran on."""
+        if self._rows is before:
+            self._current.rows = rows
 
     def note_call(self, state: CallState) -> None:
         """This call is the last one."""
@@ -471,8 +480,7 @@ class PagedPrefixCache(Cache):
         blocks = self.store.blocks
         with blocks.lock:
             currents = [each for each in blocks.currents if each.salt == self.cache_salt]
-        for current in currents:
-            current.end()
+        end_all(currents)
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows(self.cache_salt)
@@ -578,7 +586,8 @@ class PagedPrefixCache(Cache):
         self._without_store.copy_to(sibling._without_store, memo)
         sibling._session.without_images.take_over(self._session.without_images)
         sibling.call.take_over(self.call.fork_rows(), ended=self.call.has_ended)
-        sibling._current.rows = copy.deepcopy(self._current.rows, memo)
+        if self._rows is not None:
+            sibling._current.rows = copy.deepcopy(self._rows, memo)
         return sibling
 
     def __reduce__(self) -> NoReturn:

@@ -3,14 +3,15 @@
 A forked child has one thread, the one that forked. A lock that another one held would be held there for ever, and what it
 guards would be half changed. So all locks are taken before a fork and given back after it, in parent and child. None is
 held while a forward runs, a user is called back, or a file is read, so a fork waits for a few lines of ours at most (a write
-of keys and values, at longest); and nobody who holds one waits for another, so their order does not matter.
+of keys and values, at longest). Who holds one waits at most for one that was made after it: in this order a fork takes them.
 """
 
 import contextlib
 import os
 import threading
+from itertools import count
 from typing import Protocol
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from . import stacks
 
@@ -29,14 +30,15 @@ def new_lock(survivor: Survivor | None = None) -> threading.RLock:
     """
     lock = threading.RLock()
     with _registering:
-        _locks.add(lock)
+        _locks[lock] = next(_numbers)
         if survivor is not None:
             _survivors.add(survivor)
     return lock
 
 
 _registering = threading.RLock()
-_locks: WeakSet[threading.RLock] = WeakSet()
+_locks: WeakKeyDictionary[threading.RLock, int] = WeakKeyDictionary()  # lock -> how many were made before it
+_numbers = count()
 _survivors: WeakSet[Survivor] = WeakSet()
 _taken: list[threading.RLock] = []  # for the fork that is under way
 _others: set[int] = set()  # threads that lived when it began, but for the one that forks
@@ -44,7 +46,7 @@ _others: set[int] = set()  # threads that lived when it began, but for the one t
 
 def _before_fork() -> None:
     _registering.acquire()
-    for lock in list(_locks):
+    for lock in sorted(_locks, key=_locks.__getitem__):
         _taken.append(lock)
         lock.acquire()
     _others.update(stacks.idents() - {threading.get_ident()})

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
+from .integration.current import end_all
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
@@ -182,8 +183,7 @@ class PrefixStore:
         blocks = self.blocks
         with blocks.lock:
             currents = [*blocks.currents]
-        for current in currents:
-            current.end()
+        end_all(currents)
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows()

@@ -37,8 +37,13 @@ def keep(
     if not rows.is_source:
         return
     size, done = store.block_size, set[bytes]()
-    if any(max(0, stop - prompt.pad) // size * size > prompt.kept for prompt in rows.prompts):
-        lay_out(store, rows)
+    if not any(max(0, stop - prompt.pad) // size * size > prompt.kept for prompt in rows.prompts):
+        return
+    try:
+        if not lay_out(store, rows):
+            return
+    except torch.OutOfMemoryError:
+        return
     for number, (prompt, tokens) in enumerate(
         zip(rows.prompts, rows.ids.rows([p.pad for p in rows.prompts], stop), strict=True)
     ):
@@ -97,6 +102,7 @@ def _keep_row(
                     return
                 make_room(num_blocks - first)
                 fresh = _take(store, held, hashes[first:], salt)
+                store.pool.join_streams()
                 writing.enter_context(store.writing)  # before the lock is free: else tensors may move
                 slabs = store.pool.all.slabs()
             for at, block_ids in fresh:
@@ -119,7 +125,8 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt
         those that are fresh: the number of the first hash, and the blocks of it and those after it. One further on may be there.
     """
     allocator, before = store.allocator, len(held.block_ids)
-    known = [bool(allocator.match_prefix((each,), salt)) for each in hashes]
+    # also those that another call is writing
+    known = [allocator.hash_of_digest(each.digest) is not None for each in hashes]
     store.make_room(known.count(False))
     left = min(store.num_obtainable_blocks(None), allocator.num_available_blocks - known.count(True))
     num = 0
@@ -142,8 +149,12 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt
     return fresh
 
 
-def lay_out(store: BlockStore, rows: Rows) -> None:
-    """Let the pool have tensors for all streams of the rows, and know how many blocks there can be."""
+def lay_out(store: BlockStore, rows: Rows) -> bool:
+    """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
+
+    Returns:
+        whether it can hold them: not those of another dtype or device than it was made for.
+    """
     pool = store.pool
     streams = {
         (layer.layer_idx, name): states
@@ -159,3 +170,9 @@ def lay_out(store: BlockStore, rows: Rows) -> None:
         store.read_budget()
         with store.lock:
             store.settle_budget()
+    with store.lock:
+        held = {stream: pool.layer(stream[0]).get(stream[1]) for stream in streams}
+    return all(
+        there is not None and (there.dtype, there.device) == (streams[stream].dtype, streams[stream].device)
+        for stream, there in held.items()
+    )

@@ -7,6 +7,7 @@
 Refuses nothing for want of blocks. What is unusual about a call is a bypass: its rows reuse and keep nothing, and `last_call` says why.
 """
 
+import contextlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -111,6 +112,7 @@ class Calls:
         rows = self.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
+        rows.reads_all = rows.state.is_custom
         return rows
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
@@ -162,6 +164,7 @@ class Calls:
         beams = (given.num_beams or 1) > 1
         state = CallState("generate", given.limits, beams=beams, runs_only_forwards=not given.calls_back)
         state.is_custom = given.passed.get("custom_generate") is not None
+        state.counts_more = not state.is_custom
         return state
 
     def _begin_captured(
@@ -180,7 +183,7 @@ class Calls:
     def close(self, rows: Rows) -> None:
         """The call has ended, however: keep what is complete."""
         rows.roll_back()
-        rows.previous, rows.in_generate = None, False
+        rows.previous, rows.in_generate, rows.common_columns = None, False, 0
         try:
             if rows.is_open and rows.why_bypassed is None:
                 self._keep(rows, rows.n, held=self._held_to_the_end(rows))
@@ -234,6 +237,7 @@ class Calls:
             with self.store.lock:
                 self.store.settle()
                 known = match(self.store, running, previous_rows(previous))
+                self.store.pool.join_streams()
             num_found = [row.num_tokens for row in known]
             latest = request.latest_start(0, request.num_logits_needed)
             start, ahead = self._ahead.run(
@@ -277,7 +281,7 @@ class Calls:
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
-        reads = rows.reads_next or not rows.in_generate or arguments.get("input_ids") is None
+        reads = rows.reads_next or rows.reads_all or not rows.in_generate or arguments.get("input_ids") is None
         rows.reads_next, _state = False, rows.state
         rows.roll_back()
         if not reads:
@@ -332,7 +336,8 @@ class Calls:
         if state.pending is not None:
             (new, begins), state.pending = state.pending, None
             if not self.store.is_settled and rows.why_bypassed is None:
-                lay_out(self.store, rows)
+                with contextlib.suppress(torch.OutOfMemoryError):  # nothing is kept then
+                    lay_out(self.store, rows)
             stopwatch, state.stopwatch = state.stopwatch, None
             if stopwatch is not None:
                 stopwatch[0].stop()
@@ -368,8 +373,9 @@ class Calls:
         """Keep what the rows of collected caches had computed."""
         left = self.store.left_rows
         while left:
-            rows = left.popleft()
-            rows.calls.close(rows)
+            with contextlib.suppress(IndexError):  # another thread has it
+                rows = left.popleft()
+                rows.calls.close(rows)
 
     # Their parts.
 
@@ -473,7 +479,8 @@ class Calls:
     def _held_so_far(self, rows: Rows) -> bool:
         """Whether the model is what it was as the rows began."""
         state = rows.state
-        if state.was_alone and not self.conditioning.may_change_in_a_forward():
+        # between forwards code of the caller runs
+        if rows.num_forwards <= 1 and state.was_alone and not self.conditioning.may_change_in_a_forward():
             return True
         reads_devices = not self.store.pool.accelerators
         digest = self.conditioning.digest(after_forward=state.runs_only_forwards, reads_devices=reads_devices)

@@ -1,11 +1,12 @@
 """The rows of a cache between its calls: of the last call, of a running loop, or of a `generate` that has not run a forward yet."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import WeakMethod
 
 from ..call.call_state import CallState
+from ..errors import CacheBusyError
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 
@@ -65,15 +66,23 @@ class Current:
             self._calls.close(self._aside)
 
     @property
+    def is_loop(self) -> bool:
+        """Whether the rows are a loop's of forwards, which may go on."""
+        rows = self._rows
+        return rows is not None and rows.is_open and rows.state is not None and rows.state.kind == "forward"
+
+    @property
     def aside(self) -> Rows | None:
         """The rows of the call before a `generate` that has not run a forward yet."""
         return self._aside
 
     def take(self) -> Rows | None:
         """The rows, which are somebody else's from here on."""
-        rows, self._aside = self._rows or self._aside, None
-        if self._rows is not None:
-            self.rows = None
+        with self._calls.store.lock:  # of two calls that begin at once, one gets them
+            rows = self._aside if self._rows is None else self._rows
+            self._rows = self._aside = None
+        if (show := self._show()) is not None:
+            show(None)
         return rows
 
     def leave(self, left: deque[Any]) -> None:
@@ -83,3 +92,17 @@ class Current:
             size = self._calls.store.block_size
             if any(rows.n - prompt.pad - prompt.kept >= size for prompt in rows.prompts):
                 left.append(rows)
+
+
+def end_all(currents: Sequence[Current]) -> None:
+    """The rows of these caches' calls end.
+
+    Raises:
+        CacheBusyError: some are a loop's, which may go on; nothing has changed.
+    """
+    if any(current.is_loop for current in currents):
+        raise CacheBusyError(
+            "rows of plain forwards may resume on a cache of this store; reset the prefix cache after that cache's reset()"
+        )
+    for current in currents:
+        current.end()

@@ -40,8 +40,9 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, layer_idx: int) -> None:
+    def __init__(self, layer_idx: int, given: list[Any] | None = None) -> None:
         self.layer_idx = layer_idx
+        self.given = [] if given is None else given  # layers into which somebody has put keys or values
         self.n = self.base = 0
         self.room = 0  # columns of `held`
         self.wanted = 0  # columns that the rows will have, as far as that is known
@@ -138,7 +139,10 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         if states is None:
             self.held, self.n, self.base, self.room = None, 0, 0, 0
             return
-        other = states if self.held is None else self.held[1 - place].narrow(2, 0, states.shape[2])
+        if self.base and self.reads is not None:
+            self.reads.make_dense()
+        self.given.append(self)
+        other = states if self.held is None else self.held[1 - place]
         self.held = (states, other) if place == 0 else (other, states)
         self.n, self.base, self.room, self.is_own = states.shape[2], 0, states.shape[2], True
 

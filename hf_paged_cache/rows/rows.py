@@ -89,7 +89,7 @@ class Rows(Cache):
         judged: the model was the same for the columns before this one, as somebody has looked.
         trust_end: it was not for those from this one on.
         must_confirm: `calls` is told of the next forward that returns.
-        reads_next: the arguments of the next forward are looked at.
+        reads_next, reads_all: the arguments of the next forward, or of all, are looked at.
         is_whole: every stream has all columns; else nothing more is kept.
         escaped: somebody else may hold them, so their memory is never another call's.
         copies: batch row -> row that runs for it, in the first forward alone; None: each runs.
@@ -110,7 +110,11 @@ class Rows(Cache):
 
     def __init__(self, calls: RunsRows, num_layers: int) -> None:
         super().__init__(layers=[RowsLayer(index) for index in range(num_layers)])
-        self.layer_class_to_replicate = RowsLayer
+        layers, given = self.layers, list[Any]()
+        self._given = given  # layers into which somebody has put keys or values
+        self.layer_class_to_replicate = lambda: RowsLayer(len(layers), given)  # type: ignore[assignment]
+        for layer in layers:
+            layer.given = given
         self.calls = calls
         self.n = self.base = 0
         self.prompts: list[Prompt] = []
@@ -121,7 +125,7 @@ class Rows(Cache):
         self.is_whole = self.must_confirm = True
         self.judged = self.num_forwards = 0
         self.trust_end = math.inf
-        self.reads_next = False
+        self.reads_next = self.reads_all = False
         self.escaped = False
         self.records_drafts = False
         self.copies: list[int] | None = None
@@ -156,16 +160,26 @@ class Rows(Cache):
             yield
         finally:
             self.calls.close(rows)
+            if rows.is_open and self.handle is not None and (handle := self.handle()) is not None:
+                handle.adopt(rows, self)
 
     # What the hooks of the model's forward tell.
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward begins; returns what it is to run with."""
+        if self._given:
+            self._heed_given()
         if self.is_running and not self.num_forwards:
-            self.begin_again()
+            self.roll_back()
         if not self.is_open:
             arguments = self.calls.open(self, model, arguments)
-        elif self.reads_next or self.is_running or not self.in_generate or arguments.get("input_ids") is None:
+        elif (
+            self.reads_next
+            or self.is_running
+            or self.reads_all
+            or not self.in_generate
+            or arguments.get("input_ids") is None
+        ):
             arguments = self.calls.go_on(self, arguments)
         if self.why_bypassed is not None:
             return arguments
@@ -201,15 +215,19 @@ class Rows(Cache):
             output = self.calls.confirm(self, output)
         return output
 
-    def begin_again(self) -> None:
-        """The first forward has died: the next one is the first."""
-        if self.why_bypassed is None:
-            self.reset()
-            self.copies, self.prompt_end, self.is_whole = None, 0, True
+    def _heed_given(self) -> None:
+        """Somebody has put keys or values into layers: the rows go on with these, and keep nothing."""
+        self.is_whole, self._has_own = False, True
+        self.n = self._given[0].n
+        self._given.clear()
+        self.note_writes()
 
     def roll_back(self) -> None:
-        """Take back a forward that died."""
-        if self.is_running:
+        """Take back a forward that died; after the first one the rows begin again."""
+        if self.is_running and not self.num_forwards:
+            self.reset()
+            self.copies, self.prompt_end, self.is_whole = None, 0, True
+        elif self.is_running:
             self.is_running = False
             for layer in self.layers:
                 layer.n = min(layer.n, self.n)
@@ -245,15 +263,21 @@ class Rows(Cache):
         shared, n = self.shared, self.n
         if shared is None:
             return
-        room = room_for(n, self.layers[0].wanted)
+        if not self.is_running and self.is_edited:
+            self.is_whole = False
+        written = [layer.n for layer in self.layers]  # in the middle of a forward some are further
+        stop = max(n, *written)
+        room = room_for(stop, self.layers[0].wanted)
         own = self.all_memory()
         whole = memory.make(memory.shapes_of_rows(own), self.num_rows, room)
         for row in range(self.num_rows):
-            self.copy_columns(row, shared.plan.pads[row], n, whole, row, shared.plan.pads[row])
+            self.copy_columns(row, shared.plan.pads[row], stop, whole, row, shared.plan.pads[row])
         self.shared = self._reads = None
         for layer in self.layers:
             layer.reads = None
         self.take(whole, n)
+        for layer, num in zip(self.layers, written, strict=True):
+            layer.n = num
 
     def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
         """Copy columns of a row, wherever they lie, to those from `column` on of a row of other memory."""
@@ -270,7 +294,7 @@ class Rows(Cache):
         for tensor, names in held:
             for (layer_idx, name), part in zip(names, tensor, strict=True):
                 places.setdefault(layer_idx, {})[name] = part
-        self.layers += [RowsLayer(index) for index in range(len(self.layers), 1 + max(places, default=-1))]
+        self.layers += [RowsLayer(n, self._given) for n in range(len(self.layers), 1 + max(places, default=-1))]
         for layer_idx, of_layer in places.items():
             self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], n, base)
         self._has_own = any(layer.is_own for layer in self.layers)
@@ -297,10 +321,11 @@ class Rows(Cache):
         """Let memory that lies together hold so many columns."""
         for layer in self.layers:
             layer.wanted = wanted
-        if self.memory and num_columns - self.base > self.memory[0].tensor.shape[3]:
-            room = room_for(num_columns, wanted) - self.base
-            index = torch.arange(self.memory[0].tensor.shape[1], device="cpu")
-            self.take(memory.selected(self.memory, index, self.n - self.base, room), self.n, self.base)
+        if num_columns > self._room_end:
+            self._has_own = any(layer.is_own for layer in self.layers)
+            held, room = self.all_memory(), room_for(num_columns, wanted) - self.base
+            index = torch.arange(held[0].tensor.shape[1], device="cpu")
+            self.take(memory.selected(held, index, self.n - self.base, room), self.n, self.base)
 
     def bypass(self, why: str, layers: list[Any]) -> None:
         """From here on the rows run on these layers of transformers, which hold nothing yet; nothing of them is kept."""
@@ -313,6 +338,7 @@ class Rows(Cache):
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
                 layers[number].update(layer.keys, layer.values)
         self.why_bypassed, self.memory, self.is_open = why, [], True
+        self._tensors, self._versions = [], ()
         self.layers[:] = layers  # the same list: who has it sees these
         self.layer_class_to_replicate = DynamicLayer
 
@@ -346,7 +372,7 @@ class Rows(Cache):
     @property
     def is_edited(self) -> bool:
         """Whether somebody else has written to the rows."""
-        return self._versions != tuple(map(_VERSION, self._tensors))
+        return bool(self._given) or self._versions != tuple(map(_VERSION, self._tensors))
 
     @property
     def num_rows(self) -> int:
@@ -364,7 +390,7 @@ class Rows(Cache):
     def columns(self, row: int, start: int, stop: int) -> Columns:
         """Columns of a row, side by side: where they lie, or copies where they lie in what rows share."""
         own = self.all_memory()
-        if start >= self.base:
+        if start >= (self.base if self.shared is None else self.shared.plan.ends[row]):
             return Columns(own, row, start - self.base, stop - self.base)
         made = memory.make(memory.shapes_of_rows(own), 1, stop - start)
         self.copy_columns(row, start, stop, made, 0, 0)
@@ -403,7 +429,9 @@ class Rows(Cache):
             room = max(self.n - self.base, *(tensor.shape[3] for tensor, _ in held))
             self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
         self.ids.select(at)
-        if num_rows != self.num_rows or not self.common_columns:
+        if num_rows != self.num_rows:
+            self.common_columns = 0
+        if not self.common_columns:
             self.prompts = [self.prompts[number].copy() for number in at.tolist()]
         self.note_writes()
 
@@ -443,6 +471,8 @@ class Rows(Cache):
             raise CacheArgumentError(
                 f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
             )
+        if self.is_edited:
+            self.is_whole = False
         if -tokens_to_remove > self.get_seq_length():
             raise CacheArgumentError(f"cannot take back {-tokens_to_remove} tokens; there are {self.get_seq_length()}")
         self.roll_back()
@@ -461,7 +491,10 @@ class Rows(Cache):
             layer.reset()
         self.memory, self.prompts, self.ids, self.n, self.base = [], [], IdsStream(), 0, 0
         self.shared = self._reads = None
-        self.is_open = self.is_running = False
+        self.is_open = self.is_running = self._has_own = False
+        self._given.clear()
+        self._tensors, self._versions, self._room_end = [], (), math.inf
+        self.judged, self.trust_end = 0, math.inf
 
     def activate_past_recording(self) -> None:
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
@@ -482,6 +515,8 @@ class Rows(Cache):
         """Columns of the rows, padding included."""
         if self.why_bypassed is not None:
             return int(super().get_seq_length(layer_idx))
+        if self._given:
+            self._heed_given()
         if layer_idx < 0:
             layer_idx += len(self.layers)
         if 0 < layer_idx < len(self.layers) and self.layers[layer_idx].held is None:
@@ -497,7 +532,6 @@ class Rows(Cache):
         """Other rows with the same columns, which go on by themselves."""
         copied = type(self)(self.calls, 0)
         memo[id(self)] = copied
-        copied.layers = []
         for name in (
             "n",
             "judged",
@@ -505,17 +539,18 @@ class Rows(Cache):
             "is_open",
             "in_generate",
             "why_bypassed",
-            "is_whole",
+            "num_forwards",
             "records_drafts",
         ):
             setattr(copied, name, getattr(self, name))
         copied.state = None if self.state is None else self.state.copy()
+        copied.is_whole = self.is_whole and not self.is_edited
         copied.looks, copied.may_be_lazy = self.looks, self.may_be_lazy
         copied.prompts, copied.ids = [prompt.copy() for prompt in self.prompts], self.ids.copy()
         if self.why_bypassed is not None:
-            copied.layers = copy.deepcopy(self.layers, memo)
+            copied.layers[:] = copy.deepcopy(self.layers, memo)
             return copied
-        copied.layers = [RowsLayer(index) for index in range(len(self.layers))]
+        copied.layers[:] = [RowsLayer(index, copied._given) for index in range(len(self.layers))]
         index = torch.arange(self.num_rows, device="cpu")
         held = self.all_memory()
         if self.shared is not None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
 from hf_paged_cache.rows.memory import runs
 from hf_paged_cache.rows.rows import Rows
 
 from ..internals import failing_forward, split_everywhere
-from ..reference import TOLERANCE, batch, row, run
+from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
 
@@ -129,11 +129,180 @@ def test_rows_whose_first_forward_died_begin_again(model: PreTrainedModel) -> No
     cache, prompts = PagedPrefixCache(model), batch(row((1, 20)), row((1, 20)))
     with torch.no_grad():
         wanted = model(**prompts, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
-        for number in (1, 2):
-            with pytest.raises(ZeroDivisionError), failing_forward(model, number, ZeroDivisionError()):
-                for _ in range(number):
-                    cache.reset()
-                    model(**prompts, past_key_values=cache, logits_to_keep=1)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError), failing_forward(model, 1, ZeroDivisionError()):
+                model(**prompts, past_key_values=cache, logits_to_keep=1)
             found = model(**prompts, past_key_values=cache, logits_to_keep=1).logits
             assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
             cache.reset()
+
+
+def test_weights_that_change_between_the_forwards_of_a_loop_leave_nothing_to_later_calls(
+    model: PreTrainedModel,
+) -> None:
+    """Another parameter, and then the first one again: nothing that is the model's has been written."""
+    cache, ids = PagedPrefixCache(model), torch.tensor([row((1, 64))])
+    attention = model.model.layers[0].self_attn
+    first, other = attention.v_proj.weight, torch.nn.Parameter(attention.v_proj.weight.detach() * 1.5)
+    with torch.no_grad():
+        model(ids[:, :32], past_key_values=cache, logits_to_keep=1)
+        attention.v_proj.weight = other
+        model(ids[:, 32:], past_key_values=cache, logits_to_keep=1)
+        attention.v_proj.weight = first
+    cache.reset()
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+
+
+def test_layers_that_are_read_in_the_middle_of_a_forward_go_on(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_everywhere(monkeypatch)
+    prompts = batch(*(row((1, 48), (seed, 5)) for seed in range(2, 6)))
+    wanted, cache, looks = run(model, **prompts), PagedPrefixCache(model), [4]
+    run(model, cache, **prompts)
+    cache.reset()
+    attention = type(model.model.layers[1].self_attn)
+    forward = attention.forward
+
+    def looking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        looks[0] -= self.layer_idx == 1
+        if self.layer_idx == 1 and not looks[0]:
+            assert kwargs["past_key_values"].layers[0].keys.shape[2] > 53
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", looking)
+    assert_same(wanted, run(model, cache, **prompts))
+    assert looks[0] <= 0
+
+
+def test_keys_that_are_put_into_a_layer_are_heeded_and_never_kept(model: PreTrainedModel) -> None:
+    cache, said = PagedPrefixCache(model, block_size=4), run(model, input_ids=torch.tensor([row((1, 40))])).sequences
+    run(model, cache, input_ids=said[:, :40])
+    for layer in cache.layers:
+        layer.keys = layer.keys * 0.5
+    new = {"input_ids": said[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(said)}
+    run(model, cache, **new, max_new_tokens=20)
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+
+
+def test_a_model_of_another_dtype_keeps_nothing_in_blocks_of_the_first(model: PreTrainedModel) -> None:
+    cache, ids = PagedPrefixCache(model), torch.tensor([row((1, 50))])
+    run(model.bfloat16(), cache, input_ids=ids)
+    model.float()
+    for _ in range(2):
+        cache.reset()
+        assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+
+
+def test_rows_that_go_on_with_new_tokens_are_nobody_elses_meanwhile(model: PreTrainedModel) -> None:
+    """A call that begins inside of theirs has the same prefix, and would go on in their memory."""
+    cache, prompt = PagedPrefixCache(model), row((1, 60))
+    for _ in range(2):  # the second one knows how keys and values look
+        said = model.generate(torch.tensor([prompt]), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    turn = torch.cat([said, torch.tensor([row((2, 5))])], 1)
+    other = torch.tensor([prompt + row((3, 30))])
+    new = {"input_ids": turn[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(turn)}
+    wanted = run(model, input_ids=turn, max_new_tokens=12)
+    nested = AtStep(3, lambda: run(model, cache, input_ids=other))
+    assert_same(wanted, run(model, cache, **new, max_new_tokens=12, logits_processor=[nested]))
+
+
+def test_a_prefix_cache_is_not_reset_under_a_loop_that_may_go_on(model: PreTrainedModel) -> None:
+    cache, ids = PagedPrefixCache(model), torch.tensor([row((1, 40))])
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+        for reset in (cache.reset_prefix_cache, cache.store.reset_prefix_cache):
+            with pytest.raises(CacheBusyError, match="may resume"):
+                reset()
+        assert cache.get_seq_length() == 40
+    cache.reset()
+    cache.reset_prefix_cache()
+    run(model, cache, input_ids=ids)
+    assert cache.last_call.reused_tokens == 0
+
+
+# What a breaker found: each gave other logits than a `DynamicCache`, in silence.
+
+
+def test_weights_that_a_processor_changes_under_beams_leave_nothing(model: PreTrainedModel) -> None:
+    cache, ids = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 24))])
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    before = weight.detach().clone()
+    change = AtStep(2, lambda: weight.data.mul_(-1))
+    said = run(model, cache, input_ids=ids[:, :8], num_beams=2, max_new_tokens=14, logits_processor=[change]).sequences
+    weight.data.copy_(before)
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+
+
+@pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])
+def test_rows_of_beams_change_places_whole_once_their_call_is_over(move: str, model: PreTrainedModel) -> None:
+    prompts, found = batch(row((1, 12)), row((2, 9))), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=4)):
+        run(model, cache, **prompts, num_beams=2, num_return_sequences=2)
+        getattr(cache, move)(torch.tensor([2, 3, 0, 1]))
+        mask = torch.tensor([[0] * 3 + [1] * 15] * 2 + [[1] * 18] * 2)
+        with torch.no_grad():
+            given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+            found.append(model(torch.tensor([[5]] * 4), **given, past_key_values=cache).logits)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+
+
+def test_a_cache_goes_on_with_the_rows_that_were_passed_on(model: PreTrainedModel) -> None:
+    ids, found = torch.tensor([row((1, 20))]), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        first = run(model, cache, input_ids=ids)
+        run(model, first.past_key_values, input_ids=torch.cat([first.sequences, ids[:, :3]], 1))
+        with torch.no_grad():
+            found.append((cache.get_seq_length(), model(ids[:, :1], past_key_values=cache).logits))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] - found[1][1]).abs().max() <= TOLERANCE * found[0][1].abs().max()
+
+
+def test_layers_that_are_trimmed_by_hand_are_the_rows(model: PreTrainedModel) -> None:
+    ids, found = torch.tensor([row((1, 17))]), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        with torch.no_grad():
+            model(ids[:, :16], past_key_values=cache)
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, :10], layer.values[:, :, :10]
+            assert cache.get_seq_length() == 10
+            found.append(model(ids[:, 16:], past_key_values=cache).logits)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+
+
+def test_a_copy_of_edited_rows_is_not_kept(model: PreTrainedModel) -> None:
+    cache, ids = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 24))])
+    with torch.no_grad():
+        model(ids[:, :16], past_key_values=cache, logits_to_keep=1)
+    cache.layers[0].keys.zero_()
+    copied = copy.deepcopy(cache)
+    del cache
+    copied.reset()
+    assert_same(run(model, input_ids=ids), run(model, copied, input_ids=ids))
+
+
+def test_positions_that_a_custom_generate_gives_its_steps_are_read(model: PreTrainedModel) -> None:
+    def generate(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        rows = given["past_key_values"]
+        logits = model(input_ids, past_key_values=rows, logits_to_keep=1).logits
+        for number in range(9):
+            token = logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token], 1)
+            at = torch.tensor([[40 + number]])
+            logits = model(input_ids=token, past_key_values=rows, position_ids=at, logits_to_keep=1).logits
+        return input_ids
+
+    cache = PagedPrefixCache(model, block_size=4)
+    said = model.generate(torch.tensor([row((1, 24))]), custom_generate=generate, past_key_values=cache)
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+
+
+@pytest.mark.way("pool")
+def test_a_copy_of_a_loop_that_was_bypassed_in_the_pool_has_its_rows(model: PreTrainedModel) -> None:
+    cache, ids = PagedPrefixCache(model, num_blocks=2, on_full="bypass"), torch.tensor([row((1, 40))])
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        wanted, found = (model(ids[:, :1], past_key_values=each).logits for each in (cache, copied))
+    assert torch.equal(wanted, found)
+    assert copied.get_seq_length() == 41
