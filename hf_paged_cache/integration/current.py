@@ -79,10 +79,10 @@ class Current:
     def take(self) -> Rows | None:
         """The rows, which are somebody else's from here on."""
         with self._calls.store.lock:  # of two calls that begin at once, one gets them
-            rows = self._aside if self._rows is None else self._rows
+            shown, rows = self._rows, self._aside if self._rows is None else self._rows
             self._rows = self._aside = None
-        if (show := self._show()) is not None:
-            show(None)
+        if shown is not None and (show := self._show()) is not None:
+            show(None)  # else the layers may hold rows of a call in the pool
         return rows
 
     def leave(self, left: deque[Any]) -> None:
