@@ -463,9 +463,14 @@ class PagedPrefixCache(Cache):
         last = self._current.last
         with self.store.blocks.lock:
             if last is not None and self.call.counters.ran_last(last.counts):
-                return replace(
-                    self.call.counters.of_call(last.peak_kv_bytes, *last.read_once), captured=str(last.captured)
-                )
+                tokens, rows, dense = last.read_once
+                seen = {
+                    "read_once_tokens": tokens,
+                    "read_once_rows": rows,
+                    "dense": dense,
+                    "captured": str(last.captured),
+                }
+                return replace(self.call.counters.of_call(last.peak_kv_bytes), **seen)
             return self.call.stats()
 
     def reset_prefix_cache(self) -> None:

@@ -166,8 +166,7 @@ class Call:
 
     def stats(self) -> CallStats:
         """What was confirmed of the running call, or of the last one."""
-        read_once = () if self.counters.are_elsewhere else self.view.read_once
-        return self.counters.of_call(self.peak_kv_bytes, *read_once)
+        return self.counters.of_call(self.peak_kv_bytes, *self.view.read_once)
 
     def count_elsewhere(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int) -> None:
         """Count a call that ran on sibling caches; it is the last one, unless a call is running on this cache."""

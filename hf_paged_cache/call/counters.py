@@ -164,11 +164,6 @@ class PromptCounters:
         self._record(new, [row.stopped for row in rows], num_calls=int(begins))
         self._elsewhere = kind, rows
 
-    @property
-    def are_elsewhere(self) -> bool:
-        """Whether the last call ran on other rows than the running one's."""
-        return self._elsewhere is not None
-
     def ran_last(self, rows: list[RowCount]) -> bool:
         """Whether the call with these counts is the last one."""
         return self._elsewhere is not None and self._elsewhere[1] is rows
@@ -185,6 +180,8 @@ class PromptCounters:
     ) -> CallStats:
         """What was confirmed of the running call, or of the last one; of attention what is given, if it ran here."""
         kind, counted = (self.kind, self.rows) if self._elsewhere is None else self._elsewhere
+        if self._elsewhere is not None:
+            read_once_tokens, read_once_rows, dense = 0, 0, ""
         rows = tuple(row.frozen() for row in counted)
         prompt, reused = sum(row.prompt_tokens for row in rows), sum(row.reused_tokens for row in rows)
         return CallStats(
