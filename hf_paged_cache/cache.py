@@ -464,7 +464,7 @@ class PagedPrefixCache(Cache):
         with self.store.blocks.lock:
             if last is not None and self.call.counters.ran_last(last.counts):
                 tokens, rows, dense = last.read_once
-                seen = {
+                seen: dict[str, Any] = {
                     "read_once_tokens": tokens,
                     "read_once_rows": rows,
                     "dense": dense,
