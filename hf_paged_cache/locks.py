@@ -30,14 +30,16 @@ def new_lock(survivor: Survivor | None = None) -> threading.RLock:
     """
     lock = threading.RLock()
     with _registering:
-        _locks[lock] = next(_numbers)
+        _locks.add(lock)
+        _made[lock] = next(_numbers)
         if survivor is not None:
             _survivors.add(survivor)
     return lock
 
 
 _registering = threading.RLock()
-_locks: WeakKeyDictionary[threading.RLock, int] = WeakKeyDictionary()  # lock -> how many were made before it
+_locks: WeakSet[threading.RLock] = WeakSet()
+_made: WeakKeyDictionary[threading.RLock, int] = WeakKeyDictionary()  # lock -> how many were made before it
 _numbers = count()
 _survivors: WeakSet[Survivor] = WeakSet()
 _taken: list[threading.RLock] = []  # for the fork that is under way
@@ -46,7 +48,7 @@ _others: set[int] = set()  # threads that lived when it began, but for the one t
 
 def _before_fork() -> None:
     _registering.acquire()
-    for lock in sorted(_locks, key=_locks.__getitem__):
+    for lock in sorted(_locks, key=lambda lock: _made.get(lock, 0)):
         _taken.append(lock)
         lock.acquire()
     _others.update(stacks.idents() - {threading.get_ident()})

@@ -21,11 +21,12 @@ from transformers import LogitsProcessor
 
 import hf_paged_cache
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.integration import roads
 
 from . import lock_guard
 from .call.bench import Bench, limits, request
 from .conformance import zoo
-from .internals import always_worth_it, hold_all_token_ids, make_forwards_cheap
+from .internals import always_worth_it, hold_all_token_ids, make_forwards_cheap, split_everywhere
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
 from .shared_folders import tier_of
@@ -36,6 +37,19 @@ LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
 
 # Locks whose absence the guard cannot see: module and function -> what would, or why it stands there.
 OTHERWISE_TESTED = {
+    "rows.static:Arena.check_out": "guards who has the arena: test_captured_rows.py",
+    "rows.static:Arena.check_in": "guards who has the arena: test_captured_rows.py",
+    "integration.capturing:attach_forward": "guards what is attached to a model: test_captured_rows.py",
+    "integration.capturing:detach_forward": "guards what is attached to a model: test_captured_rows.py",
+    "integration.current:Current.__init__": "a set that others read meanwhile",
+    "integration.current:Current.take": "of two calls that begin at once, one gets the rows",
+    "prefix_store:PrefixStore.reset_prefix_cache": "a set that others add to meanwhile",
+    "cache:PagedPrefixCache.reset_prefix_cache": "a set that others add to meanwhile",
+    "cache:PagedPrefixCache.running": "a call that ran out of memory gives the pool's back",
+    "cache:PagedPrefixCache._leave_pool": "rows that ran in the pool end where a call runs on rows of its own",
+    "integration.calls:Calls.open:2": "two looks at what is replaced as a whole",
+    "call.keep:lay_out:1": "settles the budget of a store that has none yet",
+    "call.keep:lay_out:2": "looks into dicts that only grow",
     "integration.forwards_ahead:Forerunners.run:1": "reads windows: test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows",
     "integration.forwards_ahead:Forerunners.run:2": "puts back what cannot be used: test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows",
     "integration.session:Session._judge": "where rows are judged in a call: test_states_that_known_tokens_left_under_other_conditions_are_not_kept",
@@ -329,6 +343,25 @@ def roll_back(bench: Bench) -> None:
     bench.call.roll_back()
 
 
+def run_on_rows() -> None:
+    """Calls on rows of their own: known and not, of equal rows and of rows that share, beams, a loop, and a reset."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(roads, "way", "rows")
+        split_everywhere(patch)
+        cache = fresh()
+        model, prompts = cache.store.model, batch(row((1, 40), (2, 9)), row((1, 40), (3, 12)))
+        for _ in range(2):
+            run(model, cache, **prompts)
+            run(model, cache, **prompts, num_beams=2)
+            cache.reset()
+        assert cache.last_call.reused_tokens
+        with torch.no_grad():
+            model(prompts["input_ids"], past_key_values=cache, logits_to_keep=1)
+        cache.reset()
+        cache.reset_prefix_cache()
+        cache.store.reset_prefix_cache()
+
+
 SCENES = [ask_a_call(deed) for deed in (run_and_end, admit, release, roll_back)]  # first those that run no model
 SCENES += [
     generate_and_ask,
@@ -345,6 +378,7 @@ SCENES += [
     carry_states,
     hold_token_ids,
     fail_in_a_layer,
+    run_on_rows,
 ]
 
 
