@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..internals import reused_of_chunks
+from ..internals import reused_of_chunks, runs_on_rows
 from ..reference import PROMPT, Forwards, assert_same, batch, row, run
 from ..scenes import Player, play
 from ..tiny_models import build, tiny
@@ -171,7 +171,7 @@ def going_on_from_generated_tokens(play: Player) -> None:
 
 def going_on_with_new_tokens_only(play: Player) -> None:
     output = play.call(**batch(PROMPT, row((4, 30))))
-    assert output.past_key_values is play.cache
+    assert (output.past_key_values is play.cache) != runs_on_rows(play.cache)  # there it is given the rows
     new = torch.tensor([row((2, 7)), row((3, 7))])
     whole = torch.cat((output.sequences.cpu(), new), dim=1)
     mask = torch.cat((batch(PROMPT, row((4, 30)))["attention_mask"], torch.ones(2, 13, dtype=torch.int64)), dim=1)
