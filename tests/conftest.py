@@ -114,7 +114,8 @@ def _file(config: pytest.Config, path: Path) -> str:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Tests of some files run in each way; those of compiled models, which take long, in one."""
-    if _file(metafunc.config, metafunc.definition.path) in IN_EACH_WAY and "compil" not in metafunc.function.__name__:
+    is_of_one = metafunc.definition.get_closest_marker("way") is not None or "compil" in metafunc.function.__name__
+    if _file(metafunc.config, metafunc.definition.path) in IN_EACH_WAY and not is_of_one:
         metafunc.parametrize("_way_of_calls", WAYS[:2], indirect=True)
 
 

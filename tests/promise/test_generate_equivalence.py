@@ -296,6 +296,7 @@ def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], attention
     assert_same(run(model, **batch(*rows), **how), output)
 
 
+@pytest.mark.way("pool")
 @pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_beams_share_blocks_and_copy_the_one_they_write(attention: str) -> None:
     model = build("llama")
