@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from hf_paged_cache.attention import backends, shared_reads
+from hf_paged_cache.attention import backends, shared, shared_reads
 from hf_paged_cache.attention.group_columns import Forward
 from hf_paged_cache.attention.lazy import LazyStates, as_dense
 from hf_paged_cache.attention.segments import Plan, Segment
@@ -276,15 +276,15 @@ BREAKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "a shifted table": (shared_reads, "find_segments", _changed(_shifted)),
     "a row that lacks its segment": (shared_reads, "find_segments", _changed(_without_the_last_row)),
     "a mask one off": (shared_reads, "find_segments", _changed(_one_off)),
-    "a row whose tail is hidden": (shared_reads._Forward, "_look", _all_hidden),
+    "a row whose tail is hidden": (shared.SharedForward, "_look", _all_hidden),
     "a merge by halves": (
-        shared_reads,
+        shared,
         "merge",
         lambda _: lambda a, b: ((a[0] + b[0]) / 2, torch.logaddexp(a[1], b[1])),
     ),
-    "a merge that forgets how much it weighs": (shared_reads, "merge", lambda made: lambda a, b: (made(a, b)[0], a[1])),
+    "a merge that forgets how much it weighs": (shared, "merge", lambda made: lambda a, b: (made(a, b)[0], a[1])),
     "an lse to base 2": (
-        shared_reads,
+        shared,
         "attend",
         lambda made: lambda *args: (made(*args)[0], made(*args)[1] * 1.4427),
     ),
@@ -299,7 +299,7 @@ BREAKS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
         lambda made: lambda *args: None,
     ),
     "queries of the wrong rows": (
-        shared_reads,
+        shared,
         "_take",
         lambda made: lambda states, rows, _: made(states, rows, torch.zeros(len(rows), dtype=torch.int64)),
     ),
