@@ -156,6 +156,10 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
         whether it can hold them: not those of another dtype or device than it was made for.
     """
     pool = store.pool
+    with store.lock:
+        slabs = {names: (held.dtype, held.device) for held, names in store.slabs()}
+    if store.is_settled and all(slabs.get(names) == (held.dtype, held.device) for held, names in rows.all_memory()):
+        return True
     streams = {
         (layer.layer_idx, name): states
         for layer in rows.layers

@@ -92,12 +92,13 @@ class Calls:
         self.store, self.conditioning, self.reader, self.image_inputs = store, conditioning, reader, image_inputs
         self.salt, self.counters = salt, counters
         self.looks = looks
+        self._num_layers = len(cache_layers(conditioning.model))  # rows of a model that was changed since get more
         self.capturing: Capturing | None = None
         self._ahead = SharedPrefill(self, side)
 
     def new_rows(self) -> Rows:
         """Rows that no forward has run yet."""
-        rows = Rows(self, len(cache_layers(self.conditioning.model)))
+        rows = Rows(self, self._num_layers)
         rows.looks = self.looks
         return rows
 

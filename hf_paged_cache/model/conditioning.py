@@ -23,7 +23,6 @@ from ..blocks import root_hash
 from ..blocks.roots import Roots
 from ..blocks.sight import Sight
 from ..errors import NotPortableError
-from ..kv.transfers import read_bytes
 from ..locks import new_lock
 from .distributed import rank_groups, world
 from .fingerprint import NOT_LISTED, REPLACED, Listing, WeightFingerprint
@@ -136,7 +135,7 @@ class Conditioning:
             after_forward: nothing but forwards has run since the last digest; see `HeldValues`.
             reads_devices: samples of weights, and frequencies, which waits for their devices; else they count as they were read last.
 
-        Cost: passes over flat lists of modules and tensors, 0.9 ms for the 272 weights of SmolLM2 on a CPU; one wait for
+        Cost: passes over flat lists of modules and tensors, 0.5 ms for the 272 weights of SmolLM2 on a CPU; one wait for
         each accelerator. Where blocks are shared, the first one reads all weights.
         """
         look = self._look(after_forward=after_forward, reads_devices=reads_devices)
@@ -286,11 +285,7 @@ class Conditioning:
         state = repr((modules, numbers, switches, settings, held, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
         if reads_devices:
-            values = dict(listing.samples)
-            for frequencies in rope.static():
-                kind = frequencies.device, frequencies.dtype
-                values[kind] = [*values.get(kind, ()), frequencies]
-            self._values = read_bytes(values)
+            self._values = listing.values(rope.static())
         files = listing.files_now() if listing.files else b""
         weights = (listing.structure, self._values, files, changes.tobytes())
         return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches, held)

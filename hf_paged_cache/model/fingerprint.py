@@ -14,19 +14,23 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import count
+from operator import add, attrgetter, is_, itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from ..kv.transfers import read_bytes
+
 _VALUES_PER_TENSOR = 8
 _Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
 _Place = tuple[dict[str, Any], str] | str  # a mapping in host memory and the key in it, or the path of a file
-_Shape = tuple[type[nn.Module], dict[str, nn.Module | None]]  # type and children
 # What others put on a module in place of its class's.
 REPLACED = frozenset({"forward", "get_image_features", "get_video_features"})
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
 
 
 class _Weight(NamedTuple):
@@ -41,6 +45,74 @@ class _Weight(NamedTuple):
     counted: list[tuple[Tensor, int]]  # those with a version; base + version is never the same number for other values
 
 
+class _Places(NamedTuple):
+    """Where weights were found, as columns: `owners[i][keys[i]]` was `tensors[i]`, and `laid[i]` lay at `addresses[i]`."""
+
+    owners: list[dict[str, Any]]
+    keys: list[str]
+    tensors: list[Tensor]
+    laid: list[Tensor]
+    addresses: list[int]
+    sizes: list[int]
+    strides: list[tuple[int, ...]]
+
+    @classmethod
+    def of(cls, weights: list[_Weight]) -> "_Places":
+        """Those of these weights."""
+        laid = [(weight.tensor, *weight.layout) for weight in weights if weight.layout is not None]
+        return cls(
+            [weight.owner for weight in weights],
+            [weight.key for weight in weights],
+            [weight.tensor for weight in weights],
+            [tensor for tensor, _, _, _ in laid],
+            [address for _, address, _, _ in laid],
+            [size for _, _, size, _ in laid],
+            [strides for _, _, _, strides in laid],
+        )
+
+    def are_as_found(self) -> bool:
+        """Whether each weight is the same tensor in the same memory."""
+        return (
+            all(map(is_, map(dict.get, self.owners, self.keys), self.tensors))
+            and [*map(Tensor.data_ptr, self.laid)] == self.addresses
+            and [*map(Tensor.numel, self.laid)] == self.sizes
+            and [*map(Tensor.stride, self.laid)] == self.strides
+        )
+
+
+class _Structure(NamedTuple):
+    """Modules as columns: their types, attributes and children."""
+
+    kinds: list[type[nn.Module]]
+    attributes: list[dict[str, Any]]
+    children: list[dict[str, nn.Module | None]]
+
+    @classmethod
+    def of(cls, modules: list[nn.Module]) -> "_Structure":
+        """That of these modules."""
+        attributes = [module.__dict__ for module in modules]
+        return cls([*map(type, modules)], attributes, [dict(each["_modules"]) for each in attributes])
+
+    def is_as_found(self, modules: list[nn.Module]) -> bool:
+        """Whether each module is of the same type and has the same children."""
+        return [*map(type, modules)] == self.kinds and [*map(_children, self.attributes)] == self.children
+
+    def with_functions(self) -> list[int]:
+        """Numbers of those that have hooks or replaced functions."""
+        return [
+            number
+            for number, each in enumerate(self.attributes)
+            if each["_forward_hooks"]
+            or each["_forward_pre_hooks"]
+            or "forward" in each
+            or "get_image_features" in each
+            or "get_video_features" in each
+        ]
+
+
+_children = itemgetter("_modules")
+
+
 class Listing(NamedTuple):
     """A model's modules and tensors as they were found. It never changes, so it is read without a lock.
 
@@ -50,10 +122,12 @@ class Listing(NamedTuple):
     """
 
     modules: list[nn.Module]
-    shape: list[_Shape]  # of each module
+    found: _Structure  # of the modules
     weights: list[_Weight]
-    counted: list[tuple[Tensor, int]]  # of all weights
-    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # of all weights
+    places: _Places  # of the weights
+    counted: tuple[list[Tensor], list[int]]  # of all weights: those with a version, and the base of each
+    on_host: list[np.ndarray]  # samples of all weights in host memory, as integers
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # of all others
     device_types: list[str]  # that hold weights, and the CPU
     files: list[str]  # of weights that are on disk
     structure: bytes
@@ -63,32 +137,30 @@ class Listing(NamedTuple):
         """Times and sizes of the files that hold weights."""
         return repr([_file_state(path) for path in self.files]).encode()
 
+    def values(self, frequencies: Iterable[Tensor]) -> bytes:
+        """Those of the samples, and others of [N].  Cost: one wait for each accelerator."""
+        samples = {kind: [*same] for kind, same in self.samples.items()}
+        for each in frequencies:
+            samples.setdefault((each.device, each.dtype), []).append(each)
+        return b"".join(map(np.ndarray.tobytes, self.on_host)) + read_bytes(samples)
+
     def versions(self) -> list[int]:
         """How often each weight was changed, from a number on that no other listing has had for other values."""
-        return [base + tensor._version for tensor, base in self.counted]
+        tensors, bases = self.counted
+        return [*map(add, bases, map(_version, tensors))]
 
     def changed_modules(self) -> list[int] | None:
         """Numbers of the modules with hooks or replaced functions; None if the model no longer has these tensors in these modules.
 
-        Cost: one pass over flat lists. It is made for each call, and finds nothing of them in the processor's caches.
+        Cost: a few passes over flat lists, none of which runs Python for each entry. It is made for each call.
         """
-        for owner, key, tensor, layout, *_ in self.weights:
-            if owner.get(key) is not tensor:
-                return None
-            if layout is not None and (tensor.data_ptr(), tensor.numel(), tensor.stride()) != layout:
-                return None
-        found = []
-        for number, (module, (kind, children)) in enumerate(zip(self.modules, self.shape, strict=True)):
-            attributes = module.__dict__
-            if type(module) is not kind or attributes["_modules"] != children:
-                return None
-            has_hooks = attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]
-            if has_hooks or not attributes.keys().isdisjoint(REPLACED):
-                found.append(number)
-        return found
+        if self.places.are_as_found() and self.found.is_as_found(self.modules):
+            return self.found.with_functions()
+        return None
 
 
-NOT_LISTED = Listing([], [], [], [], {}, [], [], b"", None)
+_version = attrgetter("_version")
+NOT_LISTED = Listing([], _Structure.of([]), [], _Places.of([]), ([], []), [], {}, [], [], b"", None)
 
 
 class WeightFingerprint:
@@ -115,7 +187,7 @@ class WeightFingerprint:
         modules, unwatched = list(self.model.modules()), None
         before = {(id(weight.owner), weight.key): weight for weight in self._listing.weights}
         places = _offloaded_weights(modules)
-        names, weights, files, samples = [], [], set(), defaultdict(list)
+        names, weights, files, on_host, samples = [], [], set(), [], defaultdict(list)
         for module in modules:
             names.append(type(module).__qualname__)
             for owner, key, tensor in _weights_of(module):
@@ -132,13 +204,25 @@ class WeightFingerprint:
                 weight = self._listed(owner, key, tensor, before.get((id(owner), key)))
                 weights.append(weight)
                 for sample in weight.samples:
-                    samples[sample.device, sample.dtype].append(sample)
+                    if sample.device.type == "cpu" and (integers := _INTEGERS.get(sample.dtype.itemsize)) is not None:
+                        on_host.append(sample.view(integers).numpy())
+                    else:
+                        samples[sample.device, sample.dtype].append(sample)
         structure = hashlib.sha256("\n".join(names).encode()).digest()
-        shape = [(type(module), dict(module._modules)) for module in modules]
         counted = [each for weight in weights for each in weight.counted]
         device_types = sorted({"cpu", *(device.type for device, _ in samples)})
         return Listing(
-            modules, shape, weights, counted, dict(samples), device_types, sorted(files), structure, unwatched
+            modules,
+            _Structure.of(modules),
+            weights,
+            _Places.of(weights),
+            ([tensor for tensor, _ in counted], [base for _, base in counted]),
+            on_host,
+            dict(samples),
+            device_types,
+            sorted(files),
+            structure,
+            unwatched,
         )
 
     def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
