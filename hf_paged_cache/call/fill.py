@@ -6,7 +6,7 @@ The memory of the call before becomes the rows' own where they go on in it: then
 from collections.abc import Sequence
 
 from ..rows import memory
-from ..rows.rows import Prompt, Rows
+from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .match import Known
 from .scheduled_forward import RowInput
@@ -31,10 +31,7 @@ def fill(
         previous: of the call before.
         takes_over: its memory may become these rows'.
     """
-    rows.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
-    rows.is_open = True
-    for layer in rows.layers:
-        layer.wanted = wanted
+    rows.begin(inputs, wanted)
     captured = rows.captured  # its rows are dense, and begin where they stay
     make = memory.make if captured is None else captured.make
     with store.lock:
@@ -57,12 +54,7 @@ def fill(
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         first = row.pad if shared is None else shared.plan.ends[number]
         _load(store, rows, number, of_row, max(done, first), start, previous)
-    rows.n = start
-    for layer in rows.layers:
-        if layer.held is not None:
-            layer.n = start
-    rows.ids.start([row.token_ids for row in inputs], [row.pad for row in inputs], start)
-    rows.note_writes()
+    rows.start_at(start, inputs)
 
 
 def _take_over(
@@ -71,7 +63,7 @@ def _take_over(
     """Take the memory of the call before, where each row goes on in its own there. Returns up to which column they do; 0: not at all."""
     if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
         return 0
-    if previous.base or any(layer.is_own for layer in previous.layers):
+    if previous.base or previous.has_own:
         return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
@@ -90,7 +82,7 @@ def _load(
     """Copy the columns `[done, start)` of one row to it."""
     size, base, pad = store.block_size, rows.base, rows.prompts[number].pad
     first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
-    if end > first * size:
+    if known.lease is not None and end > first * size:
         with store.lock:
             slabs = store.slabs()
         block_ids = known.lease.block_ids[first : -(-end // size)]

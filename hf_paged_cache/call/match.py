@@ -3,10 +3,10 @@
 Changes nothing but who holds which block: a lease keeps the blocks that it names from being evicted or written.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..blocks import Allocation, HashChain
-from ..blocks.tokens import TokenIds
+from ..blocks.tokens import TokenIds, common_prefix_length
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .prefix_match import PreviousRows, why_stopped
@@ -42,7 +42,7 @@ class Known:
 
     Attributes:
         chain: its tokens and their hashes.
-        lease: of the blocks that hold its first tokens.
+        lease: of the blocks that hold its first tokens; None: they were not asked for.
         previous: number of the row of the call before that begins alike; None: there is none.
         num_common: tokens that it has in common with that row.
         ahead: rows that were computed first for this call, the number of one of them, and how many tokens of it this row has.
@@ -53,9 +53,11 @@ class Known:
 
     __slots__ = ("ahead", "chain", "lease", "num_common", "num_in_blocks", "num_tokens", "previous", "stopped")
 
-    def __init__(self, chain: HashChain, lease: Allocation, previous: PreviousRow | None, num_common: int) -> None:
+    def __init__(
+        self, chain: HashChain, lease: Allocation | None, previous: PreviousRow | None, num_common: int
+    ) -> None:
         self.chain, self.lease = chain, lease
-        self.num_in_blocks = num_in_blocks = len(lease.block_ids) * chain.block_size
+        self.num_in_blocks = num_in_blocks = 0 if lease is None else len(lease.block_ids) * chain.block_size
         self.previous, self.num_common = None if previous is None else previous.number, num_common
         self.ahead: tuple[Rows, int, int] | None = None
         self.num_tokens, num_previous = num_in_blocks, None
@@ -71,17 +73,46 @@ class Known:
             self.ahead, self.num_tokens = (ahead, number, num_tokens), num_tokens
 
 
-def match(store: BlockStore, new: Iterable[RowInput], previous: Sequence[PreviousRow]) -> list[Known]:
+def match(
+    store: BlockStore, new: Sequence[RowInput], previous: Sequence[PreviousRow], chains: Mapping[bytes, HashChain]
+) -> list[Known]:
     """What is known of rows that begin. The store's lock is held.
+
+    A row alone that goes on where one of the call before has stopped, and of which no block knows more, holds none.
+
+    Args:
+        chains: root and tokens of rows of the call before -> their hashes, as far as they were computed.
 
     Returns:
         of each row; its lease is the caller's to give back.
     """
     before, found = PreviousRows(previous), []
     for row in new:
-        chain = HashChain(row.root, store.block_size)
-        chain.extend(row.token_ids)
-        lease = store.allocator.allocate(chain.hashes_of(0, chain.num_full_blocks), namespace=row.salt)
+        chain = _chain_of(row, store.block_size, chains)
         closest, num_common = before.closest(row)
+        first, num_blocks = num_common // store.block_size, chain.num_full_blocks
+        lease = None
+        if len(new) > 1 or num_common <= 0 or _is_known(store, chain, first, row.salt):
+            lease = store.allocator.allocate(chain.hashes_of(0, num_blocks), namespace=row.salt)
         found.append(Known(chain, lease, closest, max(0, num_common)))
     return found
+
+
+def _is_known(store: BlockStore, chain: HashChain, block: int, salt: bytes) -> bool:
+    """Whether the pool has this block of a row."""
+    if block >= chain.num_full_blocks:
+        return False
+    return bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), salt))
+
+
+def _chain_of(row: RowInput, size: int, chains: Mapping[bytes, HashChain]) -> HashChain:
+    """A row's tokens and their hashes; those of the tokens that it has in common with a row of before are not computed again."""
+    before = chains.get(row.root)
+    if before is None:
+        chain = HashChain(row.root, size)
+        chain.extend(row.token_ids)
+        return chain
+    chain = before.copy()  # who has that row may go on with it
+    chain.truncate(common_prefix_length(chain.token_ids, row.token_ids))
+    chain.extend(row.token_ids[len(chain) :])
+    return chain

@@ -109,7 +109,7 @@ def _where(
     first, num = segment.start // size, len(segment.block_ids)
     for row in segment.rows:
         of_row = known[row]
-        if of_row.num_in_blocks >= segment.start + num * size:
+        if of_row.lease is not None and of_row.num_in_blocks >= segment.start + num * size:
             block_ids = of_row.lease.block_ids[first : first + num]
             if [*memory.runs(block_ids)] == [(block_ids[0], num)]:
                 with store.lock:

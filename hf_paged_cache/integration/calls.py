@@ -98,9 +98,7 @@ class Calls:
 
     def new_rows(self) -> Rows:
         """Rows that no forward has run yet."""
-        rows = Rows(self, self._num_layers)
-        rows.looks = self.looks
-        return rows
+        return Rows(self, self._num_layers, self.looks)
 
     # A generate.
 
@@ -237,7 +235,8 @@ class Calls:
         try:
             with self.store.lock:
                 self.store.settle()
-                known = match(self.store, running, previous_rows(previous))
+                before = {} if previous is None or previous.state is None else previous.state.chains
+                known = match(self.store, running, previous_rows(previous), before)
                 self.store.pool.join_streams()
             num_found = [row.num_tokens for row in known]
             latest = request.latest_start(0, request.num_logits_needed)
@@ -251,9 +250,10 @@ class Calls:
                 self._fill(rows, running, known, start, request.num_new_columns, previous)
         finally:
             for row in known:
-                with self.store.lock:
-                    if not row.lease.is_freed:
-                        row.lease.free()
+                if row.lease is not None:
+                    with self.store.lock:
+                        if not row.lease.is_freed:
+                            row.lease.free()
         if has_changed:  # what ran ahead is of another model
             rows.previous = previous
             return self.open(rows, model, arguments, may_run_ahead=False)

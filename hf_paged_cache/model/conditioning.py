@@ -10,7 +10,8 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import count
+from itertools import count, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -56,6 +57,8 @@ _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attribute
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
 _MOST_REMEMBERED = 256  # digests that mean nothing to others
 _PLAIN = (bool, int, float, str, list, tuple)
+_REPLACED = sorted(REPLACED)
+_FORWARD = attrgetter("forward")
 
 _Settings = list[tuple[str, object]]  # name, value
 
@@ -273,15 +276,10 @@ class Conditioning:
         self._settings = settings = _settings(configs)
         self.outputs = outputs_of(configs)
         self.attention = getattr(configs[-1], "_attn_implementation", None)
-        switches = (
-            [*map(adapter_state, adapters)],
-            [
-                (kind, torch.get_autocast_dtype(kind))
-                for kind in listing.device_types
-                if torch.is_autocast_enabled(kind)
-            ],
-            [name for name in self.outputs if self._output_flags.is_read(name)],
-        )
+        on = [*filter(torch.is_autocast_enabled, listing.device_types)]
+        autocast = [*zip(on, map(torch.get_autocast_dtype, on), strict=True)]
+        outputs = [*filter(self._output_flags.is_read, self.outputs)]
+        switches = [*map(adapter_state, adapters)], autocast, outputs
         state = repr((modules, numbers, switches, settings, held, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
         if reads_devices:
@@ -372,13 +370,14 @@ def _functions(modules: list[nn.Module], changed: Iterable[int]) -> list[tuple[i
     for number in changed:
         module = modules[number]
         attributes = module.__dict__
-        replaced = [attributes[name] for name in sorted(REPLACED & attributes.keys())]
-        own = [*attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values(), *replaced]
-        found += [(number, type(module).__name__, each) for each in own if not _is_neutral(each, module)]
-    of_all = (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values())
-    found += [(-2, type(modules[0]).__name__, function) for function in of_all]
-    kinds: dict[Any, None] = dict.fromkeys(map(type, modules))
-    return found + [(-1, "", kind.forward) for kind in kinds]
+        hooks = *attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()
+        for each in (*hooks, *map(attributes.get, _REPLACED)):
+            if each is not None and not _is_neutral(each, module):
+                found.append((number, type(module).__name__, each))  # noqa: PERF401  # most modules have none
+    of_all = *everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()
+    found.extend(zip(repeat(-2), repeat(type(modules[0]).__name__), of_all))
+    found.extend(zip(repeat(-1), repeat(""), map(_FORWARD, dict.fromkeys(map(type, modules)))))
+    return found
 
 
 def code_of_others(model: nn.Module) -> str | None:
@@ -407,6 +406,8 @@ def _is_of_others(module: nn.Module, model: nn.Module) -> bool:
 
 def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
     """Modules that define PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
+    if "peft" not in sys.modules:
+        return []
     return [
         (name, getattr(hook, "keywords", {"": None}))
         for module in (model, *adapters[:1])

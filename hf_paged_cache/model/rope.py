@@ -95,15 +95,19 @@ class RopeRegime:
 
 def _frequencies(places: list[_Place]) -> list[Tensor]:
     """Those that have values, each [N]."""
-    return [
-        values.detach().flatten()
-        for module, prefix in places
-        if (values := getattr(module, f"{prefix}inv_freq")) is not None and values.device.type != "meta"
-    ]
+    found = []
+    for module, prefix in places:
+        values = getattr(module, f"{prefix}inv_freq")
+        if values is not None and values.device.type != "meta":
+            found.append(values.detach().flatten())
+    return found
 
 
 def _scales(places: list[_Place]) -> bytes:
-    return repr([getattr(module, f"{prefix}attention_scaling", None) for module, prefix in places]).encode()
+    scales = []
+    for module, prefix in places:
+        scales.append(getattr(module, f"{prefix}attention_scaling", None))
+    return repr(scales).encode()
 
 
 class RopeDeltas:

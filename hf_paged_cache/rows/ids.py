@@ -5,11 +5,22 @@ So what is kept has the name of what ran, whoever generates: beams, loops of one
 
 from array import array
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..blocks.tokens import TokenIds
+
+
+class Begins(Protocol):
+    """A row that begins, as `call.scheduled_forward.RowInput` says it."""
+
+    @property
+    def token_ids(self) -> TokenIds: ...
+
+    @property
+    def pad(self) -> int: ...
 
 
 class IdsStream:
@@ -23,14 +34,14 @@ class IdsStream:
         self.num_columns = 0
         self._ids: Tensor | None = None
 
-    def start(self, rows: Sequence[TokenIds], pads: Sequence[int], num_columns: int) -> None:
+    def start(self, rows: Sequence[Begins], num_columns: int) -> None:
         """The rows begin with these tokens, after their padding: what is known of them, in `num_columns` columns."""
         with torch.inference_mode(False):
             ids = torch.zeros((len(rows), num_columns + 64), dtype=torch.int64, device="cpu")
-        for row, (tokens, pad) in enumerate(zip(rows, pads, strict=True)):
-            num = num_columns - pad
+        for number, row in enumerate(rows):
+            num = num_columns - row.pad
             if num > 0:
-                ids[row, pad:num_columns] = torch.frombuffer(tokens, dtype=torch.int64, count=num)
+                ids[number, row.pad : num_columns] = torch.frombuffer(row.token_ids, dtype=torch.int64, count=num)
         self._ids, self.num_columns = ids, num_columns
 
     def note(self, ids: Tensor, num_before: int) -> None:

@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Protocol, cast
 from weakref import ref
@@ -19,12 +20,14 @@ from ..attention.causal import CausalSquare
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from . import memory
-from .ids import IdsStream
+from .ids import Begins, IdsStream
 from .layers import SPARE, Reads, RowsLayer, room_for
 from .memory import Columns, Stream, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
 
 _VERSION = attrgetter("_version")
+_IS_OWN = attrgetter("is_own")
+_TENSOR = attrgetter("tensor")
 
 
 class RunsRows(Protocol):
@@ -43,6 +46,16 @@ class RunsRows(Protocol):
     def keep_full(self, rows: "Rows") -> None: ...
 
     def confirm(self, rows: "Rows", output: Any) -> Any: ...
+
+
+class BeginsUnder(Begins, Protocol):
+    """The same, under a prefix key."""
+
+    @property
+    def root(self) -> bytes: ...
+
+    @property
+    def first_position(self) -> int: ...
 
 
 class Prompt:
@@ -76,13 +89,15 @@ class Rows(Cache):
     Args:
         calls: opens them at their first forward, and keeps what they compute.
         num_layers: of the model.
+        looks: whether the model looks at keys and values itself.
 
     Attributes:
         n: columns of all rows.
         base: the first column that lies in the rows' own memory; those before it are shared.
         prompts: what each row began with; empty before the first forward.
         ids: what ran.
-        memory: of streams that lie together; layers may have memory of their own.
+        memory: of streams that lie together.
+        has_own: some layers have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
         in_generate: `generate` runs them, which passes what it must.
         num_forwards: that have returned.
@@ -96,7 +111,7 @@ class Rows(Cache):
         prompt_end: columns of the prompt, which is kept once they are complete; 0: it was.
         common_columns: of rows that change places; 0: unknown.
         shared: what several rows have in common, held once; None: each row has all of its columns.
-        looks, may_be_lazy: whether the model looks at keys and values itself; whether attention may be left to read them.
+        may_be_lazy: whether attention may be left to read keys and values.
         seen: how attention has read them.
         handle: the cache of the call.
         is_behind_handle: forwards are passed that in place of the rows, and return it.
@@ -108,13 +123,11 @@ class Rows(Cache):
     is_paged_prefix_cache = True
     layers: list[Any]
 
-    def __init__(self, calls: RunsRows, num_layers: int) -> None:
-        super().__init__(layers=[RowsLayer(index) for index in range(num_layers)])
-        layers, given = self.layers, list[Any]()
-        self._given = given  # layers into which somebody has put keys or values
+    def __init__(self, calls: RunsRows, num_layers: int, looks: Looks) -> None:
+        given = list[Any]()
+        super().__init__(layers=[*map(RowsLayer, range(num_layers), repeat(given))])
+        layers, self._given = self.layers, given  # layers into which somebody has put keys or values
         self.layer_class_to_replicate = lambda: RowsLayer(len(layers), given)  # type: ignore[assignment]
-        for layer in layers:
-            layer.given = given
         self.calls = calls
         self.n = self.base = 0
         self.prompts: list[Prompt] = []
@@ -133,7 +146,7 @@ class Rows(Cache):
         self.previous: Rows | None = None  # of the call before; given up when these open
         self.state: Any = None
         self.shared: SharedColumns | None = None
-        self.looks = Looks()
+        self.looks = looks
         self.may_be_lazy = False
         self.seen = Seen()
         self._reads: Any = None
@@ -143,7 +156,7 @@ class Rows(Cache):
         self.why_not_captured = ""
         self._tensors: list[Tensor] = []  # that the rows lie in
         self._versions: tuple[int, ...] = ()  # how often these were written, by us
-        self._has_own = False
+        self.has_own = False
         self._room_end = math.inf  # the column at which memory that lies together ends
         self._num_new = 0
 
@@ -204,20 +217,21 @@ class Rows(Cache):
             for layer in self.layers:
                 if layer.n != n and layer.held is not None:
                     self.is_whole = False
-                if layer.is_own and not self._has_own:
-                    self._has_own = True
+                if layer.is_own and not self.has_own:
+                    self.has_own = True
             self.n, self.is_running = n, False
             self.num_forwards += 1
-            if self._has_own:
-                self._collect()
-            self._versions = tuple(map(_VERSION, self._tensors))
+            if self.has_own:
+                self.note_writes()
+            else:
+                self._versions = tuple(map(_VERSION, self._tensors))
         if self.must_confirm and self.state is not None:
             output = self.calls.confirm(self, output)
         return output
 
     def _heed_given(self) -> None:
         """Somebody has put keys or values into layers: the rows go on with these, and keep nothing."""
-        self.is_whole, self._has_own = False, True
+        self.is_whole, self.has_own = False, True
         self.n = self._given[0].n
         self._given.clear()
         self.note_writes()
@@ -231,9 +245,26 @@ class Rows(Cache):
             self.is_running = False
             for layer in self.layers:
                 layer.n = min(layer.n, self.n)
+            self.has_own = any(map(_IS_OWN, self.layers))
             self.note_writes()
 
     # Their memory.
+
+    def begin(self, inputs: Sequence[BeginsUnder], wanted: int) -> None:
+        """Rows of these tokens begin, which will have so many columns as far as that is known."""
+        self.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
+        self.is_open = True
+        for layer in self.layers:
+            layer.wanted = wanted
+
+    def start_at(self, n: int, inputs: Sequence[BeginsUnder]) -> None:
+        """The columns before `n` are there; of these tokens."""
+        self.n = n
+        for layer in self.layers:
+            if layer.held is not None:
+                layer.n = n
+        self.ids.start(inputs, n)
+        self.note_writes()
 
     def _start_reads(self, start: int, stop: int) -> None:
         """Say what the layers read in a forward of the columns `[start, stop)`."""
@@ -290,20 +321,21 @@ class Rows(Cache):
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """From here on the columns `[base, n)` are the first ones of this memory."""
         self.memory, self.n, self.base = held, n, base
-        places: dict[int, dict[str, Tensor]] = {}
+        places, room_end = dict[int, dict[str, Tensor]](), math.inf
         for tensor, names in held:
+            room_end = min(room_end, base + tensor.shape[3])
             for (layer_idx, name), part in zip(names, tensor, strict=True):
                 places.setdefault(layer_idx, {})[name] = part
-        self.layers += [RowsLayer(n, self._given) for n in range(len(self.layers), 1 + max(places, default=-1))]
+        missing = range(len(self.layers), 1 + max(places, default=-1))
+        self.layers += map(RowsLayer, missing, repeat(self._given))
         for layer_idx, of_layer in places.items():
             self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], n, base)
-        self._has_own = any(layer.is_own for layer in self.layers)
-        self._room_end = base + min([tensor.shape[3] for tensor, _ in held], default=0) if held else math.inf
+        self.has_own, self._room_end = any(map(_IS_OWN, self.layers)), room_end
         self.note_writes()
 
     def all_memory(self) -> list[Streams]:
         """Of all layers, also of those that have their own."""
-        if not self._has_own or self.why_bypassed is not None:
+        if not self.has_own or self.why_bypassed is not None:
             return self.memory
         found = []
         for tensor, names in self.memory:
@@ -322,7 +354,7 @@ class Rows(Cache):
         for layer in self.layers:
             layer.wanted = wanted
         if num_columns > self._room_end:
-            self._has_own = any(layer.is_own for layer in self.layers)
+            self.has_own = any(map(_IS_OWN, self.layers))
             held, room = self.all_memory(), room_for(num_columns, wanted) - self.base
             index = torch.arange(held[0].tensor.shape[1], device="cpu")
             self.take(memory.selected(held, index, self.n - self.base, room), self.n, self.base)
@@ -342,13 +374,9 @@ class Rows(Cache):
         self.layers[:] = layers  # the same list: who has it sees these
         self.layer_class_to_replicate = DynamicLayer
 
-    def _collect(self) -> None:
-        """Note which tensors the rows lie in."""
-        self._tensors = [tensor for tensor, _ in self.all_memory()]
-
     def note_writes(self) -> None:
         """What was written until here, we have written."""
-        self._collect()
+        self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory)]
         self._versions = tuple(map(_VERSION, self._tensors))
 
     def judge(self, stop: int, *, held: bool) -> None:
@@ -491,7 +519,7 @@ class Rows(Cache):
             layer.reset()
         self.memory, self.prompts, self.ids, self.n, self.base = [], [], IdsStream(), 0, 0
         self.shared = self._reads = None
-        self.is_open = self.is_running = self._has_own = False
+        self.is_open = self.is_running = self.has_own = False
         self._given.clear()
         self._tensors, self._versions, self._room_end = [], (), math.inf
         self.judged, self.trust_end = 0, math.inf
@@ -530,7 +558,7 @@ class Rows(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
         """Other rows with the same columns, which go on by themselves."""
-        copied = type(self)(self.calls, 0)
+        copied = type(self)(self.calls, 0, self.looks)
         memo[id(self)] = copied
         for name in (
             "n",
@@ -545,7 +573,7 @@ class Rows(Cache):
             setattr(copied, name, getattr(self, name))
         copied.state = None if self.state is None else self.state.copy()
         copied.is_whole = self.is_whole and not self.is_edited
-        copied.looks, copied.may_be_lazy = self.looks, self.may_be_lazy
+        copied.may_be_lazy = self.may_be_lazy
         copied.prompts, copied.ids = [prompt.copy() for prompt in self.prompts], self.ids.copy()
         if self.why_bypassed is not None:
             copied.layers[:] = copy.deepcopy(self.layers, memo)
