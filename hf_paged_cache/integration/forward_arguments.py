@@ -7,9 +7,10 @@ is named as the reason why the forward is computed without reuse. Inputs are sho
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import chain
-from typing import Any, NamedTuple, Protocol, TypeVar
+from itertools import chain, repeat
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,13 +19,12 @@ from ..call.held_steps import PassedStep, count_on
 from ..call.rows import Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
-from ..kv.transfers import read_together, to_device
+from ..kv.transfers import read_arrays, to_device
 from ..model.output_flags import OUTPUT_FLAGS
 from ..model.trial import Numbering
 
 _HIDING = -1000.0  # an additive mask hides what it lowers by more: its exponential is 0
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # [R, T], of text: 0
-_Numbers = TypeVar("_Numbers", list[int], "array[int]")
 # Read here, or without influence on keys and values. Any other argument makes the forward one without reuse, unless it is what
 # the model's forward takes where it is left out.
 _READ = {
@@ -501,22 +501,24 @@ def read_inputs(
         raise CacheArgumentError(
             f"the cache runs {num_running} rows, got {num_rows}; cache.reset() it for another batch"
         )
-    mask, why_no_mask = _form_of(arguments.get("attention_mask"), num_rows, before, num_new, booleans_hide)
+    shown, why_no_mask = _shown_by(arguments.get("attention_mask"), num_rows, before, num_new, booleans_hide)
     positions = arguments.get("position_ids")
-    runs, why_no_runs = _runs_of(positions, num_rows, num_new) if takes_positions else (None, None)
-    wanted = (ids, mask, runs, positions.max() if isinstance(positions, Tensor) and positions.numel() else None)
-    found = read_together([tensor for tensor in wanted if tensor is not None])
-    given_ids, form, run, highest = [[] if tensor is None else found.pop(0) for tensor in wanted]
-    if ids is None:
+    has_positions = isinstance(positions, Tensor) and positions.numel() > 0
+    wanted = ids, shown, positions if has_positions else None
+    found = read_arrays([tensor for tensor in wanted if tensor is not None])
+    numbers = None if ids is None else found.pop(0)
+    if numbers is None:
         token_ids = [array("q", [-1]) * num_new] * num_rows
     else:
-        token_ids = _in_rows(array("q", given_ids), num_rows)
-    masked = _mask_values([] if mask is None else _in_rows(form, 3), why_no_mask, num_rows, before, num_new)
+        token_ids = [*map(array, repeat("q"), map(np.ndarray.tobytes, numbers))]
+    masked = _mask_values(None if shown is None else found.pop(0) != 0, why_no_mask, num_rows, before, num_new)
+    numbers = found.pop(0) if has_positions else None
     counted = None
     if takes_positions and positions is not None:
-        last, starts = _in_rows(run, 2)
-        counted = PositionValues(last, starts, why_no_runs)
-    return InputValues(token_ids, num_new, ids is None, masked, counted, highest[0] if highest else None)
+        counted = _count(positions, numbers, num_rows, num_new)
+    return InputValues(
+        token_ids, num_new, ids is None, masked, counted, None if numbers is None else int(numbers.max())
+    )
 
 
 def num_pads(pad: int, before: int, num_new: int) -> int:
@@ -544,10 +546,10 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
     )
 
 
-def _form_of(
+def _shown_by(
     mask: Any, num_rows: int, before: int, num_new: int, booleans_hide: bool
 ) -> tuple[Tensor | None, str | None]:
-    """[3, rows]: columns that a mask shows, the first of them, and new columns that it shows; None: it cannot be asked.
+    """[rows, columns]: which columns a mask shows; None: it cannot be asked.
 
     Beside it, why it is no mask of rows and columns; None: it is one, or there is none.
     """
@@ -556,18 +558,13 @@ def _form_of(
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
         seen = _seen_by_any(mask, num_rows, before + num_new, booleans_hide) if before else None
-        return None if seen is None else _form(seen, before), f"the attention mask is a {kind}, not [rows, columns]"
+        return seen, f"the attention mask is a {kind}, not [rows, columns]"
     if mask.shape != (num_rows, before + num_new):
         raise CacheArgumentError(
             f"the attention mask is {tuple(mask.shape)}; with the cache's tokens and the new ones it must be "
             f"{(num_rows, before + num_new)}: pass ids that continue exactly where the rows stopped, or cache.reset() first"
         )
-    return _form(mask != 0, before), None
-
-
-def _form(shown: Tensor, before: int) -> Tensor:
-    """See `_form_of`; `shown` is [rows, columns]."""
-    return torch.stack((shown.sum(dim=1), shown.int().argmax(dim=1), shown[:, before:].sum(dim=1)))
+    return mask != 0 if mask.is_floating_point() else mask, None
 
 
 def _seen_by_any(mask: Any, num_rows: int, num_columns: int, booleans_hide: bool) -> Tensor | None:
@@ -589,44 +586,39 @@ def _seen_by_any(mask: Any, num_rows: int, num_columns: int, booleans_hide: bool
 
 
 def _mask_values(
-    form: Sequence[list[int]], why_unusual: str | None, num_rows: int, before: int, num_new: int
+    shown: np.ndarray | None, why_unusual: str | None, num_rows: int, before: int, num_new: int
 ) -> MaskValues:
+    """Args: shown: [rows, columns] booleans; None: there is no mask, or it cannot be asked."""
     none, num_columns = [0] * num_rows, before + num_new
-    if not form:
+    if shown is None:
         return MaskValues(none, none, none if why_unusual is None else [None] * num_rows, why_unusual)
-    shown, first_ones, shown_of_new = form
-    pads = [num_columns - count for count in shown]
+    if shown.all():
+        return MaskValues(none, none, none, why_unusual)
+    pads = (num_columns - shown.sum(axis=1)).tolist()
+    first_ones = shown.argmax(axis=1).tolist()
     first_shown = [pad if pad == num_columns else first for pad, first in zip(pads, first_ones, strict=True)]
     if why_unusual is not None:
         return MaskValues(none, none, first_shown, why_unusual)
     for row, (pad, first) in enumerate(zip(pads, first_shown, strict=True)):
         if pad != first:
             why = f"the attention mask of row {row} has zeros after its first one (right padding or holes)"
-            return MaskValues(none, [num_new - count for count in shown_of_new], first_shown, why)
+            return MaskValues(none, (num_new - shown[:, before:].sum(axis=1)).tolist(), first_shown, why)
     return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)
 
 
-def _runs_of(positions: Any, num_rows: int, num_new: int) -> tuple[Tensor | None, str | None]:
-    """[2, rows or 1]: the last position, and the column from which on they count up by one; or why there are none."""
-    if positions is None:
-        return None, None
+def _count(positions: Any, numbers: np.ndarray | None, num_rows: int, num_new: int) -> PositionValues:
+    """Each row's last position, or one for all rows, and the column from which on they count up by one; or why there are none."""
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] not in (1, num_rows):
-        return None, "positions are not one number a token"
+        return PositionValues(why_unusual="positions are not one number a token")
     if positions.shape[1] != num_new:
-        return None, "positions of another length than the token ids"
+        return PositionValues(why_unusual="positions of another length than the token ids")
     if positions.is_floating_point():
-        return None, "positions are no integers"
-    if not num_new:
-        return None, None
-    columns = torch.arange(num_new, device=positions.device)
-    starts = positions - columns  # the same all along a run
-    behind_others = ((starts != starts[:, -1:]) * (columns + 1)).amax(dim=1)
-    return torch.stack((positions[:, -1].to(torch.int64), behind_others)), None
-
-
-def _in_rows(numbers: _Numbers, num_rows: int) -> list[_Numbers]:
-    """As many rows of one length; none of nothing."""
-    if num_rows < 2 or not numbers:
-        return [numbers] * num_rows
-    length = len(numbers) // num_rows
-    return [numbers[start : start + length] for start in range(0, len(numbers), length)]
+        return PositionValues(why_unusual="positions are no integers")
+    if numbers is None:
+        return PositionValues()
+    starts = numbers - np.arange(num_new)  # the same all along a run
+    differ = starts != starts[:, -1:]
+    if not differ.any():
+        return PositionValues(numbers[:, -1].tolist(), [0] * len(numbers))
+    behind_others = (differ * np.arange(1, num_new + 1)).max(axis=1)
+    return PositionValues(numbers[:, -1].tolist(), behind_others.tolist())

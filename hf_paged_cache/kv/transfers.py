@@ -6,9 +6,9 @@ there is any, and then nobody waits for it. On a CPU nothing is copied.
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, chain
-from operator import attrgetter
+from itertools import chain
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,18 +16,27 @@ _UNPINNED = ("cpu", "meta", "mps")  # kinds of devices that do not copy from pin
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The integers of each tensor, in order, whatever its shape.  Cost: one wait for each device.
+    """The integers of each tensor, in order, whatever its shape; see `read_arrays`."""
+    return [values.ravel().tolist() for values in read_arrays(tensors)]
 
-    Args:
-        tensors: of integers or booleans; floats are cut to integers.
+
+def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
+    """The values of tensors of integers or booleans, as int64 of their shapes; floats are cut.  Cost: one wait for each accelerator.
+
+    Those in host memory are views of it where they may be.
     """
-    found: list[list[int]] = [[]] * len(tensors)
-    for device in {*map(attrgetter("device"), tensors)}:
-        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
-        flat = [tensors[number].flatten().to(torch.int64) for number in numbers]
-        values = (torch.cat(flat) if len(flat) > 1 else flat[0]).tolist()
-        for number, part, end in zip(numbers, flat, accumulate(map(len, flat)), strict=True):
-            found[number] = values[end - len(part) : end]
+    found = [np.empty(0, np.int64)] * len(tensors)
+    together: dict[torch.device, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.device.type == "cpu":
+            found[number] = tensor.detach().to(torch.int64).numpy()
+        else:
+            together.setdefault(tensor.device, []).append(number)
+    for numbers in together.values():
+        values = torch.cat([tensors[number].flatten().to(torch.int64) for number in numbers]).cpu().numpy()
+        for number in numbers:
+            shape = tensors[number].shape
+            found[number], values = values[: shape.numel()].reshape(shape), values[shape.numel() :]
     return found
 
 

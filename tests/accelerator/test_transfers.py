@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_paged_cache.kv.transfers import Transfer, read_bytes, read_together, to_device
+from hf_paged_cache.kv.transfers import Transfer, read_arrays, read_bytes, read_together, to_device
 
 from .log import recorded
 
@@ -25,7 +25,9 @@ def test_tensors_of_a_device_are_read_in_one_wait() -> None:
     ]
     with recorded() as log:
         assert read_together(tensors) == [[1, 2, 3, 4], [5], [1, 0], [6], []]
-    assert sorted(entry.device for entry in log.waits) == ["sim:0", "sim:1"], log.lines("wait")
+        arrays = read_arrays(tensors)
+    assert [values.shape for values in arrays] == [(2, 2), (1,), (2,), (), (0,)]
+    assert sorted(entry.device for entry in log.waits) == ["sim:0", "sim:0", "sim:1", "sim:1"], log.lines("wait")
 
 
 def test_the_bytes_of_all_types_on_a_device_are_read_in_one_wait() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from hf_paged_cache.kv.transfers import Transfer, read_bytes, read_together, to_device
+from hf_paged_cache.kv.transfers import Transfer, read_arrays, read_bytes, read_together, to_device
 
 CPU = torch.device("cpu")
 
@@ -35,6 +36,14 @@ def test_integers_of_every_type_and_layout_are_read() -> None:
         [1, 4, 2, 5, 3, 6],
         [-1],
     ]
+
+
+def test_arrays_keep_their_shapes() -> None:
+    given = [torch.tensor([[True, False]]), torch.arange(6).view(2, 3).t(), torch.zeros(2, 0, dtype=torch.int32)]
+    for tensor, values in zip(given, read_arrays(given), strict=True):
+        assert values.dtype == np.int64
+        assert values.shape == tuple(tensor.shape)
+        assert values.tolist() == tensor.to(torch.int64).tolist()
 
 
 def test_the_bytes_of_tensors_are_those_of_each_kind_in_order() -> None:
