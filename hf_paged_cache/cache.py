@@ -33,7 +33,7 @@ from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.layers import PagedLayer, live_states, make_layer
 from .integration.ranks import Ranks
-from .integration.roads import capture_for, takes_rows
+from .integration.roads import takes_rows
 from .integration.session import Session
 from .integration.side_forward import SideForwards
 from .integration.without_store import LayersWithoutStore, LayersWithRows
@@ -71,10 +71,9 @@ class PagedPrefixCache(Cache):
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
-        capture: an early form, to be chosen until it is the default: calls run on rows of their own, where all layers of the model see all
-            tokens, and none is refused or reserved for. "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of
-            the model's own forward where the model is on a CUDA device and that pays; `last_call.captured` says where it did
-            not. False: they never do. "dry": all but the graphs, on any device, for tests. None: calls run in the pool.
+        capture: "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of the model's own forward, where all layers of
+            the model see all tokens, it is on a CUDA device and that pays; `last_call.captured` says why they did not. It is an
+            early form, and not the default until it has been measured. "dry": all but the graphs, on any device, for tests.
 
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
@@ -98,7 +97,7 @@ class PagedPrefixCache(Cache):
         cache_salt: str | bytes | None = None,
         attention: Literal["paged", "gather"] = "paged",
         on_full: Literal["refuse", "bypass"] = "refuse",
-        capture: Literal["auto", False, "dry"] | None = None,
+        capture: Literal["auto", False, "dry"] = False,
         **sizes: Unpack[StoreSizes],
     ) -> None:
         require_attention(attention)
@@ -137,9 +136,7 @@ class PagedPrefixCache(Cache):
             self.store.looks,
         )
         takes_positions = reader.takes_positions
-        self._calls.capturing = Capturing(
-            conditioning, capture_for(capture), self.store.arena, takes_positions=takes_positions
-        )
+        self._calls.capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
         self._rows: Rows | None = None  # those of `_current`
         self._current = Current(
             self._calls, WeakMethod(self._show)
@@ -147,7 +144,7 @@ class PagedPrefixCache(Cache):
         finalize(self, self._current.leave, blocks.left_rows).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
         self._capture, self._capturing = capture, self._calls.capturing
-        if self._may_take_rows and capture is not None:
+        if self._may_take_rows and capture:
             self._capturing.attach()
         self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
@@ -183,7 +180,7 @@ class PagedPrefixCache(Cache):
         current = self._rows
         if not self._may_take_rows or self._session.is_open:
             return None
-        if not given.only_new_tokens and not takes_rows(given, asked=self._capture is not None):
+        if not given.only_new_tokens and not takes_rows(given, asked=bool(self._capture)):
             self._end_rows()
             self._stay_in_pool()
             return None
@@ -245,7 +242,7 @@ class PagedPrefixCache(Cache):
         vars(self)["before_forward"] = self._session.before_forward
 
     def _takes_loop(self) -> bool:
-        return takes_rows(asked=self._capture is not None)
+        return takes_rows(asked=bool(self._capture))
 
     def adopt(self, rows: Rows, before: Rows) -> None:
         """A `generate` went on with the rows that a call had returned: where these were the cache's, so are those it ran on."""
