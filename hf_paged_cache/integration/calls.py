@@ -28,7 +28,7 @@ from ..call.record import count_bypassed, count_prompt
 from ..call.rows import Rows as NoRows
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..call.share import share_prompt
-from ..errors import CacheArgumentError
+from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
@@ -39,7 +39,14 @@ from ..rows.layers import SPARE
 from ..rows.rows import Rows
 from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
-from .begin import NO_CACHE_WANTED, continues, require_continues, require_may_begin, running_rows
+from .begin import (
+    NO_CACHE_WANTED,
+    continues,
+    prepares_otherwise,
+    require_continues,
+    require_may_begin,
+    running_rows,
+)
 from .capturing import Capturing
 from .current import Current
 from .forward_arguments import ArgumentReader, for_scheduled, shape_of
@@ -113,7 +120,7 @@ class Calls:
         rows = self.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
-        rows.reads_all = rows.state.is_custom
+        rows.reads_all = rows.state.is_custom or prepares_otherwise(self.conditioning.model)
         return rows
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
@@ -142,7 +149,7 @@ class Calls:
         before, rows.state = rows.state, self._state_of(given)
         rows.state.digest = b"" if before is None else before.digest
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
-            rows.is_whole = False  # it goes on as it is, and has no name
+            rows.judge(rows.n, held=False)  # what follows has no name
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
@@ -157,7 +164,10 @@ class Calls:
             self.resume(given, rows)
             return rows
         rows.escaped = True
-        begun = self.begin(given, rows)
+        previous: Rows | None = rows
+        if not rows.is_open:  # a function was given them that calls `generate` itself
+            previous, rows.previous = rows.previous, None
+        begun = self.begin(given, previous)
         begun.handle = rows.handle
         return begun
 
@@ -175,8 +185,8 @@ class Calls:
         if self.capturing is None:
             return
         unusual = "adapters were given for each row" if adapters is not None else request.keep_columns
-        if rows.state.is_custom:
-            unusual = "custom_generate calls the model in its own way"
+        if rows.reads_all:
+            unusual = "a function that is not transformers' says what each step is passed"
         most = rows.state.limits.max_columns
         said = self.capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
         rows.state.captured = said if self.capturing.is_asked else ""
@@ -282,8 +292,9 @@ class Calls:
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
-        reads = rows.reads_next or rows.reads_all or not rows.in_generate or arguments.get("input_ids") is None
-        rows.reads_next, _state = False, rows.state
+        is_prompt = rows.reads_next or not rows.in_generate
+        reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
+        rows.reads_next = False
         rows.roll_back()
         if not reads:
             return arguments
@@ -301,14 +312,18 @@ class Calls:
             )
             why = seen.why_whole or request.bypass or (_GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
-                self._count_more(rows, [len(row.token_ids) - row.num_hidden for row in request.rows])
-                if rows.in_generate and rows.captured is None:
+                if is_prompt:
+                    self._count_more(rows, [len(row.token_ids) - row.num_hidden for row in request.rows])
+                if is_prompt and rows.in_generate and rows.captured is None:
                     adapters = self.conditioning.adapter_names()
                     self._begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
                 return arguments
-            return self._bypass(rows, arguments, why)
-        num_rows, num_new = shape_of(arguments, rows.get_seq_length())
-        self._count_more(rows, [num_new] * num_rows)
+            if rows.in_generate:
+                self._keep(rows, rows.n, held=self._held_so_far(rows))
+            return self._bypass(rows, arguments, why, is_prompt=is_prompt)
+        if is_prompt:
+            num_rows, num_new = shape_of(arguments, rows.get_seq_length())
+            self._count_more(rows, [num_new] * num_rows)
         return arguments
 
     def keep_prompt(self, rows: Rows) -> None:
@@ -326,6 +341,12 @@ class Calls:
     def confirm(self, rows: Rows, output: Any) -> Any:
         """A forward has returned: rows that ran for several become these."""
         state = rows.state
+        if not any(layer.get_seq_length() for layer in rows.layers):
+            rows.reset()
+            raise ForwardMismatchError(
+                "the forward did not write any layer: gradient "
+                "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
+            )
         if rows.copies is not None:
             copies, rows.copies = rows.copies, None
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
@@ -395,7 +416,9 @@ class Calls:
         facts = RootFacts(digest, self.salt, b"", adapter, counted_from, row.first_position)
         return row._replace(root=self.conditioning.roots.of(facts), salt=self.salt)
 
-    def _bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str) -> Mapping[str, Any]:
+    def _bypass(
+        self, rows: Rows, arguments: Mapping[str, Any], why: str, *, is_prompt: bool = True
+    ) -> Mapping[str, Any]:
         """From here on the rows run on transformers' own layers."""
         before, begins = rows.n, not rows.is_open
         rows.bypass(why, list(cache_layers(self.conditioning.model)))
@@ -408,7 +431,8 @@ class Calls:
         else:
             for row in state.counts:
                 row.stopped += said
-            self._count_more(rows, [num_new] * num_rows)
+            if is_prompt:
+                self._count_more(rows, [num_new] * num_rows)
         return arguments
 
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
