@@ -27,7 +27,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.begin import require_continues, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current, end_all
+from .integration.current import Current, drain, end_all
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
@@ -444,6 +444,7 @@ class PagedPrefixCache(Cache):
         `PrefixStore.stats()` counts the calls of all caches.
         """
         call, blocks = self.call, self.store.blocks
+        drain(blocks)
         with blocks.lock:
             blocks.settle()
             rows = self._current.rows
@@ -480,6 +481,7 @@ class PagedPrefixCache(Cache):
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.store.blocks
+        drain(blocks)
         with blocks.lock:
             currents = [each for each in blocks.currents if each.salt == self.cache_salt]
         end_all(currents)

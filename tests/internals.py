@@ -26,7 +26,7 @@ from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, roads
+from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, roads, shared_prefill
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv import states as kv_states
@@ -367,7 +367,7 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
 # The same of a call on rows.
 FAULT_POINTS_OF_ROWS: list[tuple[type, str]] = [
     *((Calls, name) for name in ("begin", "open", "confirm", "keep_prompt", "keep_full", "close")),
-    *((RowsOfACall, name) for name in ("before_forward", "after_forward", "apply", "take", "make_room", "judge")),
+    *((RowsOfACall, name) for name in ("before_forward", "after_forward", "apply", "take", "judge")),
     (RowsLayer, "update"),
     (IdsStream, "note"),
     *((PrefixCachingBlockAllocator, name) for name in ("allocate", "allocate_immutable", "mark_computed", "free")),
@@ -531,8 +531,9 @@ def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
 
 def cost_everywhere(patch: pytest.MonkeyPatch, num_tokens: int = forwards_ahead.FORWARD_COST_ON_HOST) -> None:
     """A forward more costs as much as so many tokens, on an accelerator as on a CPU."""
-    patch.setattr(forwards_ahead, "FORWARD_COST_ON_HOST", num_tokens)
-    patch.setattr(forwards_ahead, "FORWARD_COST_ON_ACCELERATOR", num_tokens)
+    for module in (forwards_ahead, shared_prefill):
+        patch.setattr(module, "FORWARD_COST_ON_HOST", num_tokens)
+        patch.setattr(module, "FORWARD_COST_ON_ACCELERATOR", num_tokens)
 
 
 def make_snapshots_frequent(patch: pytest.MonkeyPatch) -> None:

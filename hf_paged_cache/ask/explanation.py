@@ -16,6 +16,7 @@ from ..call.look_up import continuation, look_up
 from ..call.match import previous_rows
 from ..call.prefix_match import Found
 from ..errors import CacheArgumentError
+from ..integration.current import drain
 from ..wording import counted
 from .asked import AskedCache
 from .prompts import AskedPrompt, asked_prompt
@@ -128,6 +129,7 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
     blocks, last = cache.store.blocks, previous_rows(cache._current.rows)
+    drain(blocks)
     with blocks.lock:
         blocks.settle()
         found, below = (Found(0, asked.why_whole), None) if asked.why_whole else look_up(cache.call, asked.row, last)

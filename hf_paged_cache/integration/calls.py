@@ -48,7 +48,7 @@ from .begin import (
     running_rows,
 )
 from .capturing import Capturing
-from .current import Current
+from .current import Current, drain
 from .forward_arguments import ArgumentReader, for_scheduled, shape_of
 from .generate_arguments import GenerateArguments
 from .image_inputs import ImageInputs
@@ -185,7 +185,9 @@ class Calls:
         if self.capturing is None:
             return
         unusual = "adapters were given for each row" if adapters is not None else request.keep_columns
-        if rows.reads_all:
+        if rows.state.is_custom:
+            unusual = "custom_generate calls the model in its own way"
+        elif rows.reads_all:
             unusual = "a function that is not transformers' says what each step is passed"
         most = rows.state.limits.max_columns
         said = self.capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
@@ -219,7 +221,7 @@ class Calls:
         """
         if model is not self.conditioning.model:
             raise another_model(self.conditioning.model, model)
-        self.drain()
+        drain(self.store)
         if rows.state is None:
             rows.state = CallState("forward", UNLIMITED, beams=False, runs_only_forwards=True)
         state, conditioning = rows.state, self.conditioning
@@ -237,7 +239,7 @@ class Calls:
         adapters = conditioning.adapter_names()
         why = seen.why_whole or request.bypass or self._why_bypassed(adapters, len(request.rows))
         if why is not None:
-            return self._bypass(rows, arguments, why)
+            return self._bypass(rows, arguments, why, request)
         inputs = [self._with_root(state.digest, row, adapters, at) for at, row in enumerate(request.rows)]
         may_alias = request.may_alias and adapters is None
         members, copies = _distinct(inputs) if may_alias else ([*range(len(inputs))], [*range(len(inputs))])
@@ -313,14 +315,14 @@ class Calls:
             why = seen.why_whole or request.bypass or (_GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
                 if is_prompt:
-                    self._count_more(rows, [len(row.token_ids) - row.num_hidden for row in request.rows])
+                    self._count_more(rows, _num_shown(request))
                 if is_prompt and rows.in_generate and rows.captured is None:
                     adapters = self.conditioning.adapter_names()
                     self._begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
                 return arguments
             if rows.in_generate:
                 self._keep(rows, rows.n, held=self._held_so_far(rows))
-            return self._bypass(rows, arguments, why, is_prompt=is_prompt)
+            return self._bypass(rows, arguments, why, request, is_prompt=is_prompt)
         if is_prompt:
             num_rows, num_new = shape_of(arguments, rows.get_seq_length())
             self._count_more(rows, [num_new] * num_rows)
@@ -391,14 +393,6 @@ class Calls:
         rows.ids.select(memory.as_index(copies))
         rows.share(shared, own, n)
 
-    def drain(self) -> None:
-        """Keep what the rows of collected caches had computed."""
-        left = self.store.left_rows
-        while left:
-            with contextlib.suppress(IndexError):  # another thread has it
-                rows = left.popleft()
-                rows.calls.close(rows)
-
     # Their parts.
 
     def _why_bypassed(self, adapters: list[str] | None, num_rows: int) -> str | None:
@@ -417,22 +411,21 @@ class Calls:
         return row._replace(root=self.conditioning.roots.of(facts), salt=self.salt)
 
     def _bypass(
-        self, rows: Rows, arguments: Mapping[str, Any], why: str, *, is_prompt: bool = True
+        self, rows: Rows, arguments: Mapping[str, Any], why: str, request: ForwardRequest, *, is_prompt: bool = True
     ) -> Mapping[str, Any]:
         """From here on the rows run on transformers' own layers."""
-        before, begins = rows.n, not rows.is_open
+        begins = not rows.is_open
         rows.bypass(why, list(cache_layers(self.conditioning.model)))
-        num_rows, num_new = shape_of(arguments, before)
         said = why if begins else f"; then {why}"
         state = rows.state
         if begins:
-            state.counts = count_bypassed([num_new] * num_rows, said)
+            state.counts = count_bypassed(_num_shown(request), said)
             state.pending = state.counts, True
         else:
             for row in state.counts:
                 row.stopped += said
             if is_prompt:
-                self._count_more(rows, [num_new] * num_rows)
+                self._count_more(rows, _num_shown(request))
         return arguments
 
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
@@ -519,6 +512,11 @@ class Calls:
         if rows.num_forwards == 1 and state.was_alone and not self.conditioning.may_change_in_a_forward():
             return True
         return bool(self.conditioning.digest(after_forward=state.runs_only_forwards) == state.digest)
+
+
+def _num_shown(request: ForwardRequest) -> list[int]:
+    """Tokens of each row that its mask shows."""
+    return [len(row.token_ids) - row.num_hidden for row in request.rows]
 
 
 def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:

@@ -49,6 +49,8 @@ def takes_rows(given: GenerateArguments | None = None, *, asked: bool = False) -
     """
     if given is not None and given.chunk_size is not None and not given.verifies_drafts:
         return False
+    if given is not None and given.synced_gpus:  # processes in step run equally many forwards, and none ahead
+        return False
     if way == "mixed" and not asked:
         return bool(next(_calls) % 2)
     return asked or way == "rows"

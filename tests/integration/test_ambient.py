@@ -174,11 +174,15 @@ def test_another_thread_s_calls_run_on_another_cache_of_the_store_while_this_one
         for thread in threads:
             thread.join(timeout=60)
         used = [output.past_key_values for output in outputs]
-        assert all(isinstance(each, PagedPrefixCache) for each in used)
-        assert used[0] is not used[1]
-        assert cache in used
-        assert all(each.store is cache.store for each in used)
-        assert [each.last_call.reused_tokens for each in used] == [48, 48]  # of the store
+        if runs_on_rows(cache):  # where both run on this one
+            assert all(ran_on(output, cache) for output in outputs)
+            assert cache.stats().reused_tokens == 2 * 48
+        else:
+            assert all(isinstance(each, PagedPrefixCache) for each in used)
+            assert used[0] is not used[1]
+            assert cache in used
+            assert all(each.store is cache.store for each in used)
+            assert [each.last_call.reused_tokens for each in used] == [48, 48]  # of the store
     for reference, output in zip(references, outputs, strict=True):
         assert_same(reference, output)
     del output
@@ -354,12 +358,13 @@ def test_a_thread_s_own_block_comes_before_the_one_of_all_threads(
 
     def inside_its_own_block() -> tuple[Any, Any]:
         with own:
-            inside = run(model, input_ids=IDS).past_key_values
-        return inside, run(model, input_ids=IDS).past_key_values
+            inside = run(model, input_ids=IDS)
+        return inside, run(model, input_ids=IDS)
 
     with cache.in_all_threads():
-        assert in_a_thread(inside_its_own_block) == (own, cache)
-        assert inside_its_own_block() == (own, cache)
+        for inside, after in (in_a_thread(inside_its_own_block), inside_its_own_block()):
+            assert ran_on(inside, own)
+            assert ran_on(after, cache)
     with own, cache.in_all_threads():
         assert ran_on(run(model, input_ids=IDS), cache)
 

@@ -67,9 +67,7 @@ def test_a_prompt_computed_under_other_conditions_than_were_read_is_not_kept(
     change.end()
     assert_same(wanted, run(model, cache, input_ids=IDS))
     assert cache.last_call.reused_tokens == 0
-    num_blocks = (
-        13 if runs_on_rows(cache) and "prefill_chunk_size" not in way else 14
-    )  # in the pool, also one that is not full
+    num_blocks = 13 if runs_on_rows(cache) else 14  # in the pool, also one that is not full
     assert cache.stats().num_blocks_in_use + cache.stats().num_cached_blocks == num_blocks  # those of the last call
 
 
