@@ -218,6 +218,10 @@ class PagedPrefixCache(Cache):
         finally:
             previous = rows.previous
             self._calls.close(rows)
+            if rows.is_open and rows.state is not None and rows.state.counts:
+                with self.store.blocks.lock:
+                    self.call.counters.end_call(rows.state.kind, rows.state.counts)
+                self.note_call(rows.state)
             # where no forward has run, those of the call before are there yet
             self._current.rows = rows if rows.is_open or previous is None else previous
 

@@ -240,6 +240,7 @@ class PrefixStore:
                 "None for all"
             )
         permissions = file_mode("mode", mode)
+        drain(self.blocks)
         with _bar("saving", progress) as show:
             return save_blocks(
                 self.blocks,

@@ -60,6 +60,14 @@ def runs_on_rows(cache: PagedPrefixCache) -> bool:
     return cache._may_take_rows and roads.way != "pool"
 
 
+def tokens_of_rows(cache: PagedPrefixCache) -> list[list[int]]:
+    """What ran in the rows of the last call; in the pool once for equal ones."""
+    rows = cache._current.rows
+    if rows is not None:
+        return [tokens.tolist() for tokens in rows.token_ids()]
+    return [held.table.token_ids.tolist() for held in cache.call.rows.distinct]
+
+
 def ran_on(output: Any, cache: PagedPrefixCache) -> bool:
     """Whether a `generate` ran on a cache: it returns that, or the rows of its call."""
     past = output.past_key_values
@@ -503,6 +511,8 @@ def read_zeros(patch: pytest.MonkeyPatch) -> None:
         return {name: held * 0 for name, held in read(self, layer_idx, new).items()}
 
     patch.setattr(View, "read", wrong)
+    update = RowsLayer.update
+    patch.setattr(RowsLayer, "update", lambda *given, **more: tuple(held * 0 for held in update(*given, **more)))
 
 
 def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:

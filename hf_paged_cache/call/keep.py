@@ -153,7 +153,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
     Returns:
-        whether it can hold them: not those of another dtype or device than it was made for.
+        whether it can hold them: not those of a finer dtype than it was made for, or of another device.
     """
     pool = store.pool
     with store.lock:
@@ -169,6 +169,8 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     with store.lock:
         if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
             store.make_room(1)  # tensors are made as large as the pool is
+            if not pool.all.capacity:
+                return False  # there was no memory for a block
             pool.lay_out_together(streams)
     if not store.is_settled:
         store.read_budget()
@@ -177,6 +179,8 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     with store.lock:
         held = {stream: pool.layer(stream[0]).get(stream[1]) for stream in streams}
     return all(
-        there is not None and (there.dtype, there.device) == (streams[stream].dtype, streams[stream].device)
+        there is not None
+        and there.device == streams[stream].device
+        and torch.promote_types(there.dtype, streams[stream].dtype) == there.dtype
         for stream, there in held.items()
     )
