@@ -27,13 +27,13 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.begin import require_continues, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current, end_all
+from .integration.current import Current, drain, end_all
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.layers import PagedLayer, live_states, make_layer
 from .integration.ranks import Ranks
-from .integration.roads import capture_for, takes_rows
+from .integration.roads import takes_rows
 from .integration.session import Session
 from .integration.side_forward import SideForwards
 from .integration.without_store import LayersWithoutStore, LayersWithRows
@@ -71,10 +71,9 @@ class PagedPrefixCache(Cache):
         on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
             as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
             `score` refuses always.
-        capture: an early form, to be chosen until it is the default: calls run on rows of their own, where all layers of the model see all
-            tokens, and none is refused or reserved for. "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of
-            the model's own forward where the model is on a CUDA device and that pays; `last_call.captured` says where it did
-            not. False: they never do. "dry": all but the graphs, on any device, for tests. None: calls run in the pool.
+        capture: "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of the model's own forward, where all layers of
+            the model see all tokens, it is on a CUDA device and that pays; `last_call.captured` says why they did not. It is an
+            early form, and not the default until it has been measured. "dry": all but the graphs, on any device, for tests.
 
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
@@ -98,7 +97,7 @@ class PagedPrefixCache(Cache):
         cache_salt: str | bytes | None = None,
         attention: Literal["paged", "gather"] = "paged",
         on_full: Literal["refuse", "bypass"] = "refuse",
-        capture: Literal["auto", False, "dry"] | None = None,
+        capture: Literal["auto", False, "dry"] = False,
         **sizes: Unpack[StoreSizes],
     ) -> None:
         require_attention(attention)
@@ -137,9 +136,7 @@ class PagedPrefixCache(Cache):
             self.store.looks,
         )
         takes_positions = reader.takes_positions
-        self._calls.capturing = Capturing(
-            conditioning, capture_for(capture), self.store.arena, takes_positions=takes_positions
-        )
+        self._calls.capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
         self._rows: Rows | None = None  # those of `_current`
         self._current = Current(
             self._calls, WeakMethod(self._show)
@@ -147,7 +144,7 @@ class PagedPrefixCache(Cache):
         finalize(self, self._current.leave, blocks.left_rows).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
         self._capture, self._capturing = capture, self._calls.capturing
-        if self._may_take_rows and capture is not None:
+        if self._may_take_rows and capture:
             self._capturing.attach()
         self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
@@ -183,7 +180,7 @@ class PagedPrefixCache(Cache):
         current = self._rows
         if not self._may_take_rows or self._session.is_open:
             return None
-        if not given.only_new_tokens and not takes_rows(given, asked=self._capture is not None):
+        if not given.only_new_tokens and not takes_rows(given, asked=bool(self._capture)):
             self._end_rows()
             self._stay_in_pool()
             return None
@@ -202,6 +199,7 @@ class PagedPrefixCache(Cache):
             resumed.handle, resumed.is_behind_handle = ref(self), False
             return resumed
         self._leave_pool()
+        self._follow_dtype()
         self._capturing.attach()
         rows = self._calls.begin(given, self._current.take())
         rows.handle = ref(self)
@@ -221,6 +219,10 @@ class PagedPrefixCache(Cache):
         finally:
             previous = rows.previous
             self._calls.close(rows)
+            if rows.is_open and rows.state is not None and rows.state.counts:
+                with self.store.blocks.lock:
+                    self.call.counters.end_call(rows.state.kind, rows.state.counts)
+                self.note_call(rows.state)
             # where no forward has run, those of the call before are there yet
             self._current.rows = rows if rows.is_open or previous is None else previous
 
@@ -231,6 +233,7 @@ class PagedPrefixCache(Cache):
             if not self._may_take_rows or self._session.num_rows or self._session.is_open or not self._takes_loop():
                 self._stay_in_pool()
                 return self._session.before_forward(model, arguments)
+            self._follow_dtype()
             rows = self._calls.begin_unseen(current, arguments)
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
@@ -244,8 +247,14 @@ class PagedPrefixCache(Cache):
         """Steps in the pool ask nobody else, until the rows end."""
         vars(self)["before_forward"] = self._session.before_forward
 
+    def _follow_dtype(self) -> None:
+        """Rows begin: in a wider dtype than the budget has counted with there can be fewer blocks."""
+        blocks = self.store.blocks
+        with blocks.lock:
+            blocks.follow_dtype(self.store.model.dtype, self.call)
+
     def _takes_loop(self) -> bool:
-        return takes_rows(asked=self._capture is not None)
+        return takes_rows(asked=bool(self._capture))
 
     def adopt(self, rows: Rows, before: Rows) -> None:
         """A `generate` went on with the rows that a call had returned: where these were the cache's, so are those it ran on."""
@@ -447,6 +456,7 @@ class PagedPrefixCache(Cache):
         `PrefixStore.stats()` counts the calls of all caches.
         """
         call, blocks = self.call, self.store.blocks
+        drain(blocks)
         with blocks.lock:
             blocks.settle()
             rows = self._current.rows
@@ -483,6 +493,7 @@ class PagedPrefixCache(Cache):
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.store.blocks
+        drain(blocks)
         with blocks.lock:
             currents = [each for each in blocks.currents if each.salt == self.cache_salt]
         end_all(currents)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.current import end_all
+from .integration.current import drain, end_all
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
@@ -181,6 +181,7 @@ class PrefixStore:
             CacheBusyError: a `generate` is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.blocks
+        drain(blocks)
         with blocks.lock:
             currents = [*blocks.currents]
         end_all(currents)
@@ -239,6 +240,7 @@ class PrefixStore:
                 "None for all"
             )
         permissions = file_mode("mode", mode)
+        drain(self.blocks)
         with _bar("saving", progress) as show:
             return save_blocks(
                 self.blocks,
@@ -295,6 +297,7 @@ class PrefixStore:
         was is a cache's to say.
         """
         blocks = self.blocks
+        drain(blocks)
         with blocks.lock:
             blocks.settle()
             copied_bytes = sum(call.view.num_bytes for call in blocks.holders())

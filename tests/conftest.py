@@ -105,7 +105,7 @@ WAYS = ("pool", "rows", "mixed")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--way", choices=WAYS, default="pool", help="how calls run, where a test does not say it")
+    parser.addoption("--way", choices=WAYS, default="rows", help="how calls run, where a test does not say it")
 
 
 def _file(config: pytest.Config, path: Path) -> str:
@@ -125,7 +125,8 @@ def _way_of_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     marker = request.node.get_closest_marker("way")
     asked = marker.args[0] if marker is not None else request.config.getoption("way")
     way = getattr(request, "param", asked)
-    if way != "pool" or "hf_paged_cache.integration.roads" in sys.modules:
+    monkeypatch.setenv("HF_PAGED_CACHE_WAY", way)  # of processes that the test starts
+    if way != "rows" or "hf_paged_cache.integration.roads" in sys.modules:
         from hf_paged_cache.integration import roads
 
         monkeypatch.setattr(roads, "way", way)

@@ -26,14 +26,17 @@ from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, roads, without_images
+from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, roads, shared_prefill
+from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
+from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer
+from hf_paged_cache.rows.rows import Rows as RowsOfACall
 from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
@@ -55,6 +58,21 @@ WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
 def runs_on_rows(cache: PagedPrefixCache) -> bool:
     """Whether its calls run on rows of their own; else in the pool."""
     return cache._may_take_rows and roads.way != "pool"
+
+
+def tokens_of_rows(cache: PagedPrefixCache) -> list[list[int]]:
+    """What ran in the rows of the last call; in the pool once for equal ones."""
+    rows = cache._current.rows
+    if rows is not None:
+        return [tokens.tolist() for tokens in rows.token_ids()]
+    return [held.table.token_ids.tolist() for held in cache.call.rows.distinct]
+
+
+def ran_on(output: Any, cache: PagedPrefixCache) -> bool:
+    """Whether a `generate` ran on a cache: it returns that, or the rows of its call."""
+    past = output.past_key_values
+    handle = getattr(past, "handle", None)
+    return past is cache or (handle is not None and handle() is cache)
 
 
 def held_tensors(
@@ -280,6 +298,20 @@ def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int]
     patch.setattr(Call, "write", acting_write)
 
 
+def spoil_room_before_each_write(patch: pytest.MonkeyPatch, value: float, counts: list[int]) -> None:
+    """Write `value` into all columns of a call's rows that hold nothing, layer by layer; gets how many numbers."""
+    update = RowsLayer.update
+
+    def spoiling(layer: RowsLayer, *states: Any, **more: Any) -> Any:
+        for tensor in layer.held or ():
+            empty = tensor.data[:, :, layer.n - layer.base :]  # torch counts no write of ours
+            empty.fill_(value)
+            counts.append(empty.numel())
+        return update(layer, *states, **more)
+
+    patch.setattr(RowsLayer, "update", spoiling)
+
+
 def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
     """How often the pool is written from here on; "write_blocks" counts once for all layers."""
     counts: Counter[str] = Counter()
@@ -310,7 +342,11 @@ def hold_all_token_ids(patch: pytest.MonkeyPatch) -> None:
 
 # What is made to fail, or to be wrong.
 
-LAYER_WRITE = (PagedPrefixCache, "update")
+
+def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
+    """What every layer calls to store its keys and values."""
+    return (RowsLayer if runs_on_rows(cache) else PagedPrefixCache), "update"
+
 
 # Where a call is made to fail: a method, and the attention whose calls come there.
 FAULT_POINTS: list[tuple[type, str, str]] = [
@@ -335,6 +371,15 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
     *((View, name, "paged") for name in ("read", "start_forward", "select", "keep")),
     (LayerSteps, "append", "paged"),
     (View, "read", "gather"),
+]
+# The same of a call on rows.
+FAULT_POINTS_OF_ROWS: list[tuple[type, str]] = [
+    *((Calls, name) for name in ("begin", "open", "confirm", "keep_prompt", "keep_full", "close")),
+    *((RowsOfACall, name) for name in ("before_forward", "after_forward", "apply", "take", "judge")),
+    (RowsLayer, "update"),
+    (IdsStream, "note"),
+    *((PrefixCachingBlockAllocator, name) for name in ("allocate", "allocate_immutable", "mark_computed", "free")),
+    (BlockStore, "make_room"),
 ]
 
 # Where memory runs out: methods of a cache's own pool and view.
@@ -455,7 +500,7 @@ def never_flush(patch: pytest.MonkeyPatch) -> None:
 
 def begin_chunks_at_the_first_column(patch: pytest.MonkeyPatch) -> None:
     """Transformers is taken for one before 5.23, where rows are to resume."""
-    patch.setattr(without_images, "SLICES_CHUNKS", False)
+    patch.setattr(chunked_prompt, "SLICES_CHUNKS", False)
 
 
 def read_zeros(patch: pytest.MonkeyPatch) -> None:
@@ -466,6 +511,8 @@ def read_zeros(patch: pytest.MonkeyPatch) -> None:
         return {name: held * 0 for name, held in read(self, layer_idx, new).items()}
 
     patch.setattr(View, "read", wrong)
+    update = RowsLayer.update
+    patch.setattr(RowsLayer, "update", lambda *given, **more: tuple(held * 0 for held in update(*given, **more)))
 
 
 def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
@@ -494,8 +541,9 @@ def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
 
 def cost_everywhere(patch: pytest.MonkeyPatch, num_tokens: int = forwards_ahead.FORWARD_COST_ON_HOST) -> None:
     """A forward more costs as much as so many tokens, on an accelerator as on a CPU."""
-    patch.setattr(forwards_ahead, "FORWARD_COST_ON_HOST", num_tokens)
-    patch.setattr(forwards_ahead, "FORWARD_COST_ON_ACCELERATOR", num_tokens)
+    for module in (forwards_ahead, shared_prefill):
+        patch.setattr(module, "FORWARD_COST_ON_HOST", num_tokens)
+        patch.setattr(module, "FORWARD_COST_ON_ACCELERATOR", num_tokens)
 
 
 def make_snapshots_frequent(patch: pytest.MonkeyPatch) -> None:

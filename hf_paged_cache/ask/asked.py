@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from ..call.call import Call
+from ..integration.current import Current
 from ..integration.ranks import Ranks
 from ..integration.session import Session
 from ..integration.side_forward import SideForwards
@@ -16,6 +17,7 @@ class AskedCache(Protocol):
     Attributes:
         store: its blocks, and their model.
         call: its rows.
+        _current: its rows, where calls run on rows of their own.
         _session: what a forward would mean for them now.
         _ranks: the processes that share its model.
         _side: runs forwards on caches of the same store and salt, so that its rows stay as they are.
@@ -26,6 +28,7 @@ class AskedCache(Protocol):
     call: Call
     cache_salt: bytes
     _session: Session
+    _current: Current
     _ranks: Ranks
     _side: SideForwards
     _num_looks: int

@@ -13,8 +13,10 @@ from torch import Tensor
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..blocks.tokens import TokenIds
 from ..call.look_up import continuation, look_up
+from ..call.match import previous_rows
 from ..call.prefix_match import Found
 from ..errors import CacheArgumentError
+from ..integration.current import drain
 from ..wording import counted
 from .asked import AskedCache
 from .prompts import AskedPrompt, asked_prompt
@@ -126,10 +128,11 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 
 def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
-    blocks = cache.store.blocks
+    blocks, last = cache.store.blocks, previous_rows(cache._current.rows)
+    drain(blocks)
     with blocks.lock:
         blocks.settle()
-        found, below = (Found(0, asked.why_whole), None) if asked.why_whole else look_up(cache.call, asked.row)
+        found, below = (Found(0, asked.why_whole), None) if asked.why_whole else look_up(cache.call, asked.row, last)
     num_blocks, tier = found.num_tokens // blocks.block_size, below or (_DEVICE if found.num_tokens else None)
     return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
 
@@ -168,10 +171,10 @@ def explain(
         raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
-    found = _look_up(cache, asked)
+    found, last = _look_up(cache, asked), previous_rows(cache._current.rows)
     with blocks.lock:
         blocks.settle()
-        goes_on = continuation(cache.call, asked.row, found.num_tokens)
+        goes_on = continuation(cache.call, asked.row, found.num_tokens, last)
         first = tokens[: blocks.block_size]
         is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
     return _explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)

@@ -164,6 +164,10 @@ class PromptCounters:
         self._record(new, [row.stopped for row in rows], num_calls=int(begins))
         self._elsewhere = kind, rows
 
+    def end_call(self, kind: str, rows: list[RowCount]) -> None:
+        """A call has ended: it is the last one, also where others ran inside of it."""
+        self._elsewhere = kind, rows
+
     def ran_last(self, rows: list[RowCount]) -> bool:
         """Whether the call with these counts is the last one."""
         return self._elsewhere is not None and self._elsewhere[1] is rows

@@ -12,6 +12,7 @@ from ..blocks import Allocation, BlockHash, HashChain
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..errors import OutOfBlocksError
 from ..rows import memory
+from ..rows.memory import Stream
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 
@@ -153,7 +154,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
     Returns:
-        whether it can hold them: not those of another dtype or device than it was made for.
+        whether it can hold them: not those of another device, nor of a dtype for which it has too many blocks.
     """
     pool = store.pool
     with store.lock:
@@ -169,14 +170,23 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     with store.lock:
         if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
             store.make_room(1)  # tensors are made as large as the pool is
+            if not pool.all.capacity:
+                return False  # there was no memory for a block
             pool.lay_out_together(streams)
     if not store.is_settled:
         store.read_budget()
         with store.lock:
             store.settle_budget()
-    with store.lock:
-        held = {stream: pool.layer(stream[0]).get(stream[1]) for stream in streams}
-    return all(
-        there is not None and (there.dtype, there.device) == (streams[stream].dtype, streams[stream].device)
-        for stream, there in held.items()
-    )
+    with store.lock, store.writing:  # tensors are made anew for a wider dtype
+        return all(_can_hold(store, stream, states) for stream, states in streams.items())
+
+
+def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:
+    """Whether the pool holds such numbers; where it counts blocks alone, its tensor takes a wider dtype."""
+    held = store.pool.layer(stream[0]).get(stream[1])
+    if held is None or held.device != states.device:
+        return False
+    is_wider = torch.promote_types(held.dtype, states.dtype) != held.dtype
+    if is_wider and not store.has_budget:
+        store.pool.tensor_for(*stream, states)
+    return not is_wider or not store.has_budget

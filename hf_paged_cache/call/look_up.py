@@ -3,17 +3,24 @@
 While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
 """
 
+from collections.abc import Sequence
+
 from ..blocks.tokens import TokenIds
 from ..store.tier_load import Wanted
 from . import prefix_match
 from .call import Call
-from .prefix_match import Found, PreviousRows
+from .match import PreviousRow
+from .prefix_match import Found, PreviousRows, why_stopped
 from .rows import Row
 from .scheduled_forward import RowInput
 
 
-def look_up(call: Call, new: RowInput) -> tuple[Found, str | None]:
-    """What a call of one row would find, if it had room; and the furthest lower tier that some of it would come up from, if any."""
+def look_up(call: Call, new: RowInput, last: Sequence[PreviousRow] = ()) -> tuple[Found, str | None]:
+    """What a call of one row would find, if it had room; and the furthest lower tier that some of it would come up from, if any.
+
+    Args:
+        last: the rows of the cache's last call, where that ran on rows of its own.
+    """
     store, num_tokens = call.store, len(new.token_ids)
     are_running = bool(call.rows.alias) and call.states is not None and call.states.stands(call.rows)
 
@@ -24,15 +31,26 @@ def look_up(call: Call, new: RowInput) -> tuple[Found, str | None]:
 
     most = max(0, num_tokens - call.num_needed_of(num_tokens))
     found = prefix_match.look_up_row(store, new, _previous(call), most, num_at_end)
+    closest, num_common = PreviousRows(last).closest(new)
+    if closest is not None and num_common > found.num_tokens:
+        why = why_stopped(num_common, new.token_ids, store.block_size, closest.num_true_tokens)
+        found = Found(num_common, why)
+    elif closest is not None and not found.num_tokens and closest.num_true_tokens:
+        found = found._replace(stopped=found.stopped + ", and the last call's begin otherwise")
     below = store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
     if below is None or below[0] <= found.num_tokens:
         return found, None
     return prefix_match.found_below(store, new, below[0]), below[1]
 
 
-def continuation(call: Call, new: RowInput, num_tokens: int) -> TokenIds:
-    """How the closest of what a call would find continues after a row's first `num_tokens` tokens."""
-    return prefix_match.continuation(call.store, new, _previous(call), num_tokens)
+def continuation(call: Call, new: RowInput, num_tokens: int, last: Sequence[PreviousRow] = ()) -> TokenIds:
+    """How the closest of what a call would find continues after a row's first `num_tokens` tokens.
+
+    Args:
+        last: see `look_up`.
+    """
+    previous = PreviousRows(last) if last else _previous(call)
+    return prefix_match.continuation(call.store, new, previous, num_tokens)
 
 
 def _previous(call: Call) -> PreviousRows[Row]:

@@ -6,7 +6,7 @@ Changes nothing but who holds which block: what it returns holds what it found.
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from ..blocks import BlockTable, Group, HashChain, resumable
 from ..blocks.image_tokens import WholeImages, filled_up, hold_images, said_image, whole_images
@@ -148,7 +148,7 @@ def look_up_row(
         return Found(known, why) if why else found
 
 
-def continuation(store: BlockStore, new: RowInput, previous: PreviousRows[Row], num_tokens: int) -> TokenIds:
+def continuation(store: BlockStore, new: RowInput, previous: PreviousRows[Any], num_tokens: int) -> TokenIds:
     """How the closest of what is known continues after the first `num_tokens` tokens of a row; empty where nothing does.
 
     Effects: none.  Cost: a SHA-256 for each block of the store.

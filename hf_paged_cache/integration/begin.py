@@ -8,6 +8,7 @@ from torch import Tensor
 from ..errors import CacheArgumentError
 from ..model.support import require_layer_adapters
 from ..rows.rows import Rows
+from .chunked_prompt import require_slices
 from .generate_arguments import GenerateArguments
 from .running_generate import another_model
 
@@ -71,12 +72,27 @@ def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> Non
         )
 
 
+def prepares_otherwise(model: Any) -> bool:
+    """Whether what each step is passed may be anything: a function says it that is not transformers' own."""
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        function = getattr(type(model), name, None)
+        if name in vars(model) or not _is_of_transformers(function):
+            return True
+    return False
+
+
+def _is_of_transformers(function: Any) -> bool:
+    module = getattr(function, "__globals__", {}).get("__name__", "")
+    return str(module).partition(".")[0] == "transformers"
+
+
 def require_continues(given: GenerateArguments, num_held: int) -> None:
     """Only new tokens must resume exactly where the rows stopped; a mask of ones never reaches the forward.
 
     Raises:
-        CacheArgumentError: they do not.
+        CacheArgumentError: they do not, or would run in chunks from the first column on.
     """
+    require_slices(given)
     if given.num_masked != num_held + given.num_given:
         raise CacheArgumentError(
             f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "

@@ -28,7 +28,7 @@ from ..call.record import count_bypassed, count_prompt
 from ..call.rows import Rows as NoRows
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..call.share import share_prompt
-from ..errors import CacheArgumentError
+from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
@@ -39,9 +39,16 @@ from ..rows.layers import SPARE
 from ..rows.rows import Rows
 from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
-from .begin import NO_CACHE_WANTED, continues, require_continues, require_may_begin, running_rows
+from .begin import (
+    NO_CACHE_WANTED,
+    continues,
+    prepares_otherwise,
+    require_continues,
+    require_may_begin,
+    running_rows,
+)
 from .capturing import Capturing
-from .current import Current
+from .current import Current, drain
 from .forward_arguments import ArgumentReader, for_scheduled, shape_of
 from .generate_arguments import GenerateArguments
 from .image_inputs import ImageInputs
@@ -111,7 +118,7 @@ class Calls:
         rows = self.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
-        rows.reads_all = rows.state.is_custom
+        rows.reads_all = rows.state.is_custom or prepares_otherwise(self.conditioning.model)
         return rows
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
@@ -140,7 +147,7 @@ class Calls:
         before, rows.state = rows.state, self._state_of(given)
         rows.state.digest = b"" if before is None else before.digest
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
-            rows.is_whole = False  # it goes on as it is, and has no name
+            rows.judge(rows.n, held=False)  # what follows has no name
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
@@ -155,7 +162,10 @@ class Calls:
             self.resume(given, rows)
             return rows
         rows.escaped = True
-        begun = self.begin(given, rows)
+        previous: Rows | None = rows
+        if not rows.is_open:  # a function was given them that calls `generate` itself
+            previous, rows.previous = rows.previous, None
+        begun = self.begin(given, previous)
         begun.handle = rows.handle
         return begun
 
@@ -175,6 +185,8 @@ class Calls:
         unusual = "adapters were given for each row" if adapters is not None else request.keep_columns
         if rows.state.is_custom:
             unusual = "custom_generate calls the model in its own way"
+        elif rows.reads_all:
+            unusual = "a function that is not transformers' says what each step is passed"
         most = rows.state.limits.max_columns
         said = self.capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
         rows.state.captured = said if self.capturing.is_asked else ""
@@ -207,7 +219,7 @@ class Calls:
         """
         if model is not self.conditioning.model:
             raise another_model(self.conditioning.model, model)
-        self.drain()
+        drain(self.store)
         if rows.state is None:
             rows.state = CallState("forward", UNLIMITED, beams=False, runs_only_forwards=True)
         state, conditioning = rows.state, self.conditioning
@@ -225,7 +237,7 @@ class Calls:
         adapters = conditioning.adapter_names()
         why = seen.why_whole or request.bypass or self._why_bypassed(adapters, len(request.rows))
         if why is not None:
-            return self._bypass(rows, arguments, why)
+            return self._bypass(rows, arguments, why, request)
         inputs = [self._with_root(state.digest, row, adapters, at) for at, row in enumerate(request.rows)]
         may_alias = request.may_alias and adapters is None
         members, copies = _distinct(inputs) if may_alias else ([*range(len(inputs))], [*range(len(inputs))])
@@ -282,8 +294,9 @@ class Calls:
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
-        reads = rows.reads_next or rows.reads_all or not rows.in_generate or arguments.get("input_ids") is None
-        rows.reads_next, _state = False, rows.state
+        is_prompt = rows.reads_next or not rows.in_generate
+        reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
+        rows.reads_next = False
         rows.roll_back()
         if not reads:
             return arguments
@@ -301,14 +314,18 @@ class Calls:
             )
             why = seen.why_whole or request.bypass or (_GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
-                self._count_more(rows, [len(row.token_ids) - row.num_hidden for row in request.rows])
-                if rows.in_generate and rows.captured is None:
+                if is_prompt:
+                    self._count_more(rows, _num_shown(request))
+                if is_prompt and rows.in_generate and rows.captured is None:
                     adapters = self.conditioning.adapter_names()
                     self._begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
                 return arguments
-            return self._bypass(rows, arguments, why)
-        num_rows, num_new = shape_of(arguments, rows.get_seq_length())
-        self._count_more(rows, [num_new] * num_rows)
+            if rows.in_generate:
+                self._keep(rows, rows.n, held=self._held_so_far(rows))
+            return self._bypass(rows, arguments, why, request, is_prompt=is_prompt)
+        if is_prompt:
+            num_rows, num_new = shape_of(arguments, rows.get_seq_length())
+            self._count_more(rows, [num_new] * num_rows)
         return arguments
 
     def keep_prompt(self, rows: Rows) -> None:
@@ -326,6 +343,12 @@ class Calls:
     def confirm(self, rows: Rows, output: Any) -> Any:
         """A forward has returned: rows that ran for several become these."""
         state = rows.state
+        if not any(layer.get_seq_length() for layer in rows.layers):
+            rows.reset()
+            raise ForwardMismatchError(
+                "the forward did not write any layer: gradient "
+                "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
+            )
         if rows.copies is not None:
             copies, rows.copies = rows.copies, None
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
@@ -370,14 +393,6 @@ class Calls:
         rows.ids.select(memory.as_index(copies))
         rows.share(shared, own, n)
 
-    def drain(self) -> None:
-        """Keep what the rows of collected caches had computed."""
-        left = self.store.left_rows
-        while left:
-            with contextlib.suppress(IndexError):  # another thread has it
-                rows = left.popleft()
-                rows.calls.close(rows)
-
     # Their parts.
 
     def _why_bypassed(self, adapters: list[str] | None, num_rows: int) -> str | None:
@@ -395,20 +410,22 @@ class Calls:
         facts = RootFacts(digest, self.salt, b"", adapter, counted_from, row.first_position)
         return row._replace(root=self.conditioning.roots.of(facts), salt=self.salt)
 
-    def _bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str) -> Mapping[str, Any]:
+    def _bypass(
+        self, rows: Rows, arguments: Mapping[str, Any], why: str, request: ForwardRequest, *, is_prompt: bool = True
+    ) -> Mapping[str, Any]:
         """From here on the rows run on transformers' own layers."""
-        before, begins = rows.n, not rows.is_open
+        begins = not rows.is_open
         rows.bypass(why, list(cache_layers(self.conditioning.model)))
-        num_rows, num_new = shape_of(arguments, before)
         said = why if begins else f"; then {why}"
         state = rows.state
         if begins:
-            state.counts = count_bypassed([num_new] * num_rows, said)
+            state.counts = count_bypassed(_num_shown(request), said)
             state.pending = state.counts, True
         else:
             for row in state.counts:
                 row.stopped += said
-            self._count_more(rows, [num_new] * num_rows)
+            if is_prompt:
+                self._count_more(rows, _num_shown(request))
         return arguments
 
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
@@ -495,6 +512,11 @@ class Calls:
         if rows.num_forwards == 1 and state.was_alone and not self.conditioning.may_change_in_a_forward():
             return True
         return bool(self.conditioning.digest(after_forward=state.runs_only_forwards) == state.digest)
+
+
+def _num_shown(request: ForwardRequest) -> list[int]:
+    """Tokens of each row that its mask shows."""
+    return [len(row.token_ids) - row.num_hidden for row in request.rows]
 
 
 def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:

@@ -22,7 +22,7 @@ from ..rows.graphs import EXPERTS, NOT_WORTH_IT, TOKENS, Model, make, shapes_ove
 from ..rows.rows import Rows
 from ..rows.static import Arena, together
 
-CAPTURES = ("auto", False, "dry", None)
+CAPTURES = ("auto", False, "dry")
 _ATTENTIONS = ("sdpa", "eager")
 _TRAINING = attrgetter("training")
 _attaching = new_lock()  # two caches of a model may be built at once
@@ -38,7 +38,7 @@ def require_capture(capture: Any) -> None:
         CacheArgumentError: it is none.
     """
     if not any(capture is each or (isinstance(each, str) and capture == each) for each in CAPTURES):
-        raise CacheArgumentError(f"capture is {capture!r}; give 'auto', False, 'dry', or None for calls in the pool")
+        raise CacheArgumentError(f"capture is {capture!r}; give 'auto', False or 'dry'")
 
 
 class CapturedForward:

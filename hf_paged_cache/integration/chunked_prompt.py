@@ -16,13 +16,26 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ..blocks.hashing import root_hash
 from ..call.scheduled_forward import Chunks, ForwardRequest
-from ..errors import ForwardMismatchError
+from ..errors import CacheArgumentError, ForwardMismatchError
 from ..model.support import has_experts
 from .generate_arguments import GenerateArguments
 
 IN_CHUNKS = "prefill_chunk_size was given, and known tokens are used in whole chunks alone"
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only chunks after the cache's rows
+
+
+def require_slices(given: GenerateArguments) -> None:
+    """Refuse chunks of a prompt whose rows resume, where transformers would run again what the rows hold.
+
+    Raises:
+        CacheArgumentError: it would.
+    """
+    if given.chunk_size is not None and not SLICES_CHUNKS and not given.verifies_drafts:
+        raise CacheArgumentError(
+            "before 5.23 transformers runs a prompt in chunks from its first column on, also where the rows of a cache resume; "
+            "leave prefill_chunk_size out"
+        )
 
 
 @dataclass

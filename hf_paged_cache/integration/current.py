@@ -1,5 +1,6 @@
 """The rows of a cache between its calls: of the last call, of a running loop, or of a `generate` that has not run a forward yet."""
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -92,6 +93,15 @@ class Current:
             size = self._calls.store.block_size
             if any(rows.n - prompt.pad - prompt.kept >= size for prompt in rows.prompts):
                 left.append(rows)
+
+
+def drain(store: BlockStore) -> None:
+    """Keep what the rows of collected caches had computed."""
+    left = store.left_rows
+    while left:
+        with contextlib.suppress(IndexError):  # another thread has it
+            rows = left.popleft()
+            rows.calls.close(rows)
 
 
 def end_all(currents: Sequence[Current]) -> None:

@@ -18,7 +18,7 @@ WAYS = (
     "pool",
     "mixed",
 )  # "mixed": each further call takes the other one, so that what one keeps the other finds
-way = os.environ.get("HF_PAGED_CACHE_WAY", "pool")  # until all that a user may ask runs on rows
+way = os.environ.get("HF_PAGED_CACHE_WAY", "rows")  # where a model may take either
 _calls = count()
 
 
@@ -41,20 +41,15 @@ def why_in_pool(
     return None
 
 
-def capture_for(asked: Any) -> Any:
-    """How calls are captured: as a cache was built; where that says nothing and calls run on rows, "auto"."""
-    if asked is not None:
-        return asked
-    return "auto" if way == "rows" else False
-
-
 def takes_rows(given: GenerateArguments | None = None, *, asked: bool = False) -> bool:
     """Whether a call of a model that may, a `generate` or a loop of forwards, runs on rows of its own.
 
     Args:
-        asked: its cache was built so that they do.
+        asked: its cache was built so that their steps are captured, which the pool cannot.
     """
     if given is not None and given.chunk_size is not None and not given.verifies_drafts:
+        return False
+    if given is not None and given.synced_gpus:  # processes in step run equally many forwards, and none ahead
         return False
     if way == "mixed" and not asked:
         return bool(next(_calls) % 2)

@@ -16,7 +16,7 @@ from ..errors import CacheArgumentError
 from ..model.conditioning import Conditioning
 from ..model.placeholders import Placeholders, Unfilled
 from ..model.rope import RopeDeltas
-from .chunked_prompt import SLICES_CHUNKS
+from .chunked_prompt import require_slices
 from .generate_arguments import GenerateArguments
 
 
@@ -106,11 +106,7 @@ class PromptsWithoutImages:
         call, self._unseen_end = self._call, 0
         if look is None and not given.only_new_tokens:
             return False
-        if given.chunk_size is not None and not SLICES_CHUNKS and not given.verifies_drafts:
-            raise CacheArgumentError(
-                "before 5.23 transformers runs a prompt in chunks from its first column on, also where the rows of a cache resume; "
-                "leave prefill_chunk_size out"
-            )
+        require_slices(given)
         if look is None:
             self._remember([*range(num_rows)], num_rows)
             return True

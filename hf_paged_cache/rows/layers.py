@@ -146,6 +146,9 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.held = (states, other) if place == 0 else (other, states)
         self.n, self.base, self.room, self.is_own = states.shape[2], 0, states.shape[2], True
 
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: memory is made when keys and values come, and what is held stays."""
+
     def get_seq_length(self) -> int:
         """Columns written, padding included."""
         return self.n

@@ -159,6 +159,7 @@ class Rows(Cache):
         self.has_own = False
         self._room_end = math.inf  # the column at which memory that lies together ends
         self._num_new = 0
+        self._lengths: list[int] | None = None  # columns of layers before a bypassed forward that has not returned
 
     # What `generate` tells that is passed rows which a call has returned.
 
@@ -172,7 +173,10 @@ class Rows(Cache):
         try:
             yield
         finally:
+            previous = rows.previous
             self.calls.close(rows)
+            if not self.is_open:
+                self.previous = rows if rows.is_open else previous
             if rows.is_open and self.handle is not None and (handle := self.handle()) is not None:
                 handle.adopt(rows, self)
 
@@ -195,6 +199,8 @@ class Rows(Cache):
         ):
             arguments = self.calls.go_on(self, arguments)
         if self.why_bypassed is not None:
+            self.roll_back()
+            self._lengths = [layer.get_seq_length() for layer in self.layers]
             return arguments
         if self.prompt_end and self.n >= self.prompt_end:
             self.calls.keep_prompt(self)
@@ -225,6 +231,7 @@ class Rows(Cache):
                 self.note_writes()
             else:
                 self._versions = tuple(map(_VERSION, self._tensors))
+        self._lengths = None
         if self.must_confirm and self.state is not None:
             output = self.calls.confirm(self, output)
         return output
@@ -238,7 +245,12 @@ class Rows(Cache):
 
     def roll_back(self) -> None:
         """Take back a forward that died; after the first one the rows begin again."""
-        if self.is_running and not self.num_forwards:
+        if self._lengths is not None:
+            lengths, self._lengths = self._lengths, None
+            for layer, num in zip(self.layers, lengths, strict=False):
+                if layer.get_seq_length() > num:
+                    layer.keys, layer.values = layer.keys[..., :num, :], layer.values[..., :num, :]
+        elif self.is_running and not self.num_forwards:
             self.reset()
             self.copies, self.prompt_end, self.is_whole = None, 0, True
         elif self.is_running:
@@ -521,7 +533,7 @@ class Rows(Cache):
         self.shared = self._reads = None
         self.is_open = self.is_running = self.has_own = False
         self._given.clear()
-        self._tensors, self._versions, self._room_end = [], (), math.inf
+        self._tensors, self._versions, self._room_end, self._lengths = [], (), math.inf, None
         self.judged, self.trust_end = 0, math.inf
 
     def activate_past_recording(self) -> None:
@@ -557,7 +569,18 @@ class Rows(Cache):
         return self.get_seq_length() > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
-        """Other rows with the same columns, which go on by themselves."""
+        """Other rows with the same columns, which go on by themselves.
+
+        Raises:
+            CacheArgumentError: gradients flow through the rows, and would not through their copies.
+        """
+        if self.why_bypassed is not None:
+            self.roll_back()
+            if any(layer.keys.requires_grad for layer in self.layers if layer.is_initialized):
+                raise CacheArgumentError(
+                    "gradients flow through the rows of this cache, and would not through a copy of them; copy it after "
+                    "forwards in torch.no_grad()"
+                )
         copied = type(self)(self.calls, 0, self.looks)
         memo[id(self)] = copied
         for name in (

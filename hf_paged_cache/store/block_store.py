@@ -91,7 +91,7 @@ class BlockStore:
         self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # given, or settled
         self._dtype = dtype  # that a budget in bytes counts with
-        self._has_budget = has_budget or num_blocks is None
+        self.has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
         self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
@@ -408,7 +408,7 @@ class BlockStore:
             Whether they can run: not while other calls hold blocks.
         """
         before, promised = self._dtype.itemsize, self._promised_num_blocks
-        if not self._has_budget or dtype.itemsize <= before:
+        if not self.has_budget or dtype.itemsize <= before:
             return True
         if promised is not None:
             self._promised_num_blocks = max(2, promised * before // dtype.itemsize)

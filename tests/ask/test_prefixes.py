@@ -29,7 +29,7 @@ from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
 from ..conformance import zoo
-from ..internals import zero_states
+from ..internals import tokens_of_rows, zero_states
 from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
@@ -181,12 +181,13 @@ def test_the_rows_of_the_cache_stay_also_while_they_run() -> None:
     wanted = run(model, **batch(prompt))
     in_a_call = AtStep(3, lambda: cache.prefill(row((5, 40))))
     assert_same(wanted, run(model, cache, **batch(prompt), logits_processor=[in_a_call]))
-    told, rows = cache.last_call, cache.call.rows
-    tables = [(list(held.table.block_ids), list(held.table.token_ids)) for held in rows.distinct]
+    told, rows = cache.last_call, tokens_of_rows(cache)
+    tables = [list(held.table.block_ids) for held in cache.call.rows.distinct]
     assert told.kind == "generate"
     cache.prefill(row((6, 40)))
     assert (cache.last_call.kind, cache.last_call.computed_tokens) == ("prefill", 40)
-    assert [(list(held.table.block_ids), list(held.table.token_ids)) for held in cache.call.rows.distinct] == tables
+    assert [list(held.table.block_ids) for held in cache.call.rows.distinct] == tables
+    assert tokens_of_rows(cache) == rows
     assert cache.lookup(wanted.sequences[0]).stopped == "the last call's row ends at token 55, and the prompt continues"
     assert [cache.lookup(row((seed, 40))).num_tokens for seed in (5, 6)] == [40, 40]
 
@@ -234,6 +235,7 @@ def test_prompts_that_do_not_fit_together_are_refused_and_nothing_changes() -> N
         PagedPrefixCache(cache.store, cache_salt="a").prefill(prompts)
 
 
+@pytest.mark.way("pool")
 def test_what_is_cached_of_prompts_must_have_room_beside_what_is_new() -> None:
     store, prompts = PrefixStore(tiny("llama"), block_size=4, num_blocks=33), [row((1, 32)), row((2, 32))]
     running, cache = PagedPrefixCache(store), PagedPrefixCache(store)
@@ -246,6 +248,7 @@ def test_what_is_cached_of_prompts_must_have_room_beside_what_is_new() -> None:
     assert [cache.lookup(prompt).num_tokens for prompt in prompts] == [32, 32]
 
 
+@pytest.mark.way("pool")
 def test_between_two_chunks_nobody_takes_the_blocks_of_those_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     store, begun = PrefixStore(tiny("llama"), block_size=4, num_blocks=33), []
     cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
@@ -358,7 +361,7 @@ def test_a_look_says_what_the_call_then_finds_whatever_came_before(name: str) ->
         elif what < 0.25:
             cache.reset_prefix_cache()
         found.append(assert_found(cache, tokens))
-        prompts.append(cache.call.rows.distinct[0].table.token_ids.tolist())
+        prompts.append(tokens_of_rows(cache)[0])
     store.check()
     assert {bool(each.num_tokens) for each in found} == {True, False}
     assert store.stats().num_evictions
@@ -376,6 +379,7 @@ def test_a_look_says_what_is_found_of_rows_of_plain_forwards(name: str) -> None:
     assert assert_found(cache, PREFIX).num_tokens == 70
 
 
+@pytest.mark.way("pool")
 def test_a_look_finds_the_rows_before_a_call_that_was_left_before_its_first_forward() -> None:
     cache, prompt = PagedPrefixCache(tiny("llama"), block_size=4), PREFIX[:50]
     run(cache.store.model, cache, **batch(prompt))

@@ -20,6 +20,7 @@ from transformers import LogitsProcessor, PreTrainedModel, pipeline
 
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 
+from ..internals import ran_on, runs_on_rows
 from ..reference import IDS, AtStep, assert_same, row, run
 from ..tiny_models import build
 
@@ -56,14 +57,14 @@ def test_calls_inside_the_block_run_on_the_cache_and_those_outside_do_not(
         assert entered is cache
         for number, (ids, reference) in enumerate(zip(questions(2, 3, 4), references, strict=True)):
             output = run(model, input_ids=ids)
-            assert output.past_key_values is cache
+            assert ran_on(output, cache)
             assert_same(reference, output)
             assert cache.last_call.reused_tokens == (50 if number else 0)
-        assert num_in_use(cache) > 0
+        assert (num_in_use(cache) > 0) != runs_on_rows(cache)
     assert num_in_use(cache) == 0
     assert cache.stats().num_cached_blocks > 0
     num_calls = cache.stats().num_calls
-    assert run(model, input_ids=IDS).past_key_values is not cache
+    assert not ran_on(run(model, input_ids=IDS), cache)
     assert cache.stats().num_calls == num_calls
 
 
@@ -87,7 +88,7 @@ def test_blocks_are_given_back_also_by_an_exception(model: PreTrainedModel, cach
     with pytest.raises(KeyError):
         fail()
     assert num_in_use(cache) == 0
-    assert run(model, input_ids=IDS).past_key_values is not cache
+    assert not ran_on(run(model, input_ids=IDS), cache)
 
 
 def test_blocks_nest_may_end_in_any_order_and_a_cache_given_by_hand_wins(
@@ -95,18 +96,20 @@ def test_blocks_nest_may_end_in_any_order_and_a_cache_given_by_hand_wins(
 ) -> None:
     inner, by_hand = PagedPrefixCache(model), PagedPrefixCache(model)
     with cache:
-        assert run(model, input_ids=IDS).past_key_values is cache
+        assert ran_on(run(model, input_ids=IDS), cache)
         with inner:
-            assert run(model, input_ids=IDS).past_key_values is inner
+            assert ran_on(run(model, input_ids=IDS), inner)
             with cache:
-                assert run(model, input_ids=IDS).past_key_values is cache
-            assert run(model, by_hand, input_ids=IDS).past_key_values is by_hand
-            assert run(model, input_ids=IDS).past_key_values is inner
-        assert run(model, input_ids=IDS).past_key_values is cache
+                assert ran_on(run(model, input_ids=IDS), cache)
+            assert ran_on(run(model, by_hand, input_ids=IDS), by_hand)
+            assert ran_on(run(model, input_ids=IDS), inner)
+        assert ran_on(run(model, input_ids=IDS), cache)
         inner.__enter__()
-    assert run(model, input_ids=IDS).past_key_values is inner
+    assert ran_on(run(model, input_ids=IDS), inner)
     inner.__exit__(None, None, None)
-    assert run(model, input_ids=IDS).past_key_values not in (cache, inner)
+    output = run(model, input_ids=IDS)
+    assert not ran_on(output, cache)
+    assert not ran_on(output, inner)
 
 
 @pytest.mark.parametrize("in_config", [False, True])
@@ -122,7 +125,7 @@ def test_a_call_that_asks_for_another_cache_or_none_gets_it(
     with cache:
         output = run(model, input_ids=IDS, **arguments)
     assert_same(reference, output)
-    assert output.past_key_values is not cache
+    assert not ran_on(output, cache)
     assert cache.stats().num_calls == 0
 
 
@@ -171,11 +174,15 @@ def test_another_thread_s_calls_run_on_another_cache_of_the_store_while_this_one
         for thread in threads:
             thread.join(timeout=60)
         used = [output.past_key_values for output in outputs]
-        assert all(isinstance(each, PagedPrefixCache) for each in used)
-        assert used[0] is not used[1]
-        assert cache in used
-        assert all(each.store is cache.store for each in used)
-        assert [each.last_call.reused_tokens for each in used] == [48, 48]  # of the store
+        if runs_on_rows(cache):  # where both run on this one
+            assert all(ran_on(output, cache) for output in outputs)
+            assert cache.stats().reused_tokens == 2 * 48
+        else:
+            assert all(isinstance(each, PagedPrefixCache) for each in used)
+            assert used[0] is not used[1]
+            assert cache in used
+            assert all(each.store is cache.store for each in used)
+            assert [each.last_call.reused_tokens for each in used] == [48, 48]  # of the store
     for reference, output in zip(references, outputs, strict=True):
         assert_same(reference, output)
     del output
@@ -192,7 +199,10 @@ def test_a_nested_call_without_a_cache_runs_on_another_cache_of_the_same_salt(mo
         output = run(model, input_ids=questions(3)[0], logits_processor=[nested])
     assert_same(outer_reference, output)
     assert_same(inner_reference, inner[0])
-    assert output.past_key_values is cache
+    assert ran_on(output, cache)
+    if runs_on_rows(cache):  # where it needs no other
+        assert ran_on(inner[0], cache)
+        return
     stand_in = inner[0].past_key_values
     assert stand_in is not cache
     assert (stand_in.store, stand_in.cache_salt, stand_in.attention) == (cache.store, b"a", "paged")
@@ -205,7 +215,7 @@ def test_a_call_refused_in_the_block_leaves_the_cache_free_for_the_next(
         with pytest.raises(ValueError, match="num_return_sequences"):
             run(model, input_ids=IDS, num_return_sequences=3)  # greedy search cannot
         output = run(model, input_ids=IDS)
-        assert output.past_key_values is cache
+        assert ran_on(output, cache)
 
 
 def test_a_pipeline_inside_the_block_reuses(
@@ -247,7 +257,7 @@ def test_a_block_holds_its_cache_and_the_model_holds_it_no_longer_after(model: P
 def test_an_interrupted_entry_holds_no_cache_for_ever(model: PreTrainedModel) -> None:
     cache = PagedPrefixCache(model)
     cache.__enter__()
-    assert run(model, input_ids=IDS).past_key_values is cache
+    assert ran_on(run(model, input_ids=IDS), cache)
     del cache
     gc.collect()
     assert not isinstance(run(model, input_ids=IDS).past_key_values, PagedPrefixCache)
@@ -277,7 +287,7 @@ def test_two_tenants_in_two_threads_never_meet(model: PreTrainedModel) -> None:
             with caches[number] as cache:
                 entered.wait(timeout=60)  # both blocks are open
                 output = run(model, input_ids=prompts[number])
-                assert output.past_key_values is cache
+                assert ran_on(output, cache)
                 assert_same(reference, output)
                 assert cache.last_call.reused_tokens == (48 if turn else 0)  # of its own turn before
 
@@ -297,16 +307,16 @@ def test_tenants_of_asyncio_tasks_never_meet_and_to_thread_takes_the_block_along
             with caches[number] as cache:
                 await both.wait()
                 output = run(model, input_ids=prompts[number])
-                assert output.past_key_values is cache
+                assert ran_on(output, cache)
                 assert_same(reference, output)
                 assert cache.last_call.reused_tokens == (48 if turn else 0)
                 del output
                 await both.wait()
                 output = await asyncio.to_thread(run, model, input_ids=prompts[number])
-                assert output.past_key_values is cache
+                assert ran_on(output, cache)
                 assert_same(reference, output)
                 task = asyncio.create_task(asyncio.to_thread(run, model, input_ids=prompts[number]))
-                assert (await task).past_key_values is cache
+                assert ran_on((await task), cache)
 
     async def main() -> None:
         both = asyncio.Barrier(2)
@@ -323,8 +333,8 @@ def test_another_thread_s_calls_are_its_own_and_a_context_that_a_block_started_e
         assert not isinstance(output.past_key_values, PagedPrefixCache)
         assert cache.stats().num_calls == 0
         context = contextvars.copy_context()
-        assert context.run(run, model, input_ids=IDS).past_key_values is cache
-    assert context.run(run, model, input_ids=IDS).past_key_values is not cache
+        assert ran_on(context.run(run, model, input_ids=IDS), cache)
+    assert not ran_on(context.run(run, model, input_ids=IDS), cache)
 
 
 def test_in_all_threads_every_call_without_a_cache_runs_on_it(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
@@ -333,12 +343,12 @@ def test_in_all_threads_every_call_without_a_cache_runs_on_it(model: PreTrainedM
         assert entered is cache
         for number in range(2):
             output = in_a_thread(lambda: run(model, input_ids=IDS))
-            assert output.past_key_values is cache
+            assert ran_on(output, cache)
             assert_same(reference, output)
             assert cache.last_call.reused_tokens == (49 if number else 0)
-        assert run(model, input_ids=IDS).past_key_values is cache
+        assert ran_on(run(model, input_ids=IDS), cache)
     assert num_in_use(cache) == 0
-    assert in_a_thread(lambda: run(model, input_ids=IDS)).past_key_values is not cache
+    assert not ran_on(in_a_thread(lambda: run(model, input_ids=IDS)), cache)
 
 
 def test_a_thread_s_own_block_comes_before_the_one_of_all_threads(
@@ -348,14 +358,15 @@ def test_a_thread_s_own_block_comes_before_the_one_of_all_threads(
 
     def inside_its_own_block() -> tuple[Any, Any]:
         with own:
-            inside = run(model, input_ids=IDS).past_key_values
-        return inside, run(model, input_ids=IDS).past_key_values
+            inside = run(model, input_ids=IDS)
+        return inside, run(model, input_ids=IDS)
 
     with cache.in_all_threads():
-        assert in_a_thread(inside_its_own_block) == (own, cache)
-        assert inside_its_own_block() == (own, cache)
+        for inside, after in (in_a_thread(inside_its_own_block), inside_its_own_block()):
+            assert ran_on(inside, own)
+            assert ran_on(after, cache)
     with own, cache.in_all_threads():
-        assert run(model, input_ids=IDS).past_key_values is cache
+        assert ran_on(run(model, input_ids=IDS), cache)
 
 
 def test_a_second_cache_in_all_threads_is_refused_and_changes_nothing(
@@ -367,9 +378,9 @@ def test_a_second_cache_in_all_threads_is_refused_and_changes_nothing(
             second.in_all_threads().__enter__()
         with cache.in_all_threads(), other.in_all_threads():
             pass
-        assert in_a_thread(lambda: run(model, input_ids=IDS)).past_key_values is cache
+        assert ran_on(in_a_thread(lambda: run(model, input_ids=IDS)), cache)
     with second.in_all_threads():
-        assert in_a_thread(lambda: run(model, input_ids=IDS)).past_key_values is second
+        assert ran_on(in_a_thread(lambda: run(model, input_ids=IDS)), second)
 
 
 @pytest.mark.parametrize("how", ["with", "ExitStack"])
@@ -386,17 +397,17 @@ def test_a_generator_closed_in_another_thread_closes_its_own_block(
             yield run(model, input_ids=IDS)
 
     streamed = stream_with() if how == "with" else stream()
-    assert next(streamed).past_key_values is cache
-    assert run(model, input_ids=IDS).past_key_values is cache  # a generator holds its block open for its caller, too
+    assert ran_on(next(streamed), cache)
+    assert ran_on(run(model, input_ids=IDS), cache)  # a generator holds its block open for its caller, too
     with ThreadPoolExecutor(1) as pool:  # whose thread has a block of the same cache open, entered last
         pool.submit(cache.__enter__).result(timeout=60)
         pool.submit(in_a_thread, streamed.close).result(timeout=60)
         if how == "with":  # known by its frame
-            assert run(model, input_ids=IDS).past_key_values is not cache
-            assert pool.submit(run, model, input_ids=IDS).result(timeout=60).past_key_values is cache
+            assert not ran_on(run(model, input_ids=IDS), cache)
+            assert ran_on(pool.submit(run, model, input_ids=IDS).result(timeout=60), cache)
         pool.submit(cache.__exit__, None, None, None).result(timeout=60)
-        assert run(model, input_ids=IDS).past_key_values is not cache
-        assert pool.submit(run, model, input_ids=IDS).result(timeout=60).past_key_values is not cache
+        assert not ran_on(run(model, input_ids=IDS), cache)
+        assert not ran_on(pool.submit(run, model, input_ids=IDS).result(timeout=60), cache)
 
 
 def test_an_async_generator_finalised_in_another_task_closes_its_block(
@@ -409,9 +420,9 @@ def test_an_async_generator_finalised_in_another_task_closes_its_block(
 
     async def main() -> None:
         streamed = stream()
-        assert (await anext(streamed)).past_key_values is cache
+        assert ran_on((await anext(streamed)), cache)
         await asyncio.create_task(streamed.aclose())
-        assert run(model, input_ids=IDS).past_key_values is not cache
+        assert not ran_on(run(model, input_ids=IDS), cache)
 
     asyncio.run(main())
     assert num_in_use(cache) == 0
@@ -426,8 +437,8 @@ def test_a_model_copied_inside_a_block_takes_no_cache_along(model: PreTrainedMod
         for copied in copies:
             assert not isinstance(run(copied, input_ids=IDS).past_key_values, PagedPrefixCache)
             with PagedPrefixCache(copied) as own:
-                assert run(copied, input_ids=IDS).past_key_values is own
-        assert run(model, input_ids=IDS).past_key_values is cache
+                assert ran_on(run(copied, input_ids=IDS), own)
+        assert ran_on(run(model, input_ids=IDS), cache)
 
 
 def test_detached_inside_a_block_calls_run_without_a_cache_until_another_attaches(
@@ -435,11 +446,11 @@ def test_detached_inside_a_block_calls_run_without_a_cache_until_another_attache
 ) -> None:
     with cache:
         cache.detach()
-        assert run(model, input_ids=IDS).past_key_values is not cache
+        assert not ran_on(run(model, input_ids=IDS), cache)
         with cache:
-            assert run(model, input_ids=IDS).past_key_values is cache
-        assert run(model, input_ids=IDS).past_key_values is cache
-    assert run(model, input_ids=IDS).past_key_values is not cache
+            assert ran_on(run(model, input_ids=IDS), cache)
+        assert ran_on(run(model, input_ids=IDS), cache)
+    assert not ran_on(run(model, input_ids=IDS), cache)
 
 
 def test_a_block_holds_no_model(cache: PagedPrefixCache) -> None:

@@ -77,6 +77,7 @@ def test_padding_is_in_front_of_rows_that_run_ahead_and_filling_behind(name: str
         assert float((logits - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
 
 
+@pytest.mark.way("pool")
 def test_what_was_computed_ahead_is_seen_by_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros in place of it give other logits, for each row."""
     model = build("llama")
@@ -139,6 +140,7 @@ def test_beams_of_rows_that_share_are_computed_once() -> None:
     assert len(cache.last_call.rows) == 6
 
 
+@pytest.mark.way("pool")
 def test_rows_of_the_call_before_make_room_for_what_rows_share() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, num_blocks=1 + 4 * 5)  # without sharing: 78 columns a row
@@ -149,6 +151,7 @@ def test_rows_of_the_call_before_make_room_for_what_rows_share() -> None:
     cache.check()
 
 
+@pytest.mark.way("pool")
 def test_a_pool_that_rows_fit_into_because_they_share_serves_others_like_them() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, num_blocks=1 + 4 + 4)  # the prompt once, and a block a row
@@ -158,6 +161,7 @@ def test_a_pool_that_rows_fit_into_because_they_share_serves_others_like_them() 
     cache.check()
 
 
+@pytest.mark.way("pool")
 def test_a_call_that_cannot_fit_is_refused_before_anything_is_computed() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, num_blocks=7)

@@ -55,6 +55,7 @@ def test_the_most_columns_are_those_that_generate_fills(
     assert not read.only_new_tokens
 
 
+@pytest.mark.way("pool")
 def test_drafts_that_are_looked_up_in_the_prompt_may_go_beyond_the_last_token(
     tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

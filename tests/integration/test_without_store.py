@@ -28,7 +28,7 @@ from ..model.test_support import FROM_5_23
 from ..reference import IDS, TOLERANCE, AtStep, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("pool")]  # rows need no blocks
 
 FULL = {"num_blocks": 2, "on_full": "bypass"}  # one block of 16 tokens
 PIECES = [(0, 20), (20, 30), (30, 31), (31, 45), (45, 46), (46, 50)]

@@ -28,7 +28,7 @@ SEEN = {"return_dict_in_generate": True, "output_logits": True}  # as `run` asks
 NAMES = pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 
 
-@NAMES
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.way("pool")), "gemma3", "qwen3_next"])
 def test_it_is_refused_before_anything_runs_where_it_does_not_fit(name: str) -> None:
     model = build(name)
     with Forwards(model) as forwards, pytest.raises(OutOfBlocksError, match="up to 1039 tokens"):
@@ -102,6 +102,7 @@ def test_one_that_an_exception_ends_leaves_nothing_behind() -> None:
     assert store.blocks.num_reserved_blocks(None) == 0
 
 
+@pytest.mark.way("pool")
 def test_while_it_runs_the_cache_is_busy() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model)

@@ -496,26 +496,26 @@ def test_a_forward_of_somebody_else_is_called_and_put_back() -> None:
     assert model.__dict__["forward"] is theirs
 
 
-def test_by_default_nothing_is_attached_on_a_cpu() -> None:
+def test_nothing_is_attached_on_a_cpu_or_by_default() -> None:
     model = build("llama")
-    cache = PagedPrefixCache(model)
+    cache = PagedPrefixCache(model, capture="auto")
     assert "forward" not in model.__dict__
     rows = run(model, cache, input_ids=IDS).past_key_values
     assert rows.why_not_captured == "the model is not on a CUDA device"
     assert cache.last_call.captured == ""
-    off = PagedPrefixCache(cache.store, capture=False)
+    off = PagedPrefixCache(cache.store)
     assert run(model, off, input_ids=IDS).past_key_values.why_not_captured == "the cache was built with capture=False"
     assert off.warm_up(1, 10) == "the cache was built with capture=False"
     assert "forward" not in model.__dict__
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_by_default_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.accumulate(itertools.cycle([1.0, 1.0, 20.0] if pays else [1.0, 20.0, 1.0]))
     monkeypatch.setattr(Capturing, "is_asked", True)
     monkeypatch.setattr("hf_paged_cache.rows.captured.CapturedCall._now", lambda call: next(clock))
     model = build("llama")
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), PagedPrefixCache(model)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), PagedPrefixCache(model, capture="auto")
     said = []
     for _ in range(12):
         assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
@@ -528,9 +528,9 @@ def test_by_default_a_shape_is_captured_once_it_would_have_paid(pays: bool, monk
         assert said[-1].endswith("a capture takes more time than it would save")
 
 
-@pytest.mark.parametrize("capture", ["yes", True, 0, ""])
+@pytest.mark.parametrize("capture", ["yes", True, None, 0, ""])
 def test_other_ways_to_capture_are_refused(capture: Any) -> None:
-    with pytest.raises(CacheArgumentError, match=r"capture is .*; give 'auto', False, 'dry'"):
+    with pytest.raises(CacheArgumentError, match=r"capture is .*; give 'auto', False or 'dry'"):
         PagedPrefixCache(tiny("llama"), capture=capture)
 
 

@@ -25,6 +25,7 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return count_writes(monkeypatch)
 
 
+@pytest.mark.way("pool")
 @pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize(
     ("before", "num_rows", "options"),
@@ -54,6 +55,7 @@ def test_a_layer_is_written_once_in_a_step(
         assert writes == {"write": NUM_NEW * num_layers}
 
 
+@pytest.mark.way("pool")
 @pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_what_follows_a_known_prefix_is_written_once(attention: str, kind: str, writes: Counter[str]) -> None:

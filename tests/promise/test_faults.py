@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged_cache import ForwardMismatchError, OutOfBlocksError, PagedPrefixCache, PrefixStore
 
-from ..internals import FAULT_POINTS, LAYER_WRITE
+from ..internals import FAULT_POINTS, FAULT_POINTS_OF_ROWS, layer_write
 from ..reference import AtStep, assert_same, batch, row, run
 from ..tiny_models import tiny
 
@@ -86,6 +86,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
 POINTS = [*FAULT_POINTS, (LlamaMLP, "__call__", "paged")]  # not its forward: another one is another root
 
 
+@pytest.mark.way("pool")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("owner", "name", "attention"), POINTS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
@@ -109,6 +110,28 @@ def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
         assert_sound(cache)
 
 
+@pytest.mark.way("rows")
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(("owner", "name"), FAULT_POINTS_OF_ROWS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_in_a_call_on_rows_leaves_nothing_wrong_behind(
+    owner: type, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    victim = {**batch(PROMPT), "num_beams": 1 if name == "keep_prompt" else 3, "max_new_tokens": 8}
+    with monkeypatch.context() as patch:
+        cache = new_cache("paged")
+        calls = fail_at(patch, owner, name, 0, after)
+        run(model, cache, **victim)
+    assert calls, "the call never comes here"
+    for number in sorted({1, (len(calls) + 1) // 2, len(calls)}):
+        cache = new_cache("paged")
+        with monkeypatch.context() as patch:
+            fail_at(patch, owner, name, number, after)
+            with pytest.raises(BoomError):
+                run(model, cache, **victim)
+        assert_sound(cache)
+
+
 @pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
@@ -122,7 +145,7 @@ def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
         with monkeypatch.context() as patch:
-            fail_at(patch, *LAYER_WRITE, number, after)
+            fail_at(patch, *layer_write(cache), number, after)
             done = 0 if number <= 2 else 9
             if done:
                 model(ids[:, :done], past_key_values=cache)
@@ -147,7 +170,7 @@ def test_a_fault_in_the_first_forward_of_a_copy_leaves_no_layer_without_what_is_
         model(ids[:, :9], past_key_values=cache)
         copied = copy.deepcopy(cache)
         with monkeypatch.context() as patch:
-            fail_at(patch, *LAYER_WRITE, number, True)
+            fail_at(patch, *layer_write(cache), number, True)
             with pytest.raises(BoomError):
                 model(ids[:, 9:12], past_key_values=copied)
         got = model(ids[:, 9:], past_key_values=copied).logits
@@ -212,7 +235,7 @@ def test_blocks_of_a_prefill_that_failed_are_not_reused(monkeypatch: pytest.Monk
     """Layer 0 has written its keys and values when layer 1 fails: full blocks, half written."""
     cache = PagedPrefixCache(tiny("llama"), block_size=4)
     with monkeypatch.context() as patch:
-        fail_at(patch, *LAYER_WRITE, 2, after=False)
+        fail_at(patch, *layer_write(cache), 2, after=False)
         with pytest.raises(BoomError):
             run(tiny("llama"), cache, **batch(PROMPT))
     assert cache.stats().num_cached_blocks == 0
@@ -265,10 +288,16 @@ def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over()
 @pytest.mark.parametrize(
     ("refused", "error"),
     [
-        ({"input_ids": torch.tensor([row((9, 60))]), "max_new_tokens": 40}, OutOfBlocksError),
-        ({"input_ids": torch.tensor([row((9, 20))]), "max_new_tokenss": 4}, ValueError),
+        pytest.param(
+            {"input_ids": torch.tensor([row((9, 60))]), "max_new_tokens": 40},
+            OutOfBlocksError,
+            id="too large",
+            marks=pytest.mark.way("pool"),
+        ),
+        pytest.param(
+            {"input_ids": torch.tensor([row((9, 20))]), "max_new_tokenss": 4}, ValueError, id="misspelt option"
+        ),
     ],
-    ids=["too large", "misspelt option"],
 )
 @pytest.mark.parametrize("rows", [[row((1, 12))], [row((1, 12)), row((1, 12)), row((2, 12))]], ids=["1 row", "aliases"])
 def test_a_call_that_is_refused_leaves_the_rows_that_can_go_on(

@@ -30,7 +30,8 @@ from ..tiny_models import build, tiny
 
 SIZE = 4  # tokens of a block
 ONE, THREE = batch(row((1, 13))), batch(row((1, 13)), row((2, 10)), row((3, 9)))
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("pool")]  # on rows no step is held
+in_each_way = pytest.mark.parametrize("_way_of_calls", ["pool", "rows"], indirect=True)
 
 
 @pytest.fixture(params=["ids read at once", "ids held"], autouse=True)
@@ -296,6 +297,7 @@ def number_one_row_otherwise(arguments: dict[str, Any]) -> None:
     arguments["position_ids"][-1] += 2
 
 
+@in_each_way
 @pytest.mark.parametrize("change", [hide_a_token, skip_positions, number_one_row_otherwise])
 @pytest.mark.parametrize("given", [ONE, THREE], ids=["1 row", "3 rows"])
 def test_what_an_unusual_step_computed_is_never_found(
@@ -328,6 +330,7 @@ def fall_back(arguments: dict[str, Any]) -> None:
     arguments["position_ids"] -= 2
 
 
+@in_each_way
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -31,6 +31,7 @@ def test_after_each_of_many_interrupts_the_same_cache_makes_the_next_call_right(
     assert len(places) > 6
 
 
+@pytest.mark.way("pool")
 def test_a_generate_whose_end_was_skipped_does_nothing_when_it_is_found_inside_another(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -52,6 +53,7 @@ def test_a_generate_whose_end_was_skipped_does_nothing_when_it_is_found_inside_a
     assert_all_accounted_for(cache)
 
 
+@pytest.mark.way("pool")
 def test_what_it_had_reserved_is_given_back() -> None:
     model, cache = tiny("llama"), prepared("paged")
     given = read_generate(model, (), {**CALLS["greedy"], "max_new_tokens": 4})
@@ -98,7 +100,7 @@ class EndInterrupter(Interrupter):
     """Interrupts only where a call is ended."""
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return super()._enter_frame(frame, event, arg) if frame.f_code.co_name == "end" else None
+        return super()._enter_frame(frame, event, arg) if frame.f_code.co_name in ("end", "close") else None
 
 
 def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() -> None:

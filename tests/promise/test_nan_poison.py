@@ -13,7 +13,12 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..internals import before_each_write, spoil_one_written_slot, spoil_unwritten_slots
+from ..internals import (
+    before_each_write,
+    spoil_one_written_slot,
+    spoil_room_before_each_write,
+    spoil_unwritten_slots,
+)
 from ..reference import batch, is_same, row, run
 from ..tiny_models import build, tiny
 from .test_generate_equivalence import SCENES, Player
@@ -23,11 +28,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Poison a layer before each of its writes; gets the numbers of slots."""
+    """Poison a layer before each of its writes; gets the numbers of slots, and on rows of numbers."""
     counts: list[int] = []
     before_each_write(
         monkeypatch, lambda blocks, layer_idx: counts.append(spoil_unwritten_slots(blocks, layer_idx, torch.nan))
     )
+    spoil_room_before_each_write(monkeypatch, torch.nan, counts)
     return counts
 
 

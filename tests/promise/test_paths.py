@@ -23,7 +23,7 @@ from hf_paged_cache import (
     UnsupportedModelError,
 )
 
-from ..internals import begin_chunks_at_the_first_column, lock_of, num_blocks_in_use
+from ..internals import begin_chunks_at_the_first_column, lock_of, num_blocks_in_use, runs_on_rows
 from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
@@ -83,26 +83,29 @@ def test_a_mask_that_fits_neither_the_ids_nor_rows_and_ids_is_refused(
 # Two calls at once.
 
 
-def test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays_right(
+def test_a_nested_generate_on_the_same_cache_is_right_or_refused_and_the_first_call_stays_right(
     model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
     other = torch.tensor([row((9, 30))])
     refusals: list[BaseException] = []
 
     def nested() -> None:
+        if runs_on_rows(cache):
+            assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+            return
         with pytest.raises(CacheBusyError, match="another cache on the same store") as error:
             run(model, cache, input_ids=other)
         refusals.append(error.value)
 
     reference = run(model, input_ids=IDS)
     assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, nested)]))
-    assert len(refusals) == 1
+    assert len(refusals) == (not runs_on_rows(cache))
     cache.check()
     assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
 
 
 @pytest.mark.usefixtures("switching")
-def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
+def test_a_plain_forward_in_another_thread_changes_nothing_of_a_generate_that_runs(
     model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
     errors: list[BaseException] = []
@@ -110,7 +113,8 @@ def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
     def in_thread() -> None:
         def attempt() -> None:
             try:
-                model(IDS, past_key_values=cache)
+                with torch.no_grad():
+                    model(IDS, past_key_values=cache)
             except BaseException as error:  # noqa: BLE001
                 errors.append(error)
 
@@ -120,7 +124,7 @@ def test_a_plain_forward_in_another_thread_is_refused_while_generate_runs(
 
     reference = run(model, input_ids=IDS)
     assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, in_thread)]))
-    assert [type(error) for error in errors] == [CacheBusyError]
+    assert [type(error) for error in errors] == ([] if runs_on_rows(cache) else [CacheBusyError])
 
 
 @pytest.mark.usefixtures("switching")
@@ -223,7 +227,7 @@ def test_resetting_the_store_never_ends_a_conversation_by_hand(model: PreTrained
     with torch.no_grad():
         reference = model(IDS, use_cache=False).logits
         model(IDS[:, :10], past_key_values=cache)
-        with pytest.raises(CacheBusyError, match=r"end with their cache's reset\(\)"):
+        with pytest.raises(CacheBusyError, match=r"cache's reset\(\)"):
             other.reset_prefix_cache()
         ours = model(IDS[:, 10:], past_key_values=cache).logits
     assert (reference[:, 10:] - ours).abs().max() <= 1e-4 * reference.abs().max()
@@ -568,6 +572,7 @@ def test_two_processes_that_shard_the_model_run_the_same_number_of_forwards() ->
 # The cache is collected.
 
 
+@pytest.mark.way("pool")  # rows hold no blocks once their call has ended
 @pytest.mark.usefixtures("switching")
 def test_a_cache_collected_while_the_store_s_lock_is_held_waits_for_the_store(model: PreTrainedModel) -> None:
     store = PrefixStore(model)

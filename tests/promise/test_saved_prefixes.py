@@ -134,6 +134,7 @@ def test_what_is_in_a_pool_stays_and_what_does_not_fit_is_said(tmp_path: Path) -
         assert_same(run(model, **prompt), run(model, cache, **prompt))
 
 
+@pytest.mark.way("pool")
 def test_blocks_that_a_running_call_has_reserved_are_left_to_it(tmp_path: Path) -> None:
     model = tiny("llama")
     save(model, tmp_path)

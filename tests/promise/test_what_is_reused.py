@@ -20,7 +20,7 @@ from ..tiny_models import build
 PAGE = Path(__file__).parents[2] / "docs" / "what_is_reused.md"
 if not PAGE.exists():
     pytest.skip("the docs are not beside the tests", allow_module_level=True)
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
 
 LENGTH = 48
 IDS = torch.arange(2, 2 + LENGTH)[None] % 60
@@ -78,6 +78,7 @@ def with_attentions(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
 HOLES = MASK.index_fill(1, torch.tensor([7]), 0)
 CAUSAL = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e9)
 FALCON = "an output flag that changes keys and values (Falcon's attentions with sdpa)"
+FULL = 'more tokens than fit into the pool, in the pool and with `on_full="bypass"`'
 CASES: dict[str, Call] = {
     "token ids, padded on the left or not": generate(input_ids=torch.cat((IDS, IDS[:, :20]), 1), attention_mask=None),
     "embeddings instead of ids": embeddings,
@@ -98,7 +99,7 @@ CASES: dict[str, Call] = {
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
     "gradients, as a plain forward without `torch.no_grad()` has them": with_gradients,
     "a tuple instead of an output object": forward(return_dict=False),
-    'more tokens than fit into the pool, with `on_full="bypass"`': generate(max_new_tokens=100),
+    FULL: generate(max_new_tokens=100),
     "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
 
@@ -107,6 +108,12 @@ def model_of(what: str) -> PreTrainedModel:
     if what == FALCON:
         return zoo.build("falcon")
     return build("llama", attention_dropout=0.1, attn_implementation="eager")
+
+
+def cache_of(model: PreTrainedModel, what: str) -> PagedPrefixCache:
+    """With a small pool, in which calls run that need more."""
+    attention: Any = "gather" if what == FULL else "paged"
+    return PagedPrefixCache(model, num_blocks=9, on_full="bypass", attention=attention)
 
 
 def table() -> Iterator[tuple[str, str, str]]:
@@ -125,7 +132,7 @@ def test_the_table_and_the_cases_are_the_same() -> None:
 @pytest.mark.parametrize(("what", "computed", "said"), list(table()))
 def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -> None:
     model = model_of(what)
-    cache = PagedPrefixCache(model, num_blocks=9, on_full="bypass")
+    cache = cache_of(model, what)
     with torch.no_grad():
         generate()(model, cache)
         cache.reset()
@@ -139,7 +146,7 @@ def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -
 @pytest.mark.parametrize(("what", "computed"), [(what, computed) for what, computed, _ in table()])
 def test_what_is_not_kept_is_not_there_afterwards(what: str, computed: str) -> None:
     model = model_of(what)
-    cache = PagedPrefixCache(model, num_blocks=9, on_full="bypass")
+    cache = cache_of(model, what)
     with torch.no_grad():
         CASES[what](model, cache)
     cache.reset()
