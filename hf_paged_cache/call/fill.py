@@ -22,6 +22,7 @@ def fill(
     wanted: int,
     previous: Rows | None = None,
     *,
+    copies: Sequence[int] | None = None,
     takes_over: bool = False,
 ) -> None:
     """Let rows begin with their columns before `start`, all of which are known.
@@ -29,6 +30,7 @@ def fill(
     Args:
         wanted: columns that they will have, as far as that is known.
         previous: of the call before.
+        copies: row that goes on after the first forward -> the row that runs for it there; None: each runs.
         takes_over: its memory may become these rows'.
     """
     rows.begin(inputs, wanted)
@@ -40,7 +42,9 @@ def fill(
         if slabs:
             rows.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
         return
-    shared = share_known(store, inputs, known, start, rows.looks) if rows.may_be_lazy and captured is None else None
+    shared = None
+    if rows.may_be_lazy and captured is None:
+        shared = share_known(store, inputs, known, start, rows.looks, copies or range(len(inputs)))
     may_take = takes_over and shared is None and captured is None
     done = _take_over(rows, inputs, known, start, previous) if may_take else 0
     if shared is not None:

@@ -23,9 +23,18 @@ from .scheduled_forward import RowInput
 
 
 def share_known(
-    store: BlockStore, inputs: Sequence[RowInput], known: Sequence[Known], start: int, looks: Looks
+    store: BlockStore,
+    inputs: Sequence[RowInput],
+    known: Sequence[Known],
+    start: int,
+    looks: Looks,
+    copies: Sequence[int],
 ) -> SharedColumns | None:
-    """What rows have in common of the blocks that hold their columns before `start`; None where to hold it once does not pay."""
+    """What rows have in common of the blocks that hold their columns before `start`; None where to hold it once does not pay.
+
+    Args:
+        copies: row that goes on -> the row that runs for it in the first forward: all that go on read what is held once.
+    """
     size = store.block_size
     if len(inputs) < 2 or not start:
         return None
@@ -41,8 +50,10 @@ def share_known(
         layouts.append(
             RowLayout(b"", row.pad, array("q"), [numbers.setdefault(each, len(numbers)) for each in digests])
         )
-    plan = find_segments(layouts, start, size, _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts)))
-    if plan is None:
+    launch = _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts))
+    plan = find_segments([layouts[source] for source in copies], start, size, launch)
+    plan = None if plan is None else _of_sources(plan, copies)
+    if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
         return None
     segments, leases = [], []
     for segment in plan.segments:
@@ -55,13 +66,27 @@ def share_known(
     return SharedColumns(plan, segments, leases, looks)
 
 
+def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
+    """The plan of rows, as that of the rows which run for them."""
+    firsts = [copies.index(source) for source in range(1 + max(copies))]
+    segments = dict.fromkeys(  # equal rows may each have got one of their own
+        segment._replace(rows=tuple(sorted({copies[row] for row in segment.rows}))) for segment in plan.segments
+    )
+    pads, ends = tuple(plan.pads[row] for row in firsts), tuple(plan.ends[row] for row in firsts)
+    return plan._replace(segments=tuple(segments), pads=pads, ends=ends)
+
+
 def layouts_padded(layouts: Sequence[RowLayout]) -> bool:
     """Whether any row has padding."""
     return any(row.pad for row in layouts)
 
 
 def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColumns | None:
-    """What rows have in common that go on from those which ran for them, row `i` from row `copies[i]`; None where that does not pay."""
+    """What rows have in common that go on from those which ran for them, row `i` from row `copies[i]`; None where that does not pay.
+
+    Columns behind those that rows share already are held once for the rows of one source, or lie in the tail of each, whichever
+    costs less.
+    """
     held = rows.all_memory()
     if not held or not rows.is_whole:
         return None
@@ -74,24 +99,27 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
             of_all = tuple(sorted(row for source in segment.rows for row in members[source]))
             segments.append(segment._replace(rows=of_all))
             lies.append(old.segments[number])
-    for source, of_source in enumerate(members):
-        pad = rows.prompts[source].pad
-        first = pad if old is None else old.plan.ends[source]
+    pads = tuple(rows.prompts[source].pad for source in copies)
+    launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads))
+    behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
+    apart = len(copies) * (rows.n - rows.base)  # what is read where each row has them
+    once = sum(rows.n - first + launch for first in behind if first < rows.n)
+    is_once = old is None or once < apart
+    for source, first in enumerate(behind) if is_once else ():
         if first < rows.n:
-            segments.append(Segment(tuple(of_source), first - pad, (source,)))
+            segments.append(Segment(tuple(members[source]), first - rows.prompts[source].pad, (source,)))
             lies.append(
                 [
                     Streams(tensor[:, source : source + 1, :, first - rows.base : rows.n - rows.base], names)
                     for tensor, names in held
                 ]
             )
-    pads = tuple(rows.prompts[source].pad for source in copies)
+    ends = (rows.n,) * len(copies) if is_once else tuple(behind[source] for source in copies)
     lengths = [each[0].tensor.shape[3] for each in lies]
-    launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads))
-    cost = sum(lengths) + launch * len(segments)
+    cost = sum(lengths) + launch * len(segments) + (0 if is_once else apart)
     if cost >= len(copies) * (rows.n - min(pads)):
         return None
-    plan = Plan(tuple(segments), pads, (rows.n,) * len(copies), rows.n)
+    plan = Plan(tuple(segments), pads, ends, min(ends))
     return SharedColumns(plan, lies, () if old is None else old.leases, looks)
 
 

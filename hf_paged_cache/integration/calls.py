@@ -259,7 +259,7 @@ class Calls:
             if not has_changed:
                 self._ahead.keep(known)
                 self._begin_captured(rows, request, adapters, start, request.num_new_columns)
-                self._fill(rows, running, known, start, request.num_new_columns, previous)
+                self._fill(rows, running, known, start, request.num_new_columns, previous, copies)
         finally:
             for row in known:
                 if row.lease is not None:
@@ -386,11 +386,17 @@ class Calls:
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
         """Rows that ran for several become these: what they hold is theirs in common, and each goes on by itself."""
-        n, limits = rows.n, rows.state.limits
+        n, limits, first = rows.n, rows.state.limits, shared.plan.first_own
         room = SPARE if math.isinf(limits.max_columns) else max(1, int(limits.max_columns) - n)
-        own = memory.make(memory.shapes_of_rows(rows.all_memory()), len(copies), min(room, n + SPARE))
+        index, held = memory.as_index(copies), rows.all_memory()
+        room = n - first + min(room, n + SPARE)
+        own = (
+            memory.selected(held, index, n - first, room)
+            if first < n
+            else memory.make(memory.shapes_of_rows(held), len(copies), room)
+        )
         rows.prompts = [rows.prompts[source].copy() for source in copies]
-        rows.ids.select(memory.as_index(copies))
+        rows.ids.select(index)
         rows.share(shared, own, n)
 
     # Their parts.
@@ -464,13 +470,14 @@ class Calls:
         start: int,
         stop: int,
         previous: Rows | None,
+        copies: Sequence[int],
     ) -> None:
         most = rows.state.limits.max_columns
         wanted = stop + SPARE if math.isinf(most) else max(stop, int(most))
         if self.store.pool.accelerators:  # there every byte is taken when it is asked for
             wanted = min(wanted, stop + max(256, stop // 4))
         self._may_be_lazy(rows)
-        fill(self.store, rows, inputs, known, start, wanted, previous, takes_over=True)
+        fill(self.store, rows, inputs, known, start, wanted, previous, copies=copies, takes_over=True)
 
     def _may_be_lazy(self, rows: Rows) -> None:
         rows.may_be_lazy = self.conditioning.attention == "sdpa" and not self.looks.model_looks
