@@ -26,6 +26,10 @@ PROMPTS: dict[str, dict[str, Any]] = {
         "num_return_sequences": 4,
     },
     "equal rows beside others": batch(*[row((1, 64), (2, 6))] * 3, row((1, 64), (3, 6)), row((8, 70))),
+    # of which each gets a segment of its own, where tails of all would else begin further left
+    "equal rows beside many longer ones": batch(
+        *[row((1, 64), (9, 17))] * 3, *(row((1, 64), (2, 48), (seed, 3)) for seed in range(3, 15))
+    ),
 }
 
 
@@ -36,7 +40,7 @@ def launch_costs(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, num_to
     monkeypatch.setattr(shared_reads, "LAUNCH_BYTES", MappingProxyType({"cpu": num_tokens * token}))
 
 
-@pytest.mark.parametrize("num_tokens", [0, 10, 60, 100, 1000])
+@pytest.mark.parametrize("num_tokens", [0, 10, 40, 100, 1000])
 @pytest.mark.parametrize("what", [*PROMPTS])
 def test_prompts_that_begin_alike_give_the_same_logits_whatever_a_launch_costs(
     what: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
