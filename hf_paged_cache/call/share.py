@@ -41,7 +41,8 @@ def share_known(
         layouts.append(
             RowLayout(b"", row.pad, array("q"), [numbers.setdefault(each, len(numbers)) for each in digests])
         )
-    plan = find_segments(layouts, start, size, _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts)))
+    launch = _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts)) if looks.weighs_launches else 0
+    plan = find_segments(layouts, start, size, launch)
     if plan is None:
         return None
     segments, leases = [], []
