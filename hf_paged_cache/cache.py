@@ -27,7 +27,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.begin import require_continues, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current, drain, end_all
+from .integration.current import Current, begin_to_forget, drain
 from .integration.forwards_ahead import ForwardsAhead
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
@@ -493,14 +493,13 @@ class PagedPrefixCache(Cache):
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.store.blocks
-        drain(blocks)
-        with blocks.lock:
-            currents = [each for each in blocks.currents if each.salt == self.cache_salt]
-        end_all(currents)
+        currents = begin_to_forget(blocks, self.cache_salt)
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows(self.cache_salt)
             blocks.forget(self.cache_salt)
+        for each in currents:
+            each.end()
 
     def warm_up(self, rows: int, tokens: int) -> str:
         """Capture the graphs of so many rows of at most so many tokens, ahead of the calls that need them.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.current import drain, end_all
+from .integration.current import begin_to_forget, drain
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
@@ -181,14 +181,13 @@ class PrefixStore:
             CacheBusyError: a `generate` is running, or rows of plain forwards may resume; nothing has changed.
         """
         blocks = self.blocks
-        drain(blocks)
-        with blocks.lock:
-            currents = [*blocks.currents]
-        end_all(currents)
+        currents = begin_to_forget(blocks, None)
         with blocks.lock:
             blocks.settle()
             blocks.drop_rows()
             blocks.reset_prefix_cache()
+        for each in currents:
+            each.end()
 
     def save(
         self,

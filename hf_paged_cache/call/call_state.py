@@ -12,6 +12,7 @@ class CallState:
 
     Attributes:
         digest: of the model, as its rows began.
+        resets: see `BlockStore.resets_of`, as its rows began.
         was_alone: nobody could change the model then.
         counts: a line for each row of the batch.
         counts_more: forwards after the first are of a prompt, too.
@@ -24,6 +25,7 @@ class CallState:
     def __init__(self, kind: str, limits: CallLimits, *, beams: bool, runs_only_forwards: bool) -> None:
         self.kind, self.limits, self.beams, self.runs_only_forwards = kind, limits, beams, runs_only_forwards
         self.digest = b""
+        self.resets = (0, 0)
         self.was_alone = False
         self.counts: list[RowCount] = []
         self.pending: tuple[list[RowCount], bool] | None = (
@@ -40,7 +42,7 @@ class CallState:
     def copy(self) -> "CallState":
         """Of rows that go on beside these."""
         copied = CallState(self.kind, self.limits, beams=self.beams, runs_only_forwards=self.runs_only_forwards)
-        copied.digest = self.digest
+        copied.digest, copied.resets = self.digest, self.resets
         return copied
 
     @property

@@ -50,7 +50,7 @@ def share_known(
         layouts.append(
             RowLayout(b"", row.pad, array("q"), [numbers.setdefault(each, len(numbers)) for each in digests])
         )
-    launch = _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts))
+    launch = _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts), looks)
     plan = find_segments([layouts[source] for source in copies], start, size, launch)
     plan = None if plan is None else _of_sources(plan, copies)
     if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
@@ -100,7 +100,7 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
             segments.append(segment._replace(rows=of_all))
             lies.append(old.segments[number])
     pads = tuple(rows.prompts[source].pad for source in copies)
-    launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads))
+    launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads), looks)
     behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
     apart = len(copies) * (rows.n - rows.base)  # what is read where each row has them
     once = sum(rows.n - first + launch for first in behind if first < rows.n)
@@ -123,8 +123,10 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     return SharedColumns(plan, lies, () if old is None else old.leases, looks)
 
 
-def _launch_tokens(tensors: Sequence[Tensor], are_padded: bool) -> float:
+def _launch_tokens(tensors: Sequence[Tensor], are_padded: bool, looks: Looks) -> float:
     """See `tokens_of_a_launch`; of tensors [S, H, .., D] of the streams of all layers."""
+    if not looks.weighs_launches:
+        return 0
     num_bytes = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[-1] * tensor.dtype.itemsize for tensor in tensors)
     num_layers = max(1, sum(tensor.shape[0] for tensor in tensors) // 2)
     return shared_reads.tokens_of_a_launch(tensors[0], num_bytes / num_layers, are_padded=are_padded)

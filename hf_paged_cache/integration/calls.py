@@ -145,7 +145,8 @@ class Calls:
         """A `generate` of new tokens alone goes on with rows."""
         rows.in_generate = rows.reads_next = True
         before, rows.state = rows.state, self._state_of(given)
-        rows.state.digest = b"" if before is None else before.digest
+        if before is not None:
+            rows.state.digest, rows.state.resets = before.digest, before.resets
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
             rows.judge(rows.n, held=False)  # what follows has no name
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
@@ -224,7 +225,7 @@ class Calls:
             rows.state = CallState("forward", UNLIMITED, beams=False, runs_only_forwards=True)
         state, conditioning = rows.state, self.conditioning
         state.seen = rows.seen
-        state.digest = conditioning.digest()
+        state.digest, state.resets = conditioning.digest(), self._resets()
         state.was_alone = not conditioning.may_change_in_a_forward()
         seen = self.image_inputs.see(arguments, NoRows([], [], 0), None)
         request = self.reader.read(
@@ -399,6 +400,15 @@ class Calls:
         rows.ids.select(index)
         rows.share(shared, own, n)
 
+    def _resets(self) -> tuple[int, int]:
+        with self.store.lock:
+            return self.store.resets_of(self.salt)
+
+    def note_sharing(self, rows: Rows) -> None:
+        """Rows have columns in common from here on, some of which may lie in blocks."""
+        with self.store.lock:
+            self.store.sharing.add(rows)
+
     # Their parts.
 
     def _why_bypassed(self, adapters: list[str] | None, num_rows: int) -> str | None:
@@ -485,6 +495,8 @@ class Calls:
     def _keep(self, rows: Rows, stop: int, *, held: bool) -> None:
         """Keep the columns before `stop`, if the model was as it is."""
         rows.judge(stop, held=held)
+        if rows.state is not None and rows.state.resets != self._resets():
+            rows.is_whole = False  # what was computed before is to be forgotten
         state, stop = rows.state, min(stop, rows.num_true_columns)
         chains = {} if state is None else state.chains
         limits = UNLIMITED if state is None else state.limits

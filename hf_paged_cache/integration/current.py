@@ -104,15 +104,29 @@ def drain(store: BlockStore) -> None:
             rows.calls.close(rows)
 
 
-def end_all(currents: Sequence[Current]) -> None:
-    """The rows of these caches' calls end.
+def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
+    """Refuse to forget what a loop of forwards may go on with; from then on rows of calls that are over hold no block.
+
+    Args:
+        salt: None: of all.
+
+    Returns:
+        the rows of the caches of this salt; they end once all is forgotten.
 
     Raises:
-        CacheBusyError: some are a loop's, which may go on; nothing has changed.
+        CacheBusyError: some of these caches' rows are a loop's; nothing has changed.
     """
+    drain(store)
+    with store.lock:
+        currents = [each for each in store.currents if salt in (None, each.salt)]
+        sharing = [rows for rows in store.sharing if salt in (None, rows.calls.salt)]
     if any(current.is_loop for current in currents):
+        where = "on this store" if salt is None else "on a cache of this salt" if salt else "on a cache without a salt"
         raise CacheBusyError(
-            "rows of plain forwards may resume on a cache of this store; reset the prefix cache after that cache's reset()"
+            f"rows of plain forwards may resume {where}; reset the prefix cache when they have ended (rows of plain forwards "
+            "end with their cache's reset())"
         )
-    for current in currents:
-        current.end()
+    for rows in sharing:  # also those that a call has returned
+        if not rows.in_generate and not rows.is_running:
+            rows.make_dense()
+    return currents

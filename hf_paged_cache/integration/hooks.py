@@ -80,7 +80,12 @@ class GenerateBracket:
             given = replace(given, is_ambient=True)
             if cache.is_generating:
                 cache = cache.sibling()
-        rows = None if is_round else cache.begin_rows(self.model, given)
+        try:
+            rows = None if is_round else cache.begin_rows(self.model, given)
+        except PagedCacheError as error:
+            if not is_new:
+                raise
+            return self._without_cache(str(error), args, kwargs)
         if rows is not None:
             with cache.running(rows):
                 output = self._generate()(*args, **kwargs, **{cache_argument(self.model): rows})
@@ -101,10 +106,8 @@ class GenerateBracket:
                     if not is_new and (brought is not None or not isinstance(error, CacheBusyError)):
                         raise
                     refused = str(error)
-                if refused and is_new:  # nobody has asked for it
-                    if self.on_refusal is not None:
-                        self.on_refusal(refused)
-                    return self._generate()(*args, **kwargs)
+                if refused and is_new:
+                    return self._without_cache(refused, args, kwargs)
                 if refused:
                     # one that runs but has no rows yet is busy, too: its rows would continue those of this call
                     cache = cache.sibling()
@@ -112,6 +115,12 @@ class GenerateBracket:
                 return self._generate()(*args, **kwargs, **{cache_argument(self.model): cache})
         finally:
             del bracket
+
+    def _without_cache(self, refused: str, args: Any, kwargs: Any) -> Any:
+        """A call runs without a cache that refuses it, and that nobody has asked for."""
+        if self.on_refusal is not None:
+            self.on_refusal(refused)
+        return self._generate()(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "new_cache": None, "on_refusal": None}

@@ -47,6 +47,8 @@ class RunsRows(Protocol):
 
     def confirm(self, rows: "Rows", output: Any) -> Any: ...
 
+    def note_sharing(self, rows: "Rows") -> None: ...
+
 
 class BeginsUnder(Begins, Protocol):
     """The same, under a prefix key."""
@@ -296,6 +298,7 @@ class Rows(Cache):
     def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
         """From here on the rows have these segments in common, and their own columns, from the first behind one on, lie in this memory."""
         shared.rows, shared.seen = ref(self), self.seen
+        self.calls.note_sharing(self)
         self.take(held, n, shared.plan.first_own)
         self.shared = self._reads = shared
         for layer in self.layers:

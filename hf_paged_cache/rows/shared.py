@@ -22,10 +22,15 @@ from .memory import Streams
 
 
 class Looks:
-    """Whether a model looks at keys and values otherwise than by torch's attention, for good once it was seen to."""
+    """Whether a model looks at keys and values otherwise than by torch's attention, for good once it was seen to.
+
+    Attributes:
+        weighs_launches: what rows share is held once only where that pays; False for trials of models.
+    """
 
     def __init__(self) -> None:
         self.model_looks = False
+        self.weighs_launches = True
 
 
 class Seen:

@@ -5,7 +5,7 @@ and no forwards. Whoever changes block tables holds `lock`.
 """
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -113,6 +113,8 @@ class BlockStore:
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
         self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
+        self._num_resets: Counter[bytes | None] = Counter()  # None: of all salts
+        self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
         self.left_rows: deque[Any] = deque()  # of collected caches, to be kept; appended to by finalizers
         self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
         self._holders: WeakSet[Holder] = WeakSet()
@@ -510,6 +512,11 @@ class BlockStore:
             )
         for call in calls:
             call.drop_rows()
+        self._num_resets[salt] += 1
+
+    def resets_of(self, salt: bytes) -> tuple[int, int]:
+        """How often all was forgotten, and what is of a salt: what was computed before is not to be kept after."""
+        return self._num_resets[None], self._num_resets[salt]
 
     def forget_blocks(self, block_hashes: Iterable[BlockHash], salt: bytes) -> None:
         """Let nobody hit these blocks of a salt any more, in whatever tier, nor resume after them."""

@@ -123,6 +123,7 @@ def test_what_prompts_share_is_computed_once_even_in_a_pool_for_one_task(tokeniz
     assert computed < by_hand / 2
 
 
+@pytest.mark.way("pool")
 def test_a_batch_that_does_not_fit_runs_in_parts_and_a_prompt_without_the_pool(tokenizer: Any) -> None:
     model = tiny("llama")
     prompts = [*PROMPTS, "x" * 400]
@@ -133,6 +134,7 @@ def test_a_batch_that_does_not_fit_runs_in_parts_and_a_prompt_without_the_pool(t
     assert "1 prompt did not fit" in str(result.summary)
 
 
+@pytest.mark.way("pool")
 def test_what_runs_without_the_pool_is_said_at_once_and_of_many_seldom(
     tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -463,6 +465,7 @@ def test_batches_are_larger_behind_a_prefix_where_the_model_reads_it_once(
     assert run(model, tokenizer, apart, batch_size=None).summary.num_batches == 3
 
 
+@pytest.mark.way("pool")
 def test_samples_of_a_batch_that_runs_in_parts_are_the_same_after_an_interruption(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -516,6 +519,7 @@ def test_after_a_job_its_cache_holds_no_rows_and_another_models_is_refused(token
         run(tiny("llama"), tokenizer, cache="x")
 
 
+@pytest.mark.way("pool")
 def test_what_a_cache_of_the_callers_bypasses_is_counted(tokenizer: Any) -> None:
     model = build("llama")
     cache = PagedPrefixCache(PrefixStore(model, num_blocks=1 + 20), on_full="bypass")

@@ -14,6 +14,7 @@ from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+from hf_paged_cache.rows.layers import RowsLayer
 
 from ..internals import zero_blocks
 
@@ -50,7 +51,7 @@ def test_tokens(model):
 
 def test_class_of_the_cache(model):
     output = model.generate(IDS, **GREEDY, return_dict_in_generate=True)
-    assert type(output.past_key_values).__name__ == "PagedPrefixCache" and output.get("logits") is None
+    assert output.past_key_values.is_paged_prefix_cache and output.get("logits") is None
 
 def test_going_on(model):
     first = model.generate(IDS, **GREEDY, return_dict_in_generate=True)
@@ -167,12 +168,16 @@ def test_without_a_mode_nothing_is_replaced(play: Any) -> None:
 def test_keys_and_values_that_are_wrong_are_found_beside_a_dynamic_cache(
     play: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    update = PagedPrefixCache.update
+    def writes_wrong_values(owner: type) -> None:
+        update = owner.update  # type: ignore[attr-defined]
 
-    def wrong(self: Any, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *more: Any, **named: Any) -> Any:
-        return update(self, key, value * 1.01, layer_idx, *more, **named)
+        def wrong(self: Any, key: torch.Tensor, value: torch.Tensor, *more: Any, **named: Any) -> Any:
+            return update(self, key, value * 1.01, *more, **named)
 
-    monkeypatch.setattr(PagedPrefixCache, "update", wrong)
+        monkeypatch.setattr(owner, "update", wrong)
+
+    for owner in (PagedPrefixCache, RowsLayer):
+        writes_wrong_values(owner)
     played = play(SUITE, "--paged-mode=beside")
     assert played.outcomes["test_all_outputs_and_beams_and_samples"] == "failed"
     assert "logits[0]: Tensor-likes are not close" in played.texts["test_all_outputs_and_beams_and_samples"]

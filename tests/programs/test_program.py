@@ -124,6 +124,7 @@ def test_a_model_goes_with_its_store_and_copies_get_stores_of_their_own(program:
     assert [found["num_calls"] for found in counts(program)] == [1, 1, 1]  # counts stay
 
 
+@pytest.mark.way("pool")
 def test_a_call_that_does_not_fit_runs_all_the_same(program: Program) -> None:
     program._options = program._options._replace(cache={"num_blocks": 3})
     model = build("llama")

@@ -273,10 +273,9 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
         with Interrupter() as counter:
             forward(cache, num_known, 25)
     lengths = set()
-    num_last = min(
-        counter.num_lines - 1, 400 if runs_on_rows(cache) else 180
-    )  # from the end, among them the one that confirms
-    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, 11):
+    # from the end, among them the one that confirms
+    num_last, step = (min(1600, counter.num_lines - 1), 47) if runs_on_rows(cache) else (180, 11)
+    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, step):
         cache = begun()
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             forward(cache, num_known, 25)

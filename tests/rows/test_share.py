@@ -19,7 +19,11 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
 SHARED = row((1, 64))
 PROMPTS: dict[str, dict[str, Any]] = {
     "beams": {**batch(row((1, 64), (2, 6)), row((1, 64), (3, 6))), "num_beams": 3, "max_new_tokens": 20},
-    "beams behind padding": {**batch(row((1, 64), (2, 6)), row((1, 64), (3, 11))), "num_beams": 3, "max_new_tokens": 20},
+    "beams behind padding": {
+        **batch(row((1, 64), (2, 6)), row((1, 64), (3, 11))),
+        "num_beams": 3,
+        "max_new_tokens": 20,
+    },
     "samples": {
         **batch(row((1, 64), (2, 6)), row((1, 64), (3, 6)), row((8, 70))),
         "do_sample": True,

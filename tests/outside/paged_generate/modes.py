@@ -21,6 +21,24 @@ _BLOCK_SIZES = (1, 2, 3, 4)
 _UNFILLED = "is the placeholder of"
 
 
+def is_ours(cache: Any) -> bool:
+    """Whether it is a cache of ours, or the rows of a call on one, which is what that call returns."""
+    return bool(getattr(cache, "is_paged_prefix_cache", False))
+
+
+def cache_of(cache: Any) -> PagedPrefixCache | None:
+    """The cache of such rows, if it is there yet; a cache's own is itself."""
+    handle = getattr(cache, "handle", None)
+    found = cache if handle is None else handle()
+    return found if isinstance(found, PagedPrefixCache) else None
+
+
+def brought_as(cache: Any) -> Any:
+    """What the test has passed: of rows that a call has returned, other rows are passed on, which have not begun."""
+    previous = getattr(cache, "previous", None)
+    return cache if previous is None else previous
+
+
 class Mode:
     """Decides of each call whether it runs on a cache of ours, and runs it.
 
@@ -50,7 +68,7 @@ class Mode:
             original: the function as it was, bound to the model.
         """
         call = Call(model, original, args, kwargs)
-        if any(call.cache is cache for cache in self._running):
+        if self._is_running(call.cache):
             return original(*args, **kwargs)
         if self.has_begun(call.cache):
             return self._replace_unless_refused(call, call.cache)
@@ -65,6 +83,10 @@ class Mode:
             self.refused[why_as_ever or ""] += 1
             return original(*args, **kwargs)
         return self._replace_unless_refused(call, cache)
+
+    def _is_running(self, cache: Any) -> bool:
+        """Whether a call that was given it here has not returned: it, or the rows of that call."""
+        return any(each is cache or each is cache_of(cache) for each in self._running)
 
     def _replace_unless_refused(self, call: Call, cache: PagedPrefixCache) -> Any:
         """Run a call on a cache of ours; as ever where its ids, which tests draw at random, ask for an image that is not there."""
@@ -94,8 +116,10 @@ class Mode:
             return call.run_on(cache, **more)
         finally:
             self._running.pop()
-            self.num_prompt_tokens += cache.last_call.prompt_tokens
-            self.num_reused += cache.last_call.reused_tokens
+            handle = cache_of(cache)
+            if handle is not None:
+                self.num_prompt_tokens += handle.last_call.prompt_tokens
+                self.num_reused += handle.last_call.reused_tokens
 
     def _cache_of(self, model: Any) -> PagedPrefixCache:
         cache = self._caches.get(id(model))
@@ -189,14 +213,15 @@ class Beside(Compared):
         self._twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
     def has_begun(self, cache: Any) -> bool:
-        if not isinstance(cache, PagedPrefixCache) or any(cache is running for running in self._running):
+        if not is_ours(cache) or self._is_running(cache):
             return False
-        twin = self._twins.get(cache)
+        brought = brought_as(cache)
+        twin = self._twins.get(brought)
         # else the test has run forwards on it
-        return twin is not None and twin.get_seq_length() == cache.get_seq_length()
+        return twin is not None and twin.get_seq_length() == brought.get_seq_length()
 
     def _first(self, call: Call, cache: PagedPrefixCache, everything: dict[str, Any]) -> Any:
-        twin = self._twins.get(call.cache) if call.cache is not None else None
+        twin = self._twins.get(brought_as(call.cache)) if call.cache is not None else None
         return call.run(**everything, **({} if twin is None else {"past_key_values": twin}))
 
     def _second(self, call: Call, cache: PagedPrefixCache, everything: dict[str, Any]) -> Any:
@@ -204,7 +229,7 @@ class Beside(Compared):
 
     def _compared(self, wanted: Any, got: Any) -> None:
         ours = getattr(got, "past_key_values", None)
-        if isinstance(ours, PagedPrefixCache):
+        if is_ours(ours):
             self._twins[ours] = wanted.past_key_values
 
 
