@@ -43,18 +43,16 @@ class OutOfBlocksError(PagedCacheError):
 
 
 class CacheBusyError(PagedCacheError):
-    """Raised when a second call starts on a cache whose call is running; use another cache on the same store.
+    """Raised when rows that run, or may resume, are in the way: of a reset, or in the pool of a second call on the cache.
 
     Examples:
-        >>> from transformers import LogitsProcessor
-        >>> class Again(LogitsProcessor):
-        ...     def __call__(self, input_ids, scores):
-        ...         try:
-        ...             model.generate(**inputs, past_key_values=cache)
-        ...         except CacheBusyError as error:
-        ...             print("busy")
-        ...         return scores
-        >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1, logits_processor=[Again()])
+        >>> import torch
+        >>> with torch.no_grad():
+        ...     _ = model(inputs["input_ids"], past_key_values=cache)
+        >>> try:
+        ...     cache.reset_prefix_cache()
+        ... except CacheBusyError:
+        ...     print("busy")
         busy
     """
 

@@ -32,6 +32,7 @@ from .reference import AtStep, batch, row, run
 from .shared_folders import tier_of
 from .tiny_models import build
 
+pytestmark = pytest.mark.way("pool")  # its scenes come by the locks of calls in the pool; one of them is on rows
 PACKAGE = Path(hf_paged_cache.__file__).parent
 LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
 
@@ -43,8 +44,10 @@ OTHERWISE_TESTED = {
     "integration.capturing:detach_forward": "guards what is attached to a model: test_captured_rows.py",
     "integration.current:Current.__init__": "a set that others read meanwhile",
     "integration.current:Current.take": "of two calls that begin at once, one gets the rows",
-    "prefix_store:PrefixStore.reset_prefix_cache": "a set that others add to meanwhile",
-    "cache:PagedPrefixCache.reset_prefix_cache": "a set that others add to meanwhile",
+    "integration.current:begin_to_forget": "a set that others add to meanwhile",
+    "integration.calls:Calls.note_sharing": "a set that others read meanwhile",
+    "cache:PagedPrefixCache._follow_dtype": "numbers of a store whose model is in the dtype of before",
+    "call.keep:lay_out:3": "tensors are made anew for a wider dtype: test_verify_allows_for_the_rounding_of_what_was_computed_in",
     "cache:PagedPrefixCache.running": "a call that ran out of memory gives the pool's back",
     "cache:PagedPrefixCache._leave_pool": "rows that ran in the pool end where a call runs on rows of its own",
     "integration.calls:Calls.open:2": "two looks at what is replaced as a whole",

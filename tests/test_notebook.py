@@ -13,6 +13,7 @@ import transformers
 
 import hf_paged_cache
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.rows.layers import RowsLayer
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -44,6 +45,15 @@ def update(self, key, value, *given, honest=PagedPrefixCache.update):
     return tuple(read)
 
 PagedPrefixCache.update = update
+
+from hf_paged_cache.rows.layers import RowsLayer
+
+
+def update_rows(self, key, value, *given, honest=RowsLayer.update):
+    return update(self, key, value, *given, honest=honest)
+
+
+RowsLayer.update = update_rows
 """
 
 REUSE_NOTHING = """
@@ -56,6 +66,13 @@ def build(self, *given, honest=PagedPrefixCache.__init__, **options):
         return generating(*given)
 
     self.generating = generating_anew
+    begin_rows = self.begin_rows
+
+    def begin_anew(*given):
+        self.reset_prefix_cache()
+        return begin_rows(*given)
+
+    self.begin_rows = begin_anew
 
 PagedPrefixCache.__init__ = build
 """
@@ -139,6 +156,7 @@ def test_it_fails_with_a_cache_that(defect: str, folder: Path, monkeypatch: pyte
     """In this process: a kernel would import everything anew."""
     for name in ("__init__", "update"):
         monkeypatch.setattr(PagedPrefixCache, name, getattr(PagedPrefixCache, name))  # the defect's goes with the test
+    monkeypatch.setattr(RowsLayer, "update", RowsLayer.update)
     monkeypatch.chdir(folder)
     verbosity, names = transformers.logging.get_verbosity(), {"PagedPrefixCache": PagedPrefixCache}
     exec(defect, names)

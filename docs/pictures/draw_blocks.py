@@ -52,7 +52,9 @@ def play() -> Iterator[Drawn]:
         num_key_value_heads=1, eos_token_id=None, bos_token_id=None, pad_token_id=len(words),
     )  # fmt: skip
     torch.manual_seed(0)
-    cache = PagedPrefixCache(LlamaForCausalLM(config).eval(), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
+    model = LlamaForCausalLM(config).eval()
+    # with "gather" calls run in the pool itself, so the picture shows the blocks that they take
+    cache = PagedPrefixCache(model, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, attention="gather")
     for title, prompt, answers in CALLS:
         given = [words.index(word) for word in [*RULES, *prompt.split()]]
         said = [[words.index(word) for word in answer.split()] for answer in answers]

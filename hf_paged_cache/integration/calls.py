@@ -202,6 +202,10 @@ class Calls:
         finally:
             if rows.captured is not None:
                 rows.captured.close()
+        if rows.is_open and rows.state is not None:
+            with self.store.lock:
+                in_use = self.store.kv_bytes_in_use(self.salt)
+            rows.state.peak_kv_bytes = max(rows.state.peak_kv_bytes, in_use + rows.kv_bytes)
         if logger.isEnabledFor(logging.INFO) and rows.state is not None:
             reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows.state.counts))
             prompt = sum(row.prompt_tokens for row in rows.state.counts)

@@ -86,7 +86,8 @@ class Mode:
 
     def _is_running(self, cache: Any) -> bool:
         """Whether a call that was given it here has not returned: it, or the rows of that call."""
-        return any(each is cache or each is cache_of(cache) for each in self._running)
+        ours = (cache, cache_of(cache), brought_as(cache))
+        return cache is not None and any(each is one for each in self._running for one in ours)
 
     def _replace_unless_refused(self, call: Call, cache: PagedPrefixCache) -> Any:
         """Run a call on a cache of ours; as ever where its ids, which tests draw at random, ask for an image that is not there."""
@@ -111,7 +112,7 @@ class Mode:
         raise NotImplementedError
 
     def _run_on(self, call: Call, cache: PagedPrefixCache, **more: Any) -> Any:
-        self._running.append(cache)
+        self._running.append(brought_as(cache))
         try:
             return call.run_on(cache, **more)
         finally:
