@@ -15,6 +15,7 @@ import pytest
 from packaging.version import Version
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.rows.layers import RowsLayer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -80,15 +81,15 @@ def test_what_is_known_is_reused_in_every_scene_that_says_so(all_results: dict[s
 def test_a_scene_fails_when_reused_blocks_are_served_as_zeros(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def update(
-        self: PagedPrefixCache, key: Any, value: Any, *args: Any, honest: Any = PagedPrefixCache.update, **kwargs: Any
-    ) -> Any:
-        read = [tensor.clone() for tensor in honest(self, key, value, *args, **kwargs)]
-        for tensor, new in zip(read, (key, value), strict=True):
-            tensor[:, :, : tensor.shape[2] - new.shape[2]] = 0
-        return tuple(read)
+    for owner in (PagedPrefixCache, RowsLayer):
 
-    monkeypatch.setattr(PagedPrefixCache, "update", update)
+        def update(self: Any, key: Any, value: Any, *args: Any, honest: Any = owner.update, **kwargs: Any) -> Any:
+            read = [tensor.clone() for tensor in honest(self, key, value, *args, **kwargs)]
+            for tensor, new in zip(read, (key, value), strict=True):
+                tensor[:, :, : tensor.shape[2] - new.shape[2]] = 0
+            return tuple(read)
+
+        monkeypatch.setattr(owner, "update", update)
     status, results = run_scenes([name], tmp_path)
     assert status == 1
     failed = results["scenes"][f"{name}: failed"]
