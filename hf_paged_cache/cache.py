@@ -212,9 +212,7 @@ class PagedPrefixCache(Cache):
             yield
         except torch.OutOfMemoryError:
             rows.reset()
-            self._capturing.give_way(rows)
-            with self.store.blocks.lock:
-                self.store.blocks.make_way()
+            self._calls.give_way(rows)
             raise
         finally:
             previous = rows.previous

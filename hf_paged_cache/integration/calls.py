@@ -215,9 +215,17 @@ class Calls:
     # What rows ask.
 
     def open(
-        self, rows: Rows, model: Any, arguments: Mapping[str, Any], *, may_run_ahead: bool = True
+        self,
+        rows: Rows,
+        model: Any,
+        arguments: Mapping[str, Any],
+        *,
+        may_run_ahead: bool = True,
+        may_give_way: bool = True,
     ) -> Mapping[str, Any]:
         """The first forward of rows: let them begin with what is known, and cut it from the arguments.
+
+        Where memory runs out, the rows of the call before are given up, then what the pool need not hold, and it is tried again.
 
         Raises:
             CacheArgumentError: the arguments contradict each other.
@@ -249,6 +257,7 @@ class Calls:
         running = [inputs[member] for member in members]
         previous, rows.previous = rows.previous, None
         known: list[Known] = []
+        has_changed = is_short = False
         try:
             with self.store.lock:
                 self.store.settle()
@@ -265,15 +274,26 @@ class Calls:
                 self._ahead.keep(known)
                 self._begin_captured(rows, request, adapters, start, request.num_new_columns)
                 self._fill(rows, running, known, start, request.num_new_columns, previous, copies)
+        except torch.OutOfMemoryError:
+            if previous is None and not may_give_way:
+                raise
+            is_short = True
         finally:
             for row in known:
                 if row.lease is not None:
                     with self.store.lock:
                         if not row.lease.is_freed:
                             row.lease.free()
+        if is_short:
+            rows.reset()
+            if previous is None:
+                may_give_way = False
+                self.give_way(rows)
+            previous, known = None, []  # nobody holds them any more
+            return self.open(rows, model, arguments, may_run_ahead=False, may_give_way=may_give_way)
         if has_changed:  # what ran ahead is of another model
             rows.previous = previous
-            return self.open(rows, model, arguments, may_run_ahead=False)
+            return self.open(rows, model, arguments, may_run_ahead=False, may_give_way=may_give_way)
         are_aliased = len(members) < len(copies)
         rows.copies = copies if are_aliased else None
         if len(copies) > 1 and not rows.may_be_lazy:
@@ -296,6 +316,13 @@ class Calls:
         if not start and not are_aliased:
             return arguments
         return for_scheduled(arguments, Cut(start, members, rows.copies), 0, self.image_inputs.whole)
+
+    def give_way(self, rows: Rows) -> None:
+        """Memory is short, and these rows are given up: so is what the pool need not hold, and the arena."""
+        if self.capturing is not None:
+            self.capturing.give_way(rows)
+        with self.store.lock:
+            self.store.make_way()
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""

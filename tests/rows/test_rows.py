@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
+from hf_paged_cache.integration import calls
 from hf_paged_cache.rows.memory import runs
 from hf_paged_cache.rows.rows import Rows
 
@@ -306,3 +308,31 @@ def test_a_copy_of_a_loop_that_was_bypassed_in_the_pool_has_its_rows(model: PreT
         wanted, found = (model(ids[:, :1], past_key_values=each).logits for each in (cache, copied))
     assert torch.equal(wanted, found)
     assert copied.get_seq_length() == 41
+
+
+@pytest.mark.parametrize("num_refused", [1, 2, 3])
+def test_where_memory_runs_out_as_rows_begin_others_are_given_up_and_it_is_tried_again(
+    num_refused: int, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the rows of the call before, then the blocks; then there is no memory for `DynamicCache` either."""
+    reference, cache = run(model, **PROMPTS), PagedPrefixCache(model)
+    run(model, cache, **batch(row((1, 40), (2, 9))))
+    before, refused, fill = weakref.ref(cache._rows), list[bool](), calls.fill
+
+    def refusing(store: Any, rows: Any, *args: Any, **kwargs: Any) -> None:
+        if len(refused) < num_refused:
+            refused.append(before() is not None)
+            raise torch.OutOfMemoryError("refused")
+        fill(store, rows, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calls, "fill", refusing)
+        if num_refused == 3:
+            with pytest.raises(torch.OutOfMemoryError):
+                run(model, cache, **PROMPTS)
+        else:
+            assert_same(reference, run(model, cache, **PROMPTS))
+            assert cache.last_call.reused_tokens in ({64} if num_refused == 1 else {0, 64})  # as far as blocks made way
+    assert refused == [True, False, False][:num_refused]
+    cache.check()
+    assert_same(reference, run(model, cache, **PROMPTS))
