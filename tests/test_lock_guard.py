@@ -48,7 +48,7 @@ OTHERWISE_TESTED = {
     "integration.calls:Calls.note_sharing": "a set that others read meanwhile",
     "cache:PagedPrefixCache._follow_dtype": "numbers of a store whose model is in the dtype of before",
     "call.keep:lay_out:3": "tensors are made anew for a wider dtype: test_verify_allows_for_the_rounding_of_what_was_computed_in",
-    "cache:PagedPrefixCache.running": "a call that ran out of memory gives the pool's back",
+    "integration.calls:Calls.give_way": "a call that ran out of memory gives the pool's back",
     "cache:PagedPrefixCache._leave_pool": "rows that ran in the pool end where a call runs on rows of its own",
     "integration.calls:Calls.open:2": "two looks at what is replaced as a whole",
     "call.keep:lay_out:1": "settles the budget of a store that has none yet",
