@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 
+from ..internals import runs_on_rows
 from ..reference import TOLERANCE, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
@@ -114,4 +115,5 @@ def test_gradient_modes_mixed_between_plain_forwards_of_a_row(
                 got = model(ids, past_key_values=cache, logits_to_keep=1).logits
             assert float((got - wanted).detach().abs().max()) <= TOLERANCE * float(wanted.detach().abs().max())
         cache.reset()
-    assert cache.stats().reused_tokens > 0
+    # a forward with gradients is bypassed on rows, and so are those after it
+    assert bool(cache.stats().reused_tokens) == (order[0] != "gradients" or not runs_on_rows(cache))
