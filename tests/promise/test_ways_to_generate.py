@@ -623,7 +623,7 @@ OPTIONS: dict[str, str | None] = {
     "streamer": "streamer",
     "synced_gpus": "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards",
     "custom_generate": "contrastive",
-    "logits_processor": "test_a_nested_generate_on_the_same_cache_is_refused_and_the_first_call_stays_right",
+    "logits_processor": "test_a_nested_generate_on_the_same_cache_is_right_or_refused_and_the_first_call_stays_right",
     "stopping_criteria": "ends",
     "inputs": "test_positional_arguments_are_seen",
     "generation_config": "test_a_hub_style_custom_generate_works",
