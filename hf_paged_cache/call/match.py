@@ -78,7 +78,7 @@ def match(
 ) -> list[Known]:
     """What is known of rows that begin. The store's lock is held.
 
-    A row alone that goes on where one of the call before has stopped, and of which no block knows more, holds none.
+    A row alone of which one of the call before knows more than blocks do holds none.
 
     Args:
         chains: root and tokens of rows of the call before -> their hashes, as far as they were computed.
@@ -90,19 +90,17 @@ def match(
     for row in new:
         chain = _chain_of(row, store.block_size, chains)
         closest, num_common = before.closest(row)
-        first, num_blocks = num_common // store.block_size, chain.num_full_blocks
-        lease = None
-        if len(new) > 1 or num_common <= 0 or _is_known(store, chain, first, row.salt):
-            lease = store.allocator.allocate(chain.hashes_of(0, num_blocks), namespace=row.salt)
-        found.append(Known(chain, lease, closest, max(0, num_common)))
+        num_common, lease = max(0, num_common), None
+        if len(new) > 1 or num_common % store.block_size == 0 or _is_known(store, chain, num_common, row.salt):
+            lease = store.allocator.allocate(chain.hashes_of(0, chain.num_full_blocks), namespace=row.salt)
+        found.append(Known(chain, lease, closest, num_common))
     return found
 
 
-def _is_known(store: BlockStore, chain: HashChain, block: int, salt: bytes) -> bool:
-    """Whether the pool has this block of a row."""
-    if block >= chain.num_full_blocks:
-        return False
-    return bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), salt))
+def _is_known(store: BlockStore, chain: HashChain, token: int, salt: bytes) -> bool:
+    """Whether the pool has the full block of this token of a row."""
+    block = token // store.block_size
+    return block < chain.num_full_blocks and bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), salt))
 
 
 def _chain_of(row: RowInput, size: int, chains: Mapping[bytes, HashChain]) -> HashChain:
