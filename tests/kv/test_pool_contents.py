@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+# of calls in the pool, whose rows have block tables
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("pool")]
 
 TOLERANCE = 1e-5  # of the largest number of the tensor
 
