@@ -13,7 +13,7 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, Un
 from hf_paged_cache.ask import verification
 
 from ..conformance import zoo
-from ..internals import held_tensors
+from ..internals import held_tensors, runs_on_rows
 from ..model.test_support import FROM_5_23
 from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import IDS, PROMPT, AtStep, Forwards, assert_same, batch, row, run
@@ -152,7 +152,7 @@ def test_a_look_takes_no_block_of_a_full_pool(model: PreTrainedModel) -> None:
     with torch.no_grad():
         model(torch.tensor([row((4, 10))]), past_key_values=other)
     before = as_cached(cache)
-    assert before[:2] == (3, 1)
+    assert before[:2] == (3, 0 if runs_on_rows(other) else 1)  # on rows a loop takes no block
     assert cache.verify() == ALL_EQUAL
     assert as_cached(cache) == before
 
