@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
 from tests.conformance import examine
+from tests.internals import runs_on_rows
 from tests.promise.test_on_an_accelerator import SCENES
 from tests.reference import PROMPT, TOLERANCE, assert_same, batch, row, run, zero_blocks
 from tests.scenes import ATTENTIONS, play
@@ -100,7 +101,7 @@ def test_rows_by_hand_are_the_same_on_a_device(place: str, attention: Any) -> No
             assert distance <= TOLERANCE, f"forward {number}: logits differ by {distance:.1e} of their scale"
         cache.reset()
         cache.check()
-    assert cache.stats().num_copies_on_write > 0
+    assert bool(cache.stats().num_copies_on_write) != runs_on_rows(cache)  # what rows write is theirs alone
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
