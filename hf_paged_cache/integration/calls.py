@@ -286,6 +286,8 @@ class Calls:
                             row.lease.free()
         if is_short:
             rows.reset()
+            if rows.captured is not None:
+                rows.captured.close()  # it was for other columns
             if previous is None:
                 may_give_way = False
                 self.give_way(rows)

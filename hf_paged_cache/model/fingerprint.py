@@ -102,11 +102,7 @@ class _Structure(NamedTuple):
         return [
             number
             for number, each in enumerate(self.attributes)
-            if each["_forward_hooks"]
-            or each["_forward_pre_hooks"]
-            or "forward" in each
-            or "get_image_features" in each
-            or "get_video_features" in each
+            if each["_forward_hooks"] or each["_forward_pre_hooks"] or not each.keys().isdisjoint(REPLACED)
         ]
 
 
@@ -152,7 +148,7 @@ class Listing(NamedTuple):
     def changed_modules(self) -> list[int] | None:
         """Numbers of the modules with hooks or replaced functions; None if the model no longer has these tensors in these modules.
 
-        Cost: a few passes over flat lists, none of which runs Python for each entry. It is made for each call.
+        Cost: a few passes over flat lists. It is made for each call, and finds little of them in the processor's caches.
         """
         if self.places.are_as_found() and self.found.is_as_found(self.modules):
             return self.found.with_functions()

@@ -95,19 +95,15 @@ class RopeRegime:
 
 def _frequencies(places: list[_Place]) -> list[Tensor]:
     """Those that have values, each [N]."""
-    found = []
-    for module, prefix in places:
-        values = getattr(module, f"{prefix}inv_freq")
-        if values is not None and values.device.type != "meta":
-            found.append(values.detach().flatten())
-    return found
+    return [
+        values.detach().flatten()
+        for module, prefix in places
+        if (values := getattr(module, f"{prefix}inv_freq")) is not None and values.device.type != "meta"
+    ]
 
 
 def _scales(places: list[_Place]) -> bytes:
-    scales = []
-    for module, prefix in places:
-        scales.append(getattr(module, f"{prefix}attention_scaling", None))
-    return repr(scales).encode()
+    return repr([getattr(module, f"{prefix}attention_scaling", None) for module, prefix in places]).encode()
 
 
 class RopeDeltas:

@@ -310,16 +310,18 @@ def test_a_copy_of_a_loop_that_was_bypassed_in_the_pool_has_its_rows(model: PreT
     assert copied.get_seq_length() == 41
 
 
+@pytest.mark.parametrize("capture", [False, "dry"])
 @pytest.mark.parametrize("num_refused", [1, 2, 3])
 def test_where_memory_runs_out_as_rows_begin_others_are_given_up_and_it_is_tried_again(
-    num_refused: int, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+    num_refused: int, capture: Any, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """First the rows of the call before, then the blocks; then there is no memory for `DynamicCache` either."""
-    reference, cache = run(model, **PROMPTS), PagedPrefixCache(model)
+    reference, cache = run(model, **PROMPTS), PagedPrefixCache(model, capture=capture)
     run(model, cache, **batch(row((1, 40), (2, 9))))
-    before, refused, fill = weakref.ref(cache._rows), list[bool](), calls.fill
+    before, refused, fill, captured = weakref.ref(cache._rows), list[bool](), calls.fill, list[Any]()
 
     def refusing(store: Any, rows: Any, *args: Any, **kwargs: Any) -> None:
+        captured.append(rows.captured)
         if len(refused) < num_refused:
             refused.append(before() is not None)
             raise torch.OutOfMemoryError("refused")
@@ -334,5 +336,6 @@ def test_where_memory_runs_out_as_rows_begin_others_are_given_up_and_it_is_tried
             assert_same(reference, run(model, cache, **PROMPTS))
             assert cache.last_call.reused_tokens in ({64} if num_refused == 1 else {0, 64})  # as far as blocks made way
     assert refused == [True, False, False][:num_refused]
+    assert not capture or len({*map(id, captured)}) == len(captured)  # each try has the arena anew
     cache.check()
     assert_same(reference, run(model, cache, **PROMPTS))
