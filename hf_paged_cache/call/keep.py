@@ -97,7 +97,7 @@ def _keep_row(
     try:
         with ExitStack() as writing:
             with store.lock:
-                held = store.allocator.allocate(hashes, namespace=salt)
+                held = store.leases.take(hashes, salt)
                 first = held.num_prefix_tokens // size
                 if first == num_blocks:
                     return

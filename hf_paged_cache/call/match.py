@@ -92,7 +92,7 @@ def match(
         closest, num_common = before.closest(row)
         num_common, lease = max(0, num_common), None
         if len(new) > 1 or num_common % store.block_size == 0 or _is_known(store, chain, num_common, row.salt):
-            lease = store.allocator.allocate(chain.hashes_of(0, chain.num_full_blocks), namespace=row.salt)
+            lease = store.leases.take(chain.hashes_of(0, chain.num_full_blocks), row.salt)
         found.append(Known(chain, lease, closest, num_common))
     return found
 

@@ -143,7 +143,7 @@ def _where(
             block_ids = of_row.lease.block_ids[first : first + num]
             if [*memory.runs(block_ids)] == [(block_ids[0], num)]:
                 with store.lock:
-                    lease = store.allocator.fork(of_row.lease, first + num)
+                    lease = store.leases.fork(of_row.lease, first + num)
                 at = slice(block_ids[0], block_ids[0] + num)
                 return [Streams(held[:, :, at].flatten(2, 3).unsqueeze(1), names) for held, names in slabs], lease
             made = memory.make(memory.shapes_of_slabs(slabs), 1, num * size)

@@ -10,6 +10,7 @@ Refuses nothing for want of blocks. What is unusual about a call is a bypass: it
 import contextlib
 import logging
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -328,6 +329,7 @@ class Calls:
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
+        rows.thread = threading.get_ident()
         is_prompt = rows.reads_next or not rows.in_generate
         reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
         rows.reads_next = False

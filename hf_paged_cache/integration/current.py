@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 from weakref import WeakMethod
 
@@ -85,6 +85,12 @@ class Current:
         if shown is not None and (show := self._show()) is not None:
             show(None)  # else the layers may hold rows of a call in the pool
         return rows
+
+    def lose_threads(self, idents: Collection[int]) -> None:
+        """These threads ended with a fork: rows that one of them ran may be in the middle of anything, and are nobody's."""
+        rows = self._rows if self._rows is not None else self._aside
+        if rows is not None and rows.is_lost(idents):
+            self.take()
 
     def leave(self, left: deque[Any]) -> None:
         """The cache was collected: what a loop has computed may be kept yet, by whoever calls next."""

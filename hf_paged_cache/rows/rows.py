@@ -5,7 +5,8 @@ Owns the rows' length, their memory and whatever moves rows; decides nothing abo
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import repeat
 from operator import attrgetter
@@ -118,6 +119,7 @@ class Rows(Cache):
         handle: the cache of the call.
         is_behind_handle: forwards are passed that in place of the rows, and return it.
         state: what `calls` remembers of them.
+        thread: ident of the one that ran them last.
         captured: runs their forwards by graphs, and has them lie in the arena; None: nothing does.
         why_not_captured: why not; "": they may be.
     """
@@ -156,6 +158,7 @@ class Rows(Cache):
         self.is_behind_handle = False
         self.captured: Any = None
         self.why_not_captured = ""
+        self.thread = threading.get_ident()
         self._tensors: list[Tensor] = []  # that the rows lie in
         self._versions: tuple[int, ...] = ()  # how often these were written, by us
         self.has_own = False
@@ -244,6 +247,11 @@ class Rows(Cache):
         self.n = self._given[0].n
         self._given.clear()
         self.note_writes()
+
+    def is_lost(self, idents: Collection[int]) -> bool:
+        """Whether one of these threads, which ended with a fork, was in a call on the rows, or in a loop."""
+        is_loop = self.state is not None and self.state.kind == "forward"
+        return self.thread in idents and (self.in_generate or self.is_running or is_loop)
 
     def roll_back(self) -> None:
         """Take back a forward that died; after the first one the rows begin again."""

@@ -21,6 +21,7 @@ from ..locks import new_lock
 from ..tiers.base import Tier
 from .call_totals import CallTotals
 from .holder import Demand, Holder, LeftBehind
+from .leases import Leases
 from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes, lacks_room
 from .pins import Pins
@@ -93,6 +94,7 @@ class BlockStore:
         self._dtype = dtype  # that a budget in bytes counts with
         self.has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
+        self.leases = Leases(self.allocator)
         self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
@@ -488,6 +490,12 @@ class BlockStore:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
         for holder in self.holders():
             holder.lose_threads(idents)
+        for current in self.currents:
+            current.lose_threads(idents)
+        over = (rows for rows in self.sharing if not rows.is_lost(idents))
+        self.leases.lose_threads(
+            idents, {lease for rows in over if rows.shared is not None for lease in rows.shared.leases}
+        )
 
     def drop_rows(self, salt: bytes | None = None) -> None:
         """Let go of the rows of calls that are over, of one salt or of all.
