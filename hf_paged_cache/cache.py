@@ -521,6 +521,15 @@ class PagedPrefixCache(Cache):
         """
         return self._capturing.warm_up(rows, tokens)
 
+    def why_not_captured(self) -> str:
+        """Why steps of this model would not run as CUDA graphs, on a CUDA device and with `capture="auto"`; "": they may.
+
+        Examples:
+            >>> cache.why_not_captured()
+            ''
+        """
+        return self.store.why_in_pool or self._capturing.why_not_the_model()
+
     def release(self) -> None:
         """Give back the memory of static rows, and all graphs; the next call that pays captures anew. For all caches of the store.
 

@@ -66,7 +66,7 @@ class PrefixStore:
             transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved; of layers with a window as many, apart from the others'.
-        max_bytes: instead of `num_blocks`, the most bytes of keys, values and snapshots, as a number or as "4GB" or "4GiB"; a
+        max_bytes: instead of `num_blocks`, the most bytes of keys, values, snapshots and static rows, as a number or as "4GB" or "4GiB"; a
             forward of one token measures what a block needs. Without either: blocks, and the copies of running rows that
             attention reads, take at most half of the memory that is free on each device with layers of the model (on a host:
             available, or left of the container's limit), less what other stores of this process may still take. That is read
@@ -157,7 +157,10 @@ class PrefixStore:
             sees_columns=bool(layers),
         )
         self.looks = Looks()
-        self.arena = Arena()
+        self.arena = arena = Arena()
+        if options.max_bytes is not None:
+            arena.most_bytes = partial(self.blocks.bytes_left_of, options.max_bytes)
+            self.blocks.bytes_of_static_rows = lambda: arena.num_bytes
         self.why_in_pool = why_in_pool(
             model,
             has_tiers=bool(tiers),

@@ -66,6 +66,7 @@ OTHERWISE_TESTED = {
     "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
     "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
     "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
+    "store.block_store:BlockStore.bytes_left_of": "asked before rows are filled; numbers",
     "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
     "tiers.run_files:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
     "tiers.run_files:Run.write:1": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",

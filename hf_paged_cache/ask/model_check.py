@@ -47,7 +47,7 @@ class ModelReport:
         kv_bytes_per_token: of keys and values in all layers; after a window's end less.
         snapshot_bytes: of its states at one place, where it has any.
         layers: type of cache layer -> how many the model has.
-        remarks: sentences on what limits reuse.
+        remarks: sentences on what limits reuse, and whether steps can be captured on a GPU.
 
     Examples:
         >>> report = check_model(model)
@@ -164,7 +164,10 @@ def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping
 
 
 def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]:
-    remarks = []
+    why = cache.why_not_captured()
+    remarks = [
+        f"its steps cannot run as CUDA graphs: {why}" if why else "its steps can run as CUDA graphs (capture='auto')"
+    ]
     if not takes(model, "position_ids"):
         remarks.append("it takes no position_ids: a prompt is reused only after as much padding as before")
     if cache.store.conditioning.rope.depends_on_length:

@@ -209,7 +209,7 @@ class Capturing:
         """Why forwards of the model are not captured as it is now; else what is."""
         known = self._known
         if known[0] != digest or not digest:
-            why = self._why_not_the_model()
+            why = self.why_not_the_model()
             known = self._known = (digest, why, None if why else self._model())
         return known[1], known[2]
 
@@ -228,7 +228,8 @@ class Capturing:
             look=Look(model),
         )
 
-    def _why_not_the_model(self) -> str:
+    def why_not_the_model(self) -> str:
+        """Why forwards of the model are never captured, on whatever device, as it is now; "": they may be."""
         model, conditioning = self._conditioning.model, self._conditioning
         if not self._takes_positions:
             return "the model takes no position_ids"

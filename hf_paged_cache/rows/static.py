@@ -5,7 +5,7 @@
 columns of a static row: [0, pad) padding | [pad, n) valid | [n, room) finite, hidden by the mask
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from weakref import ref
 
@@ -44,11 +44,11 @@ class Arena:
     """Memory for the static rows of one call at a time. Rows of every number and room begin at its start.
 
     Attributes:
-        most_bytes: that it may take; None: half of what is free on an accelerator, and what is asked for on a host.
+        most_bytes: says what it may take now; None: half of what is free on an accelerator, and what is asked for on a host.
         captured: the graphs over it, which go where the memory goes; None: there were none.
     """
 
-    def __init__(self, most_bytes: int | None = None) -> None:
+    def __init__(self, most_bytes: Callable[[], int] | None = None) -> None:
         self.most_bytes = most_bytes
         self.captured: HoldsGraphs | None = None
         self._lock = new_lock()
@@ -147,7 +147,7 @@ class Arena:
 
     def _most(self, shapes: Sequence[Shape]) -> float:
         if self.most_bytes is not None:
-            return self.most_bytes
+            return self.most_bytes()
         if not shapes or shapes[0].device.type != "cuda":
             return float("inf")
         device = shapes[0].device

@@ -120,6 +120,7 @@ class BlockStore:
         self.left_rows: deque[Any] = deque()  # of collected caches, to be kept; appended to by finalizers
         self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
         self._holders: WeakSet[Holder] = WeakSet()
+        self.bytes_of_static_rows: Callable[[], int] = int  # those that count in the same budget
         add_store(self)
 
     @property
@@ -143,11 +144,20 @@ class BlockStore:
             return group.num_free + self.max_num_blocks - group.num_blocks
         return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
 
+    @property
+    def _most_beside_rows(self) -> int | None:
+        """`max_num_blocks`, less what static rows take of the same budget; what is managed already stays."""
+        most, num_bytes = self.max_num_blocks, self.bytes_of_static_rows()
+        if most is None or not num_bytes:
+            return most
+        taken = math.ceil(num_bytes / max(1, self.pool.all.bytes_per_block))
+        return max(self.allocator.num_blocks, most - taken)
+
     def num_obtainable_blocks(self, holder: Holder | None) -> float:
         """Blocks that `holder` can have now: free, cached or not managed yet, less what others have reserved."""
         if self.max_num_blocks is None or self.windows.are_all:  # the windows say what there is
             return math.inf
-        unmanaged = self.max_num_blocks - self.allocator.num_blocks
+        unmanaged = (self._most_beside_rows or 0) - self.allocator.num_blocks
         reserved = self.num_reserved_blocks(holder) if self._reserved else 0
         return self.allocator.num_available_blocks + unmanaged - reserved
 
@@ -189,7 +199,7 @@ class BlockStore:
 
         Where memory runs out, what is managed becomes the most there is: fewer may be there than were reserved.
         """
-        most, allocator = self.max_num_blocks, self.allocator
+        most, allocator = self._most_beside_rows, self.allocator
         if self.windows.are_all:  # a block costs no memory; one that nobody holds any more is as good as a new one
             most = max(most or 0, allocator.num_blocks + num_blocks - allocator.num_available_blocks)
         managed = self._grow(self.pool.all, allocator.num_blocks, num_blocks - allocator.num_free_blocks, most)
@@ -302,6 +312,11 @@ class BlockStore:
             if most is None or not num_bytes:
                 return 0
             return int(most * num_bytes * (1 + self._copies)) - self.pool.bytes_on().get(device, 0)
+
+    def bytes_left_of(self, budget: int) -> int:
+        """Bytes of a budget that blocks have not taken."""
+        with self.lock:
+            return max(0, budget - self.pool.pool_bytes)
 
     def measure_for(self, num_tokens: int) -> None:
         """So many tokens may come: where they are many, and no forward has shown what a block takes, measure it and settle the budget.

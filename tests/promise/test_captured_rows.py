@@ -175,11 +175,34 @@ def test_rows_that_are_too_large_for_the_arena_go_on_without(monkeypatch: pytest
     ids = torch.tensor([row((1, 500))])
     reference, cache = run(model, input_ids=ids, max_new_tokens=30), dry(model)
     run(model, cache, input_ids=IDS, max_new_tokens=2)
-    cache.store.arena.most_bytes = cache.store.arena.num_bytes  # a row of 512
+    most = cache.store.arena.num_bytes  # a row of 512
+    cache.store.arena.most_bytes = lambda: most
     assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=30))
     assert 1 <= num_captured(cache) <= 12
     assert cache.last_call.captured.endswith("1 rows of 1024 columns are more than the arena may take")
     assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=30))
+    cache.check()
+
+
+def test_static_rows_count_in_the_budget_of_the_blocks() -> None:
+    model = build("llama", max_position_embeddings=1024)
+    row_bytes = 2 * 2 * 512 * 2 * 16 * 4  # keys and values of 2 layers, 512 columns, 2 heads of 16 floats
+    budget = 2 * row_bytes
+    cache = PagedPrefixCache(model, capture="dry", block_size=4, max_bytes=budget)
+    plain = PagedPrefixCache(model, block_size=4, max_bytes=budget)
+    for seed in range(1, 12):
+        ids = torch.tensor([row((seed, 200))])
+        reference = run(model, input_ids=ids, max_new_tokens=4)
+        for each in (cache, plain):
+            assert_same(reference, run(model, each, input_ids=ids, max_new_tokens=4))
+        assert cache.store.blocks.pool.pool_bytes + cache.store.arena.num_bytes <= budget
+    assert num_captured(cache) >= 3
+    assert cache.store.arena.num_bytes == row_bytes
+    assert plain.stats().num_cached_blocks > 1.5 * cache.stats().num_cached_blocks > 0
+    assert cache.store.blocks.pool.pool_bytes > 0.9 * row_bytes
+    pair = torch.tensor([row((1, 200)), row((2, 200))])
+    assert_same(run(model, input_ids=pair, max_new_tokens=4), run(model, cache, input_ids=pair, max_new_tokens=4))
+    assert cache.last_call.captured == "2 rows of 512 columns are more than the arena may take"
     cache.check()
 
 
