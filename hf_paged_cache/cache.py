@@ -141,7 +141,7 @@ class PagedPrefixCache(Cache):
         self._current = Current(
             self._calls, WeakMethod(self._show)
         )  # the rows of the last call, or of the running loop
-        finalize(self, self._current.leave, blocks.left_rows).atexit = False
+        finalize(self, blocks.left.append, self._current).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
         self._capture, self._capturing = capture, self._calls.capturing
         if self._may_take_rows and capture:
@@ -201,7 +201,7 @@ class PagedPrefixCache(Cache):
         self._leave_pool()
         self._follow_dtype()
         self._capturing.attach()
-        rows = self._calls.begin(given, self._current.take())
+        rows = self._calls.begin(given, self._current.take_previous())
         rows.handle = ref(self)
         return rows
 
@@ -222,7 +222,7 @@ class PagedPrefixCache(Cache):
                     self.call.counters.end_call(rows.state.kind, rows.state.counts)
                 self.note_call(rows.state)
             # where no forward has run, those of the call before are there yet
-            self._current.rows = rows if rows.is_open or previous is None else previous
+            self._current.put(rows if rows.is_open or previous is None else previous)
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""
@@ -395,7 +395,7 @@ class PagedPrefixCache(Cache):
             super().activate_past_recording()  # type: ignore[no-untyped-call]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` continues as row `beam_idx[i]`: tables are forked; K/V that a row writes differently are copied then."""
+        """Row `i` continues as row `beam_idx[i]`."""
         if self._rows is not None:
             self._rows.reorder_cache(beam_idx)
             return
@@ -417,7 +417,7 @@ class PagedPrefixCache(Cache):
         self._session.rows().crop(-int(tokens_to_remove))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows, which share all blocks."""
+        """Every row becomes `repeats` rows."""
         if self._rows is not None:
             self._rows.batch_repeat_interleave(repeats)
             return

@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 ATTENTIONS = ("paged", "gather")
 
 
-def play(scene: Callable[[Player], None], model: PreTrainedModel, *, zeroes: bool = True) -> None:
+def play(
+    scene: Callable[[Player], None],
+    model: PreTrainedModel,
+    *,
+    zeroes: bool = True,
+    attentions: tuple[str, ...] = ATTENTIONS,
+) -> None:
     """Play a scene with each kind of attention, and again for each of its hits with zeros in place of what it reuses.
 
     Those with zeros read them by each kind of attention in turn. In the end once more on a pool that holds none of its
@@ -31,12 +37,13 @@ def play(scene: Callable[[Player], None], model: PreTrainedModel, *, zeroes: boo
 
     Args:
         zeroes: False: without those with zeros, where another play of the scene has them.
+        attentions: the kinds; where a device is simulated, which is slow, one.
     """
     references: list[Any] = []
-    for turn, attention in enumerate(ATTENTIONS):
+    for turn, attention in enumerate(attentions):
         whole = Player(model, attention, references)
         scene(whole)
-        for number in range(turn, whole.num_hits if zeroes else 0, len(ATTENTIONS)):
+        for number in range(turn, whole.num_hits if zeroes else 0, len(attentions)):
             with pytest.raises(_BlindEnoughError):
                 scene(Player(model, attention, references, zeroed_hit=number))
     scene(BypassedPlayer(model, references))

@@ -1,25 +1,18 @@
-"""Every `with ...lock:` of the package is needed, and seen to be: without it, the guard of `lock_guard.py` fails."""
+"""Scenes that come by every lock of the package pass the guard of `lock_guard.py`, and no lock is held where others' code runs."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import copy
 import functools
-import importlib
-import inspect
-import re
 import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor
 
-import hf_paged_cache
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.integration import roads
 
@@ -33,128 +26,6 @@ from .shared_folders import tier_of
 from .tiny_models import build
 
 pytestmark = pytest.mark.way("pool")  # its scenes come by the locks of calls in the pool; one of them is on rows
-PACKAGE = Path(hf_paged_cache.__file__).parent
-LOCK = re.compile(r"(\.lock|\._lock|_attaching|_opening|_registering)$")
-
-# Locks whose absence the guard cannot see: module and function -> what would, or why it stands there.
-OTHERWISE_TESTED = {
-    "rows.static:Arena.check_out": "guards who has the arena: test_captured_rows.py",
-    "rows.static:Arena.check_in": "guards who has the arena: test_captured_rows.py",
-    "integration.capturing:attach_forward": "guards what is attached to a model: test_captured_rows.py",
-    "integration.capturing:detach_forward": "guards what is attached to a model: test_captured_rows.py",
-    "integration.current:Current.__init__": "a set that others read meanwhile",
-    "integration.current:Current.take": "of two calls that begin at once, one gets the rows",
-    "integration.current:begin_to_forget": "a set that others add to meanwhile",
-    "integration.calls:Calls.note_sharing": "a set that others read meanwhile",
-    "cache:PagedPrefixCache._follow_dtype": "numbers of a store whose model is in the dtype of before",
-    "call.keep:lay_out:3": "tensors are made anew for a wider dtype: test_verify_allows_for_the_rounding_of_what_was_computed_in",
-    "integration.calls:Calls.give_way": "a call that ran out of memory gives the pool's back",
-    "cache:PagedPrefixCache._leave_pool": "rows that ran in the pool end where a call runs on rows of its own",
-    "integration.calls:Calls.open:2": "two looks at what is replaced as a whole",
-    "call.keep:lay_out:1": "settles the budget of a store that has none yet",
-    "call.keep:lay_out:2": "looks into dicts that only grow",
-    "integration.forwards_ahead:Forerunners.run:1": "reads windows: test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows",
-    "integration.forwards_ahead:Forerunners.run:2": "puts back what cannot be used: test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows",
-    "integration.session:Session._judge": "where rows are judged in a call: test_states_that_known_tokens_left_under_other_conditions_are_not_kept",
-    "integration.hooks:attach": "test_threads_that_attach_a_model_at_once_attach_it_once",
-    "integration.hooks:detach": "test_attaching_and_detaching_at_once_leaves_all_or_nothing",
-    "integration.hooks:left_as_it_was": "test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other",
-    "integration.hooks:left_as_it_was:1": "test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other",
-    "integration.ambient:open_scope": "guards a tuple of this module, of no store",
-    "integration.ambient:close_scope": "guards a tuple of this module, of no store",
-    "model.conditioning:Conditioning._look": "test_conditions_read_by_many_threads_are_the_same",
-    "integration.session:Session._schedule_on_all_ranks": "runs only where processes share a model",
-    "store.block_store:BlockStore.read_budget": "before the first forward is confirmed; a look at devices, and one number",
-    "store.block_store:BlockStore.bytes_to_come": "asked by another store before its first forward is confirmed; numbers",
-    "store.block_store:BlockStore.bytes_left_of": "asked before rows are filled; numbers",
-    "integration.ranks:Ranks.settled_budget": "runs only where processes share a model",
-    "tiers.run_files:Run.write": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
-    "tiers.run_files:Run.write:1": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
-    "tiers.run_files:Run.drop": "guards where a run's content is: test_a_run_that_is_dropped_while_it_is_written_leaves_no_file",
-}
-
-
-class Site(NamedTuple):
-    """One `with` statement on a lock."""
-
-    module: str
-    function: str  # with its class; of a nested function, the outer one
-    number: int  # among those of the function
-
-    def __str__(self) -> str:
-        return f"{self.module}:{self.function}" + (f":{self.number}" if self.number else "")
-
-
-class WithoutLock(ast.NodeTransformer):
-    """Lists the `with` statements on locks, or takes one of them away."""
-
-    def __init__(self, module: str, removed: Site | None = None) -> None:
-        self.sites: list[Site] = []
-        self._module, self._removed = module, removed
-        self._names: list[str] = []
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
-        return self._inside(node)
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        return self._inside(node)
-
-    def visit_With(self, node: ast.With) -> ast.AST:
-        if any(LOCK.search(ast.unparse(item.context_expr)) for item in node.items):
-            function = ".".join(self._names[: 2 if self._names[0][0].isupper() else 1])
-            number = sum(site.function == function for site in self.sites)
-            self.sites.append(Site(self._module, function, number))
-            if self.sites[-1] == self._removed:
-                whole = ast.If(ast.Constant(value=True), node.body, [])
-                return self.generic_visit(ast.copy_location(whole, node))
-        return self.generic_visit(node)
-
-    def _inside(self, node: Any) -> ast.AST:
-        self._names.append(node.name)
-        self.generic_visit(node)
-        self._names.pop()
-        return node
-
-
-def tree_of(module: str) -> ast.Module:
-    return ast.parse((PACKAGE / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8"))
-
-
-def all_sites() -> list[Site]:
-    sites = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        finder = WithoutLock(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
-        finder.visit(tree_of(finder._module))
-        sites += finder.sites
-    return [site for site in sites if not site.module.startswith(("cli", "locks"))]
-
-
-def code_of(code: CodeType, function: str) -> CodeType:
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            if inner.co_qualname == function:
-                return inner
-            if function.startswith(f"{inner.co_qualname}."):
-                return code_of(inner, function)
-    raise LookupError(function)
-
-
-@contextlib.contextmanager
-def without(site: Site) -> Iterator[None]:
-    """As if the lock were not taken there."""
-    module = importlib.import_module(f"hf_paged_cache.{site.module}")
-    found: Any = module
-    for name in site.function.split("."):
-        found = inspect.getattr_static(found, name)
-    function = inspect.unwrap(found.fget if isinstance(found, property) else found)
-    assert isinstance(function, FunctionType)
-    tree = ast.fix_missing_locations(WithoutLock(site.module, site).visit(tree_of(site.module)))
-    before = function.__code__
-    function.__code__ = code_of(compile(tree, before.co_filename, "exec"), site.function)
-    try:
-        yield
-    finally:
-        function.__code__ = before
 
 
 # A handful of scenes that come by every lock.
@@ -389,21 +260,6 @@ SCENES += [
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_with_all_locks_no_scene_fails(scene: Callable[[], None]) -> None:
     scene()
-
-
-def play_all_scenes() -> None:
-    for scene in SCENES:
-        scene()
-
-
-@pytest.mark.parametrize("site", [site for site in all_sites() if str(site) not in OTHERWISE_TESTED], ids=str)
-def test_a_lock_that_is_not_taken_is_seen(site: Site) -> None:
-    with without(site), pytest.raises(LockError):
-        play_all_scenes()
-
-
-def test_the_list_of_those_that_the_guard_cannot_see_is_of_locks_that_there_are() -> None:
-    assert OTHERWISE_TESTED.keys() <= {str(site) for site in all_sites()}
 
 
 def test_a_lock_held_where_a_model_runs_is_seen() -> None:

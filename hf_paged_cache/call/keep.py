@@ -154,7 +154,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
     Returns:
-        whether it can hold them: not those of another device, nor of a dtype for which it has too many blocks.
+        whether it can hold them: not those of a dtype for which it has too many blocks.
     """
     pool = store.pool
     with store.lock:
@@ -177,16 +177,28 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
         store.read_budget()
         with store.lock:
             store.settle_budget()
-    with store.lock, store.writing:  # tensors are made anew for a wider dtype
-        return all(_can_hold(store, stream, states) for stream, states in streams.items())
+    with store.lock, store.writing:  # tensors are made anew for a wider dtype, or on the device where the model is now
+        if all(_can_hold(store, stream, states) for stream, states in streams.items()):
+            return True
+        is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))
+    return is_empty and lay_out(store, rows)
+
+
+def _bytes_of_block(store: BlockStore, stream: Stream, states: torch.Tensor) -> int:
+    """Of a stream, in a dtype that takes what the pool holds as well."""
+    held = store.pool.layer(stream[0]).get(stream[1])
+    dtype = states.dtype if held is None else torch.promote_types(held.dtype, states.dtype)
+    return states.shape[1] * states.shape[3] * store.block_size * dtype.itemsize
 
 
 def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:
     """Whether the pool holds such numbers; where it counts blocks alone, its tensor takes a wider dtype."""
     held = store.pool.layer(stream[0]).get(stream[1])
-    if held is None or held.device != states.device:
+    if held is None:
         return False
     is_wider = torch.promote_types(held.dtype, states.dtype) != held.dtype
-    if is_wider and not store.has_budget:
-        store.pool.tensor_for(*stream, states)
-    return not is_wider or not store.has_budget
+    if is_wider and store.has_budget:
+        return False
+    if is_wider or held.device != states.device:
+        store.pool.tensor_for(*stream, states)  # widens or moves it
+    return True

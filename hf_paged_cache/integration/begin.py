@@ -55,6 +55,26 @@ def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
     return bool(expected[0] and (firsts == expected or firsts == expected[:1] == [*{*expected}]))
 
 
+def require_whole_prompt(arguments: Mapping[str, Any], num_held: int) -> None:
+    """Refuse the first forward of a `generate` that brings new tokens alone, after rows that are not there.
+
+    Args:
+        num_held: columns of the rows that are.
+
+    Raises:
+        CacheArgumentError: without a mask its positions begin behind others.
+    """
+    positions = arguments.get("position_ids")
+    if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
+        return
+    firsts = positions[:, 0].tolist() if positions.shape[1] else []
+    if firsts and min(firsts) > 0:
+        raise CacheArgumentError(
+            f"the attention mask has {min(firsts)} columns before the ids that are passed, and the cache holds rows of {num_held}: pass "
+            "the whole prompt, or ids that continue exactly where the rows stopped"
+        )
+
+
 def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> None:
     """Refuse a `generate` of another model, or one that asks for a cache of its own.
 

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -29,7 +29,7 @@ from ..call.record import count_bypassed, count_prompt
 from ..call.rows import Rows as NoRows
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..call.share import share_prompt
-from ..errors import CacheArgumentError, ForwardMismatchError
+from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
 from ..kv.stopwatch import Stopwatch
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
@@ -37,7 +37,7 @@ from ..model.conditioning import Conditioning
 from ..model.support import cache_layers
 from ..rows import memory
 from ..rows.layers import SPARE
-from ..rows.rows import Rows
+from ..rows.rows import Prompt, Rows
 from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
 from .begin import (
@@ -46,6 +46,7 @@ from .begin import (
     prepares_otherwise,
     require_continues,
     require_may_begin,
+    require_whole_prompt,
     running_rows,
 )
 from .capturing import Capturing
@@ -59,6 +60,7 @@ from .side_forward import SideForwards
 
 logger = logging.getLogger("hf_paged_cache")
 
+_MOST_MAPPED_AHEAD = 4096  # columns, of prompts that are shorter
 _GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
@@ -99,7 +101,7 @@ class Calls:
     ) -> None:
         self.store, self.conditioning, self.reader, self.image_inputs = store, conditioning, reader, image_inputs
         self.salt, self.counters = salt, counters
-        self.looks = looks
+        self.looks, self.model = looks, conditioning.model
         self._num_layers = len(cache_layers(conditioning.model))  # rows of a model that was changed since get more
         self.capturing: Capturing | None = None
         self._ahead = SharedPrefill(self, side)
@@ -119,6 +121,7 @@ class Calls:
         rows = self.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
+        rows.escaped = rows.state.is_custom  # it may give them to anybody
         rows.reads_all = rows.state.is_custom or prepares_otherwise(self.conditioning.model)
         return rows
 
@@ -126,7 +129,8 @@ class Calls:
         """A loop of forwards begins, or a `generate` that was looked up before the cache was attached: the rows that it runs on.
 
         Raises:
-            CacheArgumentError: that `generate` uses no cache, so that each of its steps would be a whole prompt.
+            CacheArgumentError: that `generate` uses no cache, so that each of its steps would be a whole prompt; or see
+                `require_whole_prompt`.
         """
         aside, is_generate, current.is_in_unseen_generate = current.aside, current.is_in_unseen_generate, False
         if is_generate and arguments.get("use_cache") is False:
@@ -134,6 +138,8 @@ class Calls:
         if is_generate and aside is not None and continues(arguments, aside):
             current.rows = current.take()
             return aside
+        if is_generate:
+            require_whole_prompt(arguments, 0 if aside is None else aside.get_seq_length())
         rows = self.new_rows()
         rows.previous = current.take()
         if is_generate:
@@ -197,9 +203,12 @@ class Calls:
         """The call has ended, however: keep what is complete."""
         rows.roll_back()
         rows.previous, rows.in_generate, rows.common_columns = None, False, 0
+        rows.must_confirm = True  # a forward that goes on
         try:
             if rows.is_open and rows.why_bypassed is None:
                 self._keep(rows, rows.n, held=self._held_to_the_end(rows))
+                if rows.shared is not None and self._is_crowded(rows.shared):
+                    rows.make_dense()
         finally:
             if rows.captured is not None:
                 rows.captured.close()
@@ -212,6 +221,13 @@ class Calls:
             prompt = sum(row.prompt_tokens for row in rows.state.counts)
             reused = sum(row.reused_tokens for row in rows.state.counts)
             logger.info("reused %d of %d prompt tokens: %s", reused, prompt, reasons)
+
+    def _is_crowded(self, shared: SharedColumns) -> bool:
+        """Whether rows that are over had better hold no blocks: much of the pool is held, or it has grown, and they hold its old memory."""
+        with self.store.lock:
+            most, in_use = self.store.max_num_blocks, self.store.allocator.num_blocks_in_use
+            lie_in = {tensor.untyped_storage().data_ptr() for tensor, _ in self.store.slabs()}
+        return (most is not None and 2 * in_use > most) or not shared.lies_in(lie_in)
 
     # What rows ask.
 
@@ -231,8 +247,6 @@ class Calls:
         Raises:
             CacheArgumentError: the arguments contradict each other.
         """
-        if model is not self.conditioning.model:
-            raise another_model(self.conditioning.model, model)
         drain(self.store)
         if rows.state is None:
             rows.state = CallState("forward", UNLIMITED, beams=False, runs_only_forwards=True)
@@ -240,6 +254,7 @@ class Calls:
         state.seen = rows.seen
         state.digest, state.resets = conditioning.digest(), self._resets()
         state.was_alone = not conditioning.may_change_in_a_forward()
+        rows.escaped = rows.escaped or conditioning.learns  # a hook of others may keep them
         seen = self.image_inputs.see(arguments, NoRows([], [], 0), None)
         request = self.reader.read(
             seen.plain,
@@ -320,6 +335,18 @@ class Calls:
             return arguments
         return for_scheduled(arguments, Cut(start, members, rows.copies), 0, self.image_inputs.whole)
 
+    def refuse(self, model: Any) -> NoReturn:
+        """Raises CacheArgumentError: a forward of another model was passed these rows."""
+        raise another_model(self.model, model)
+
+    def require_not_running(self, rows: Rows) -> None:
+        """Raises CacheBusyError while another thread runs a forward on the rows."""
+        if any(thread.ident == rows.thread for thread in threading.enumerate()):
+            raise CacheBusyError(
+                "these rows are in a forward of another thread; call generate in each thread, which has rows of its own, or "
+                "use one cache a thread: PagedPrefixCache(cache.store) shares all blocks"
+            )
+
     def give_way(self, rows: Rows) -> None:
         """Memory is short, and these rows are given up: so is what the pool need not hold, and the arena."""
         if self.capturing is not None:
@@ -350,6 +377,7 @@ class Calls:
             )
             why = seen.why_whole or request.bypass or (_GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
+                self._follow_padding(rows, request)
                 if is_prompt:
                     self._count_more(rows, _num_shown(request))
                 if is_prompt and rows.in_generate and rows.captured is None:
@@ -364,10 +392,22 @@ class Calls:
             self._count_more(rows, [num_new] * num_rows)
         return arguments
 
+    def _follow_padding(self, rows: Rows, request: ForwardRequest) -> None:
+        """A row that has had nothing but padding may get more of it: it begins further right."""
+        if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
+            adapters = self.conditioning.adapter_names()
+            inputs = [self._with_root(rows.state.digest, row, adapters, at) for at, row in enumerate(request.rows)]
+            rows.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
+
     def keep_prompt(self, rows: Rows) -> None:
         """The prompt is complete: others may need it while this call goes on."""
         stop, rows.prompt_end = rows.prompt_end, 0
         self._keep(rows, stop, held=self._held_so_far(rows))
+
+    def keep_complete(self, rows: Rows) -> None:
+        """Somebody gets keys and values of the rows, and may write to them: keep what is complete before that."""
+        if rows.is_open and rows.state is not None:
+            self._keep(rows, rows.n, held=self._held_to_the_end(rows))
 
     def keep_full(self, rows: Rows) -> None:
         """Rows change places, and some are given up: keep them where each has filled a block since."""
@@ -465,7 +505,7 @@ class Calls:
         self, rows: Rows, arguments: Mapping[str, Any], why: str, request: ForwardRequest, *, is_prompt: bool = True
     ) -> Mapping[str, Any]:
         """From here on the rows run on transformers' own layers."""
-        begins = not rows.is_open
+        begins, rows.previous = not rows.is_open, None
         rows.bypass(why, list(cache_layers(self.conditioning.model)))
         said = why if begins else f"; then {why}"
         state = rows.state
@@ -518,9 +558,9 @@ class Calls:
         copies: Sequence[int],
     ) -> None:
         most = rows.state.limits.max_columns
-        wanted = stop + SPARE if math.isinf(most) else max(stop, int(most))
-        if self.store.pool.accelerators:  # there every byte is taken when it is asked for
-            wanted = min(wanted, stop + max(256, stop // 4))
+        # on an accelerator every byte is taken when it is asked for; a host may refuse to map what nobody would have written
+        ahead = max(256, stop // 4) if self.store.pool.accelerators else max(_MOST_MAPPED_AHEAD, stop)
+        wanted = stop + SPARE if math.isinf(most) else min(max(stop, int(most)), stop + ahead)
         self._may_be_lazy(rows)
         fill(self.store, rows, inputs, known, start, wanted, previous, copies=copies, takes_over=True)
 

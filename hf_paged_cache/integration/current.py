@@ -1,9 +1,9 @@
 """The rows of a cache between its calls: of the last call, of a running loop, or of a `generate` that has not run a forward yet."""
 
 import contextlib
-from collections import deque
+import threading
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakMethod
 
 from ..call.call_state import CallState
@@ -92,22 +92,41 @@ class Current:
         if rows is not None and rows.is_lost(idents):
             self.take()
 
-    def leave(self, left: deque[Any]) -> None:
-        """The cache was collected: what a loop has computed may be kept yet, by whoever calls next."""
+    def take_previous(self) -> Rows | None:
+        """The rows of the call before one that begins, which are somebody else's from here on; not those of a loop in another thread,
+        which goes on.
+        """
+        with self._calls.store.lock:
+            return None if self._is_loop_elsewhere else self.take()
+
+    def put(self, rows: Rows) -> None:
+        """A `generate` has ended: its rows are the cache's, unless a loop in another thread has begun meanwhile."""
+        with self._calls.store.lock:
+            if not self._is_loop_elsewhere:
+                self.rows = rows
+
+    @property
+    def _is_loop_elsewhere(self) -> bool:
+        rows = self._rows
+        if rows is None or not self.is_loop or rows.thread == threading.get_ident():
+            return False
+        return any(thread.ident == rows.thread for thread in threading.enumerate())
+
+    def end_left(self) -> None:
+        """The cache was collected: keep what a loop has computed."""
         rows = self.take()
         if rows is not None and rows.is_source:
             size = self._calls.store.block_size
             if any(rows.n - prompt.pad - prompt.kept >= size for prompt in rows.prompts):
-                left.append(rows)
+                self._calls.close(rows)
 
 
 def drain(store: BlockStore) -> None:
     """Keep what the rows of collected caches had computed."""
-    left = store.left_rows
+    left = store.left
     while left:
         with contextlib.suppress(IndexError):  # another thread has it
-            rows = left.popleft()
-            rows.calls.close(rows)
+            left.popleft().end_left()
 
 
 def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:

@@ -204,7 +204,6 @@ class CapturedCall:
         try:
             if rows.is_open and self._arena.holds(rows.all_memory()):
                 rows.is_whole = rows.is_whole and not rows.is_edited  # their memory is another one from here on
-                written = [layer.n for layer in rows.layers]
                 try:
                     index = torch.arange(rows.num_rows, device="cpu")
                     rows.take(memory.selected(rows.all_memory(), index, rows.n, max(1, rows.n)), rows.n)
@@ -213,9 +212,6 @@ class CapturedCall:
                         self._arena.drop()  # the memory is theirs from here on
                     else:
                         rows.reset()
-                else:
-                    for layer, n in zip(rows.layers, written, strict=True):
-                        layer.n = n
         finally:
             self._arena.check_in(self)
 

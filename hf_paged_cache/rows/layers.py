@@ -3,6 +3,7 @@
 Owns nothing but its place in the rows' memory, or memory of its own before the shapes of all layers are known.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +28,14 @@ class Reads(Protocol):
     def make_dense(self) -> None: ...  # somebody looks at all columns of the rows
 
 
+class Owner(Protocol):
+    """The rows whose layer it is."""
+
+    def note_given(self, layer: "RowsLayer") -> None: ...  # somebody has put other keys or values into it
+
+    def note_shown(self) -> None: ...  # somebody gets its keys or values, and may write to them
+
+
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """Keys and values of one layer, [R, H, columns, D].
 
@@ -34,16 +43,16 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     Attributes:
         n: columns written, padding included.
+        filled: columns that were known before the first forward.
         reads: of the running forward; None: attention reads the columns.
     """
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, layer_idx: int, given: list[Any] | None = None) -> None:
-        self.layer_idx = layer_idx
-        self.given = [] if given is None else given  # layers into which somebody has put keys or values
-        self.n = self.base = 0
+    def __init__(self, layer_idx: int, owner: Callable[[], Owner | None] = lambda: None) -> None:
+        self.layer_idx, self._owner = layer_idx, owner
+        self.n = self.base = self.filled = 0
         self.room = 0  # columns of `held`
         self.wanted = 0  # columns that the rows will have, as far as that is known
         self.held: tuple[Tensor, Tensor] | None = None
@@ -58,7 +67,13 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         n, length = self.n, key_states.shape[2]
         at, stop = n - self.base, n + length - self.base
         held = self.held
-        if held is None or stop > self.room or held[0].dtype != key_states.dtype or held[0].device != key_states.device:
+        if (
+            held is None
+            or stop > self.room
+            or held[0].dtype != key_states.dtype
+            or held[1].dtype != value_states.dtype
+            or held[0].device != key_states.device
+        ):
             held = self._with_room(key_states, value_states, stop)
         keys, values = held
         if keys.shape[0] != key_states.shape[0]:
@@ -77,11 +92,15 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     def _with_room(self, key_states: Tensor, value_states: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """Memory of this layer's own, with what it holds."""
-        self.dtype, self.device = key_states.dtype, key_states.device
-        room, num_held, old = room_for(stop, self.wanted - self.base), self.n - self.base, self.held
-        made = []
+        num_held, old, dtypes = self.n - self.base, self.held, (key_states.dtype, value_states.dtype)
+        if old is not None and self.n > self.filled:  # as concatenation does; what was filled is in the forward's dtype
+            dtypes = torch.promote_types(old[0].dtype, dtypes[0]), torch.promote_types(old[1].dtype, dtypes[1])
+            if stop <= self.room and dtypes == (old[0].dtype, old[1].dtype) and old[0].device == key_states.device:
+                return old
+        room, made = room_for(stop, self.wanted - self.base), []
+        self.dtype, self.device = dtypes[0], key_states.device
         for place, new in enumerate((key_states, value_states)):
-            tensor = zeros((new.shape[0], new.shape[1], room, new.shape[3]), new.dtype, new.device)
+            tensor = zeros((new.shape[0], new.shape[1], room, new.shape[3]), dtypes[place], new.device)
             if old is not None and num_held:
                 tensor[:, :, :num_held] = old[place][:, :, :num_held]
             made.append(tensor)
@@ -130,9 +149,17 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
     def _seen(self, place: int) -> Tensor | None:
         if self.held is None or not self.n:
             return None
+        if (owner := self._owner()) is not None:
+            owner.note_shown()
+        return self.columns()[place]
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of all columns, where they lie."""
         if self.base and self.reads is not None:
             self.reads.make_dense()
-        return self.held[place].narrow(2, 0, self.n - self.base)
+        assert self.held is not None
+        keys, values = self.held
+        return keys.narrow(2, 0, self.n - self.base), values.narrow(2, 0, self.n - self.base)
 
     def _take(self, place: int, states: Tensor | None) -> None:
         """Somebody gives the layer other keys or values, of all columns."""
@@ -141,7 +168,8 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
             return
         if self.base and self.reads is not None:
             self.reads.make_dense()
-        self.given.append(self)
+        if (owner := self._owner()) is not None:
+            owner.note_given(self)
         other = states if self.held is None else self.held[1 - place]
         self.held = (states, other) if place == 0 else (other, states)
         self.n, self.base, self.room, self.is_own = states.shape[2], 0, states.shape[2], True
@@ -164,7 +192,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
     def reset(self) -> None:
         """Drop what is held."""
         self.held, self.reads = None, None
-        self.n = self.base = self.room = 0
+        self.n = self.base = self.room = self.filled = 0
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -122,10 +122,10 @@ def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[in
 
 
 def copy_columns(columns: Columns, memory: Sequence[Streams], row: int, column: int) -> None:
-    """Copy columns to those from `column` on of a row of other memory."""
-    num = columns.stop - columns.start
+    """Copy columns to those from `column` on of a row of other memory, as far as each stream has them."""
     for (held, _names), (to, _) in _alike(columns.memory, memory):
-        to[:, row, :, column : column + num].copy_(held[:, columns.row, :, columns.start : columns.stop])
+        part = held[:, columns.row, :, columns.start : columns.stop]
+        to[:, row, :, column : column + part.shape[2]].copy_(part)
 
 
 def selected(memory: Iterable[Streams], index: Tensor, num_columns: int, room: int) -> list[Streams]:

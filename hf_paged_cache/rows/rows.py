@@ -8,9 +8,10 @@ import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 from weakref import ref
 
 import torch
@@ -49,6 +50,15 @@ class RunsRows(Protocol):
     def confirm(self, rows: "Rows", output: Any) -> Any: ...
 
     def note_sharing(self, rows: "Rows") -> None: ...
+
+    @property
+    def model(self) -> Any: ...  # whose rows they are
+
+    def refuse(self, model: Any) -> NoReturn: ...  # it is another one
+
+    def require_not_running(self, rows: "Rows") -> None: ...  # in a thread that lives
+
+    def keep_complete(self, rows: "Rows") -> None: ...  # somebody may write to them from here on
 
 
 class BeginsUnder(Begins, Protocol):
@@ -128,10 +138,10 @@ class Rows(Cache):
     layers: list[Any]
 
     def __init__(self, calls: RunsRows, num_layers: int, looks: Looks) -> None:
-        given = list[Any]()
-        super().__init__(layers=[*map(RowsLayer, range(num_layers), repeat(given))])
-        layers, self._given = self.layers, given  # layers into which somebody has put keys or values
-        self.layer_class_to_replicate = lambda: RowsLayer(len(layers), given)  # type: ignore[assignment]
+        self._itself = itself = ref(self)
+        super().__init__(layers=[*map(RowsLayer, range(num_layers), repeat(itself))])
+        self._given: list[RowsLayer] = []  # layers into which somebody has put keys or values
+        self.layer_class_to_replicate = partial(_another_layer, self.layers, itself)  # type: ignore[assignment]
         self.calls = calls
         self.n = self.base = 0
         self.prompts: list[Prompt] = []
@@ -189,8 +199,12 @@ class Rows(Cache):
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward begins; returns what it is to run with."""
-        if self._given:
-            self._heed_given()
+        if model is not self.calls.model:
+            self.calls.refuse(model)
+        if self.why_bypassed is None and (self._given or (self.layers and self.layers[0].n != self.n)):
+            self._heed()
+        if self.is_running and self.thread != threading.get_ident():
+            self.calls.require_not_running(self)
         if self.is_running and not self.num_forwards:
             self.roll_back()
         if not self.is_open:
@@ -241,12 +255,31 @@ class Rows(Cache):
             output = self.calls.confirm(self, output)
         return output
 
-    def _heed_given(self) -> None:
-        """Somebody has put keys or values into layers: the rows go on with these, and keep nothing."""
-        self.is_whole, self.has_own = False, True
-        self.n = self._given[0].n
-        self._given.clear()
-        self.note_writes()
+    def note_given(self, layer: RowsLayer) -> None:
+        """Somebody has put keys or values into a layer."""
+        self._given.append(layer)
+
+    def note_shown(self) -> None:
+        """Somebody gets keys or values, and may write to them unseen: what is complete is kept, and nothing more."""
+        if self.is_whole and not self.is_running and self.why_bypassed is None:
+            self.calls.keep_complete(self)
+            self.is_whole = False
+
+    def _heed(self) -> None:
+        """Go on with what is in the layers: keys and values that somebody has put there, or forwards that told no hook, as of the model
+        inside. Nothing more is kept then.
+        """
+        if self._given:
+            first, self.has_own = self._given[0], True
+            self._given.clear()
+        elif self.is_running or not self.layers or self.why_bypassed is not None or self.layers[0].n == self.n:
+            return
+        else:
+            first = self.layers[0]
+        if first.held is not None:
+            self.n, self.is_whole = first.n, False
+            self.has_own = any(map(_IS_OWN, self.layers))
+            self.note_writes()
 
     def is_lost(self, idents: Collection[int]) -> bool:
         """Whether one of these threads, which ended with a fork, was in a call on the rows, or in a loop."""
@@ -262,7 +295,6 @@ class Rows(Cache):
                     layer.keys, layer.values = layer.keys[..., :num, :], layer.values[..., :num, :]
         elif self.is_running and not self.num_forwards:
             self.reset()
-            self.copies, self.prompt_end, self.is_whole = None, 0, True
         elif self.is_running:
             self.is_running = False
             for layer in self.layers:
@@ -284,7 +316,7 @@ class Rows(Cache):
         self.n = n
         for layer in self.layers:
             if layer.held is not None:
-                layer.n = n
+                layer.n = layer.filled = n
         self.ids.start(inputs, n)
         self.note_writes()
 
@@ -319,8 +351,8 @@ class Rows(Cache):
             return
         if not self.is_running and self.is_edited:
             self.is_whole = False
-        written = [layer.n for layer in self.layers]  # in the middle of a forward some are further
-        stop = max(n, *written)
+        stop = max(n, *(layer.n for layer in self.layers))  # in the middle of a forward some are further
+        self.has_own = any(map(_IS_OWN, self.layers))  # or have got memory of their own
         room = room_for(stop, self.layers[0].wanted)
         own = self.all_memory()
         whole = memory.make(memory.shapes_of_rows(own), self.num_rows, room)
@@ -330,8 +362,6 @@ class Rows(Cache):
         for layer in self.layers:
             layer.reads = None
         self.take(whole, n)
-        for layer, num in zip(self.layers, written, strict=True):
-            layer.n = num
 
     def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
         """Copy columns of a row, wherever they lie, to those from `column` on of a row of other memory."""
@@ -344,15 +374,17 @@ class Rows(Cache):
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """From here on the columns `[base, n)` are the first ones of this memory."""
         self.memory, self.n, self.base = held, n, base
+        lengths = [n if layer.held is None else layer.n for layer in self.layers]  # a forward may have skipped layers
         places, room_end = dict[int, dict[str, Tensor]](), math.inf
         for tensor, names in held:
             room_end = min(room_end, base + tensor.shape[3])
             for (layer_idx, name), part in zip(names, tensor, strict=True):
                 places.setdefault(layer_idx, {})[name] = part
         missing = range(len(self.layers), 1 + max(places, default=-1))
-        self.layers += map(RowsLayer, missing, repeat(self._given))
+        self.layers += map(RowsLayer, missing, repeat(self._itself))
+        lengths += [n] * len(missing)
         for layer_idx, of_layer in places.items():
-            self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], n, base)
+            self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], lengths[layer_idx], base)
         self.has_own, self._room_end = any(map(_IS_OWN, self.layers)), room_end
         self.note_writes()
 
@@ -391,7 +423,7 @@ class Rows(Cache):
         for number, layer in enumerate(self.layers):
             if layer.is_initialized:
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
-                layers[number].update(layer.keys, layer.values)
+                layers[number].update(*layer.columns())
         self.why_bypassed, self.memory, self.is_open = why, [], True
         self._tensors, self._versions = [], ()
         self.layers[:] = layers  # the same list: who has it sees these
@@ -460,6 +492,7 @@ class Rows(Cache):
             start: rows that change places have the columns before it in common.
         """
         self.roll_back()
+        self._heed()
         at = memory.as_index(index)
         if not self.in_generate:
             self._require_rows(at)
@@ -522,24 +555,34 @@ class Rows(Cache):
             raise CacheArgumentError(
                 f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
             )
+        self.roll_back()
+        self._heed()
         if self.is_edited:
             self.is_whole = False
         if -tokens_to_remove > self.get_seq_length():
             raise CacheArgumentError(f"cannot take back {-tokens_to_remove} tokens; there are {self.get_seq_length()}")
-        self.roll_back()
-        if self.shared is not None and self.n + tokens_to_remove < self.base:
+        if self.shared is not None and self.n + tokens_to_remove < max(self.shared.plan.ends):
             self.make_dense()
         for layer in self.layers:
             layer.crop(int(tokens_to_remove))
         self.n = max(0, self.n + int(tokens_to_remove))
+        if not self.n and not self.in_generate:
+            self.reset()  # other rows may begin
         self.judged = min(self.judged, self.n)
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
 
     def reset(self) -> None:
         """Drop the rows."""
+        if self.why_bypassed is not None:
+            self.layers[:] = [RowsLayer(index, self._itself) for index in range(len(self.layers))]
+            self.layer_class_to_replicate = partial(_another_layer, self.layers, self._itself)  # type: ignore[assignment]
+            self.why_bypassed = None
         for layer in self.layers:
             layer.reset()
+        self.is_whole = self.must_confirm = True
+        self.num_forwards, self.copies = 0, None
+        self.prompt_end = self.common_columns = 0
         self.memory, self.prompts, self.ids, self.n, self.base = [], [], IdsStream(), 0, 0
         self.shared = self._reads = None
         self.is_open = self.is_running = self.has_own = False
@@ -559,6 +602,16 @@ class Rows(Cache):
         """True even without rows: some models ask `if past_key_values`."""
         return True
 
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """Each layer's keys and values, as of a `DynamicCache`."""
+        return ((layer.keys, layer.values, None) for layer in self.layers)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "rows of a PagedPrefixCache cannot be pickled, nor copied by copy.copy: blocks of a pool may lie in them; "
+            "use copy.deepcopy, or keep the token ids and pass them to generate again"
+        )
+
     def __repr__(self) -> str:
         return f"Rows({self._batch()} rows of {self.get_seq_length()} tokens)"
 
@@ -566,8 +619,8 @@ class Rows(Cache):
         """Columns of the rows, padding included."""
         if self.why_bypassed is not None:
             return int(super().get_seq_length(layer_idx))
-        if self._given:
-            self._heed_given()
+        if self._given or (self.layers and self.layers[0].n != self.n):
+            self._heed()
         if layer_idx < 0:
             layer_idx += len(self.layers)
         if 0 < layer_idx < len(self.layers) and self.layers[layer_idx].held is None:
@@ -612,7 +665,7 @@ class Rows(Cache):
         if self.why_bypassed is not None:
             copied.layers[:] = copy.deepcopy(self.layers, memo)
             return copied
-        copied.layers[:] = [RowsLayer(index, copied._given) for index in range(len(self.layers))]
+        copied.layers[:] = [RowsLayer(index, copied._itself) for index in range(len(self.layers))]
         index = torch.arange(self.num_rows, device="cpu")
         held = self.all_memory()
         if self.shared is not None:
@@ -620,4 +673,11 @@ class Rows(Cache):
             copied.share(self.shared.copy(), made, self.n)
         elif held and self.n:
             copied.take(memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE), self.n, self.base)
+        for layer, of in zip(copied.layers, self.layers, strict=True):
+            layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied
+
+
+def _another_layer(layers: list[Any], owner: "ref[Rows]") -> RowsLayer:
+    """A layer more than the model's config names."""
+    return RowsLayer(len(layers), owner)

@@ -4,7 +4,7 @@ A segment lies where it was: in a run of the pool's blocks, which a lease keeps,
 The rows' own memory begins behind the first of their segments that ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from weakref import ref
 
@@ -92,6 +92,11 @@ class SharedColumns:
         """Bytes of all segments, those in the pool as well."""
         return sum(tensor.nbytes for held in self.segments for tensor, _ in held)
 
+    def lies_in(self, storages: Collection[int]) -> bool:
+        """Whether the blocks that are leased lie in storages with these addresses."""
+        held = {tensor.untyped_storage().data_ptr() for segment in self.segments for tensor, _ in segment}
+        return not self.leases or not held.isdisjoint(storages)
+
     def start_forward(self, start: int, stop: int) -> None:
         """A forward of the columns `[start, stop)` begins."""
         self._forward = SharedForward(self.plan, self._devices, start, stop)
@@ -100,11 +105,22 @@ class SharedColumns:
         """What a layer reads, lazily: segments, and of each row its own columns, [R, H, columns, D]."""
         forward = self._forward
         assert forward is not None
-        reads = LayerReads(self, forward, self._of_layer[layer_idx], {"key": keys, "value": values})
+        held = self._of_layer[layer_idx]
+        if keys.shape[2] + self.plan.first_own != forward.stop or held["key"][0].dtype != keys.dtype:
+            return self._read_dense(layer_idx)  # of a forward that told nobody, or of segments in another dtype
+        reads = LayerReads(self, forward, held, {"key": keys, "value": values})
         rows, heads, _, size = keys.shape
         lazy_keys = LazyStates(reads, "key", (rows, heads, forward.stop, size), keys.dtype, keys.device)
         rows, heads, _, size = values.shape
         return lazy_keys, LazyStates(reads, "value", (rows, heads, forward.stop, size), values.dtype, values.device)
+
+    def _read_dense(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """All columns of a layer, in the rows' own memory."""
+        self.make_dense()
+        rows = self.rows()
+        assert rows is not None  # they run
+        keys, values = rows.layers[layer_idx].columns()
+        return keys, values
 
     def look(self, *, is_call: bool = False) -> None:
         """What layers read was asked for dense: by the call's attention, or else by the model, for good."""
@@ -147,7 +163,7 @@ class SquareReads:
     """
 
     def __init__(self, start: int, stop: int, looks: Looks) -> None:
-        self._looks = looks
+        self._looks, self._stop = looks, stop
         self._square = CausalSquare(start, stop, self._look)
 
     def _look(self) -> None:
@@ -155,6 +171,8 @@ class SquareReads:
 
     def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """What a layer reads, lazily, [R, H, columns, D]."""
+        if keys.shape[2] != self._stop:  # of a forward that told nobody
+            return keys, values
         read = self._square.read({"key": keys, "value": values})
         return read["key"], read["value"]
 

@@ -117,7 +117,9 @@ class BlockStore:
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # None: of all salts
         self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
-        self.left_rows: deque[Any] = deque()  # of collected caches, to be kept; appended to by finalizers
+        self.left: deque[Any] = (
+            deque()
+        )  # collected caches' last rows; appended to by finalizers, which may run in any line of ours
         self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
         self._holders: WeakSet[Holder] = WeakSet()
         self.bytes_of_static_rows: Callable[[], int] = int  # those that count in the same budget
@@ -436,6 +438,21 @@ class BlockStore:
             return False
         self.states.limit(self._promised_num_blocks)
         self._measured, self._dtype = {}, dtype
+        return True
+
+    def begin_wider(self, bytes_per_block: int) -> bool:
+        """Blocks take more bytes from here on than the budget has counted with: where nobody holds one, forget all, and have fewer.
+
+        Returns:
+            whether nobody does.
+        """
+        if self.allocator.num_blocks_in_use:
+            return False
+        if self._promised_num_blocks is not None:
+            before = self.pool.all.bytes_per_block
+            self._promised_num_blocks = max(2, self._promised_num_blocks * before // max(1, bytes_per_block))
+        self.reset_prefix_cache(keep_tiers=True)
+        self.states.limit(self._promised_num_blocks)
         return True
 
     def _forget_all(self, holder: Holder, *, keep_tiers: bool = False) -> bool:
