@@ -136,14 +136,15 @@ class PagedPrefixCache(Cache):
             self.store.looks,
         )
         takes_positions = reader.takes_positions
-        self._calls.capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
+        self._capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
+        self._calls.capture(self._capturing)
         self._rows: Rows | None = None  # those of `_current`
         self._current = Current(
             self._calls, WeakMethod(self._show)
         )  # the rows of the last call, or of the running loop
         finalize(self, blocks.left.append, self._current).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
-        self._capture, self._capturing = capture, self._calls.capturing
+        self._capture = capture
         if self._may_take_rows and capture:
             self._capturing.attach()
         self._ranks = ranks = Ranks(conditioning, blocks)

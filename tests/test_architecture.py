@@ -73,6 +73,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "model.support",
     "model.trial",
     "rows.graphs",
+    "rows.columns",
     "rows.layers",
     "rows.rows",
 }

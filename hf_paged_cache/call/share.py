@@ -39,7 +39,7 @@ def share_known(
     if len(inputs) < 2 or not start:
         return None
     with store.lock:
-        slabs = store.slabs()
+        slabs, num_pool_blocks = store.slabs(), store.pool.all.capacity
     if not slabs:
         return None
     numbers: dict[bytes, int] = {}  # a block's digest -> a number for it
@@ -63,7 +63,7 @@ def share_known(
         held, lease = found
         segments.append(held)
         leases += [] if lease is None else [lease]
-    return SharedColumns(plan, segments, leases, looks)
+    return SharedColumns(plan, segments, leases, looks, num_pool_blocks)
 
 
 def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
@@ -120,7 +120,8 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     if cost >= len(copies) * (rows.n - min(pads)):
         return None
     plan = Plan(tuple(segments), pads, ends, min(ends))
-    return SharedColumns(plan, lies, () if old is None else old.leases, looks)
+    leases, num_pool_blocks = ((), 0) if old is None else (old.leases, old.num_pool_blocks)
+    return SharedColumns(plan, lies, leases, looks, num_pool_blocks)
 
 
 def _launch_tokens(tensors: Sequence[Tensor], are_padded: bool, looks: Looks) -> float:

@@ -15,6 +15,7 @@ from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..model.cache_adapters import cache_argument
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
+from .keeping import Keeping
 from .side_forward import SideForwards
 
 
@@ -22,20 +23,16 @@ class OpensRows(Protocol):
     """Who fills rows and keeps them."""
 
     store: BlockStore
+    keeping: Keeping
 
-    def new_rows(self) -> Rows: ...
-
-    def fill_ahead(
+    def run_ahead(
         self,
-        rows: Rows,
         inputs: Sequence[RowInput],
         known: Sequence[Known],
         start: int,
         stop: int,
         previous: Rows | None,
-    ) -> None: ...
-
-    def keep_ahead(self, rows: Rows) -> None: ...
+    ) -> Rows: ...
 
 
 class SharedPrefill:
@@ -144,10 +141,10 @@ class SharedPrefill:
         previous: Rows | None,
     ) -> Rows:
         """Rows that run the columns `[start, stop)`."""
-        rows, model = self._calls.new_rows(), self._side.model
+        model = self._side.model
         if all(row.pad >= start for row in inputs):
             start = 0
-        self._calls.fill_ahead(rows, inputs, known, start, stop, previous)
+        rows = self._calls.run_ahead(inputs, known, start, stop, previous)
         passed = self._side.arguments_of(inputs, start, stop)
         always = {**options, cache_argument(model): rows, "use_cache": True, "return_dict": True}
         if self._side.takes_logits_to_keep:
@@ -161,7 +158,7 @@ class SharedPrefill:
         """Keep what ran ahead: the model was the same all the time."""
         made = {id(of_row.ahead[0]): of_row.ahead[0] for of_row in known if of_row.ahead is not None}
         for rows in made.values():
-            self._calls.keep_ahead(rows)
+            self._calls.keeping.keep_ahead(rows)
 
 
 def _least(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequence[int]) -> int:

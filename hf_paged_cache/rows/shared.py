@@ -4,7 +4,7 @@ A segment lies where it was: in a run of the pool's blocks, which a lease keeps,
 The rows' own memory begins behind the first of their segments that ends.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 from weakref import ref
 
@@ -53,6 +53,7 @@ class SharedColumns:
         plan: which rows have which segment; its block ids mean nothing here.
         segments: of each the memory of one row, whose columns are the segment's tokens.
         leases: of the blocks in which segments lie.
+        num_pool_blocks: that the pool had room for then; once it has grown, they lie in its old memory.
         looks: of the model.
 
     Attributes:
@@ -61,9 +62,15 @@ class SharedColumns:
     """
 
     def __init__(
-        self, plan: Plan, segments: Sequence[Sequence[Streams]], leases: Sequence[Allocation], looks: Looks
+        self,
+        plan: Plan,
+        segments: Sequence[Sequence[Streams]],
+        leases: Sequence[Allocation],
+        looks: Looks,
+        num_pool_blocks: int = 0,
     ) -> None:
         self.plan, self.segments, self.leases, self._looks = plan, segments, leases, looks
+        self.num_pool_blocks = num_pool_blocks
         self.lengths = [held[0].tensor.shape[3] for held in segments]
         self.seen = Seen()
         self.must_leave = False
@@ -85,17 +92,12 @@ class SharedColumns:
 
     def copy(self) -> "SharedColumns":
         """The same segments for other rows."""
-        return SharedColumns(self.plan, self.segments, self.leases, self._looks)
+        return SharedColumns(self.plan, self.segments, self.leases, self._looks, self.num_pool_blocks)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all segments, those in the pool as well."""
         return sum(tensor.nbytes for held in self.segments for tensor, _ in held)
-
-    def lies_in(self, storages: Collection[int]) -> bool:
-        """Whether the blocks that are leased lie in storages with these addresses."""
-        held = {tensor.untyped_storage().data_ptr() for segment in self.segments for tensor, _ in segment}
-        return not self.leases or not held.isdisjoint(storages)
 
     def start_forward(self, start: int, stop: int) -> None:
         """A forward of the columns `[start, stop)` begins."""

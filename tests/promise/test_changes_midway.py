@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call.call import Call
-from hf_paged_cache.integration.calls import Calls
+from hf_paged_cache.integration.opening import Opening
 from hf_paged_cache.model.conditioning import Conditioning
 
 from ..internals import make_forwards_cheap, runs_on_rows
@@ -296,7 +296,7 @@ def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(
     cache, change, wanted = PagedPrefixCache(model, block_size=4), Change(model), run(model, input_ids=IDS)
     threads = [{1: None, 2: None}]  # of the looks: two when the conditions are read, and from then on one
     monkeypatch.setattr(sys, "_current_frames", lambda: threads.pop() if threads else {1: None})
-    owner, name = (Calls, "_fill") if runs_on_rows(cache) else (Call, "schedule")
+    owner, name = (Opening, "begin_captured") if runs_on_rows(cache) else (Call, "schedule")
     schedule = getattr(owner, name)
 
     def scheduled(*args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.call.fill import fill
-from hf_paged_cache.integration import calls
+from hf_paged_cache.integration import opening
 
 from ..forks import failed, forks
 from ..reference import assert_same, batch, row, run
@@ -80,7 +80,7 @@ def test_a_child_forked_in_the_middle_of_a_call_has_none_of_its_blocks(
         fill(*arguments, **more)
 
     if stands_in == "what fills its rows":
-        monkeypatch.setattr(calls, "fill", fill_later)
+        monkeypatch.setattr(opening, "fill", fill_later)
         processors = LogitsProcessorList()
     else:
         processors = LogitsProcessorList([waits])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.integration import calls
+from hf_paged_cache.integration import opening
 
 from ..reference import IDS, assert_same, is_same, row, run, zero_blocks
 from ..tiny_models import build
@@ -20,14 +20,14 @@ pytestmark = pytest.mark.way("rows")
 def test_a_call_that_outgrows_its_memory_is_right_and_kept(
     way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fill = calls.fill
+    fill = opening.fill
 
     def fill_little(
         store: Any, rows: Any, inputs: Any, known: Any, start: int, wanted: int, *more: Any, **options: Any
     ) -> None:
         fill(store, rows, inputs, known, start, min(wanted, 52), *more, **options)
 
-    monkeypatch.setattr(calls, "fill", fill_little)
+    monkeypatch.setattr(opening, "fill", fill_little)
     model = build("llama")
     reference, cache = run(model, input_ids=IDS, max_new_tokens=40, **way), PagedPrefixCache(model)
     run(model, cache, input_ids=torch.tensor([row((9, 50))]), max_new_tokens=2)  # shows what the layers keep

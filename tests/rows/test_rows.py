@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
-from hf_paged_cache.integration import calls
+from hf_paged_cache.integration import opening
 from hf_paged_cache.rows.memory import runs
 from hf_paged_cache.rows.rows import Rows
 
@@ -113,9 +113,9 @@ def test_memory_of_the_call_before_is_taken_over_where_its_rows_go_on(model: Pre
         run(model, cache, **prompt).past_key_values.reset()
         cache.reset()
     model.generate(**prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    before = cache.layers[0].keys.untyped_storage().data_ptr()
+    before = cache.layers[0].held[0].untyped_storage().data_ptr()
     model.generate(**prompt, past_key_values=cache, max_new_tokens=4, do_sample=False)
-    assert cache.layers[0].keys.untyped_storage().data_ptr() == before
+    assert cache.layers[0].held[0].untyped_storage().data_ptr() == before
     assert cache.last_call.reused_tokens == 49
 
 
@@ -318,7 +318,7 @@ def test_where_memory_runs_out_as_rows_begin_others_are_given_up_and_it_is_tried
     """First the rows of the call before, then the blocks; then there is no memory for `DynamicCache` either."""
     reference, cache = run(model, **PROMPTS), PagedPrefixCache(model, capture=capture)
     run(model, cache, **batch(row((1, 40), (2, 9))))
-    before, refused, fill, captured = weakref.ref(cache._rows), list[bool](), calls.fill, list[Any]()
+    before, refused, fill, captured = weakref.ref(cache._rows), list[bool](), opening.fill, list[Any]()
 
     def refusing(store: Any, rows: Any, *args: Any, **kwargs: Any) -> None:
         captured.append(rows.captured)
@@ -328,7 +328,7 @@ def test_where_memory_runs_out_as_rows_begin_others_are_given_up_and_it_is_tried
         fill(store, rows, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(calls, "fill", refusing)
+        patch.setattr(opening, "fill", refusing)
         if num_refused == 3:
             with pytest.raises(torch.OutOfMemoryError):
                 run(model, cache, **PROMPTS)

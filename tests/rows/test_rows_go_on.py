@@ -267,7 +267,7 @@ def test_however_many_tokens_a_call_may_generate_memory_is_made_as_they_come() -
 
 
 def test_a_row_that_outgrows_what_was_mapped_ahead_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.integration.calls._MOST_MAPPED_AHEAD", 4)
+    monkeypatch.setattr("hf_paged_cache.integration.opening._MOST_MAPPED_AHEAD", 4)
     model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
     reference = run(model, input_ids=PROMPT, max_new_tokens=60)
     for _ in range(2):

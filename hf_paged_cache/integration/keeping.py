@@ -1,0 +1,103 @@
+"""When rows are kept, and whether the model is still the one that computed them."""
+
+import math
+from functools import partial
+
+from ..call.admission import UNLIMITED
+from ..call.keep import keep
+from ..model.conditioning import Conditioning
+from ..rows.rows import Rows
+from ..rows.shared import SharedColumns
+from ..store.block_store import BlockStore
+
+
+class Keeping:
+    """Keeps what the rows of one cache have computed, if the model was the same all the time.
+
+    Args:
+        store: the blocks.
+        conditioning: the model, and what its keys and values depend on.
+        salt: the namespace of the blocks.
+    """
+
+    def __init__(self, store: BlockStore, conditioning: Conditioning, salt: bytes) -> None:
+        self._store, self._conditioning, self._salt = store, conditioning, salt
+
+    def keep(self, rows: Rows, stop: int, *, held: bool) -> None:
+        """Keep the columns before `stop`.
+
+        Args:
+            held: whether the model is what it was as the rows began.
+        """
+        rows.judge(stop, held=held)
+        if rows.state is not None and rows.state.resets != self.resets():
+            rows.is_whole = False  # what was computed before is to be forgotten
+        state, stop = rows.state, min(stop, rows.num_true_columns)
+        chains = {} if state is None else state.chains
+        limits = UNLIMITED if state is None else state.limits
+        prompt = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
+        digest = b"" if state is None else state.digest
+
+        def make_room(num_blocks: int) -> None:
+            roots = partial(self._conditioning.roots_of_other_weights, digest)
+            self._store.forget_other_weights(digest, num_blocks, roots)
+
+        keep(self._store, rows, stop, self._salt, chains, limits.end_of_sequence, prompt, make_room)
+
+    def keep_prompt(self, rows: Rows) -> None:
+        """The prompt is complete: others may need it while this call goes on."""
+        stop, rows.prompt_end = rows.prompt_end, 0
+        self.keep(rows, stop, held=self.held_so_far(rows))
+
+    def keep_full(self, rows: Rows) -> None:
+        """Rows change places, and some are given up: keep them where each has filled a block since."""
+        size = self._store.block_size
+        if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
+            rows.prompt_end = 0
+            self.keep(rows, rows.n, held=self.held_so_far(rows))
+
+    def keep_complete(self, rows: Rows) -> None:
+        """Somebody gets keys and values of the rows, and may write to them: keep what is complete before that."""
+        if rows.is_open and rows.state is not None:
+            self.keep(rows, rows.n, held=self._held_to_the_end(rows))
+
+    def keep_ahead(self, rows: Rows) -> None:
+        """Keep what rows that run ahead have computed."""
+        keep(self._store, rows, rows.n, self._salt, {})
+
+    def keep_at_the_end(self, rows: Rows) -> None:
+        """The call is over: keep all that is complete. Where the pool is crowded, its rows hold no blocks from here on."""
+        self.keep(rows, rows.n, held=self._held_to_the_end(rows))
+        if rows.shared is not None and self._is_crowded(rows.shared):
+            rows.make_dense()
+
+    def _is_crowded(self, shared: SharedColumns) -> bool:
+        """Whether rows hold blocks of a pool that is held by half, or that has grown, so that they hold its old memory."""
+        with self._store.lock:
+            most, in_use = self._store.max_num_blocks, self._store.allocator.num_blocks_in_use
+            has_grown = self._store.pool.all.capacity != shared.num_pool_blocks
+        return bool(shared.leases) and (has_grown or (most is not None and 2 * in_use > most))
+
+    def resets(self) -> tuple[int, int]:
+        """See `BlockStore.resets_of`."""
+        with self._store.lock:
+            return self._store.resets_of(self._salt)
+
+    def held_so_far(self, rows: Rows) -> bool:
+        """Whether the model is what it was as the rows began."""
+        state = rows.state
+        # between forwards code of the caller runs
+        if rows.num_forwards <= 1 and state.was_alone and not self._conditioning.may_change_in_a_forward():
+            return True
+        reads_devices = not self._store.pool.accelerators
+        digest = self._conditioning.digest(after_forward=state.runs_only_forwards, reads_devices=reads_devices)
+        return bool(digest == state.digest)
+
+    def _held_to_the_end(self, rows: Rows) -> bool:
+        """The same at the end of a call, which may have run code of others between its forwards."""
+        state = rows.state
+        if not rows.is_source or rows.judged == rows.n:
+            return True
+        if rows.num_forwards == 1 and state.was_alone and not self._conditioning.may_change_in_a_forward():
+            return True
+        return bool(self._conditioning.digest(after_forward=state.runs_only_forwards) == state.digest)

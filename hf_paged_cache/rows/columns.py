@@ -1,0 +1,235 @@
+"""Where the columns of a call's rows lie: in memory of these rows alone, behind segments that several of them have in common.
+
+Owns the rows' length, and all tensors that keys and values lie in; knows no tokens and no forwards.
+"""
+
+import math
+from functools import partial
+from itertools import repeat
+from operator import attrgetter
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..attention.causal import CausalSquare
+from . import memory
+from .layers import Reads, RowsLayer, room_for
+from .memory import Columns, Stream, Streams
+from .shared import Looks, Seen, SharedColumns, SquareReads
+
+_VERSION = attrgetter("_version")
+_IS_OWN = attrgetter("is_own")
+_TENSOR = attrgetter("tensor")
+
+
+class Prompt:
+    """What one row began with.
+
+    Attributes:
+        root: its prefix key: all that shapes its keys and values besides tokens.
+        pad: columns of left padding.
+        first_position: of its first token.
+        kept: tokens whose blocks need not be kept any more.
+    """
+
+    __slots__ = ("first_position", "kept", "pad", "root")
+
+    def __init__(self, root: bytes = b"", pad: int = 0, first_position: int = 0) -> None:
+        self.root, self.pad, self.first_position = root, pad, first_position
+        self.kept = 0
+
+    def copy(self) -> "Prompt":
+        """The same for another row."""
+        copied = Prompt(self.root, self.pad, self.first_position)
+        copied.kept = self.kept
+        return copied
+
+
+class RowsColumns(Cache):
+    """The columns of rows, in all layers.
+
+    columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
+
+    Args:
+        num_layers: of the model.
+        looks: whether the model looks at keys and values itself.
+
+    Attributes:
+        n: columns of all rows.
+        base: the first column that lies in the rows' own memory; those before it are shared.
+        prompts: what each row began with; empty before the first forward.
+        memory: of streams that lie together.
+        has_own: some layers have memory of their own.
+        why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
+        is_running: a forward has begun and not returned.
+        is_whole: every stream has all columns; else nothing more is kept.
+        shared: what several rows have in common, held once; None: each row has all of its columns.
+        may_be_lazy: whether attention may be left to read keys and values.
+        seen: how attention has read them.
+    """
+
+    layers: list[Any]
+
+    def __init__(self, num_layers: int, looks: Looks) -> None:
+        self._itself = itself = ref(self)
+        super().__init__(layers=[*map(RowsLayer, range(num_layers), repeat(itself))])
+        self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
+        self._given: list[RowsLayer] = []  # layers into which somebody has put keys or values
+        self.n = self.base = 0
+        self.prompts: list[Prompt] = []
+        self.memory: list[Streams] = []
+        self.why_bypassed: str | None = None
+        self.is_running, self.is_whole = False, True
+        self.shared: SharedColumns | None = None
+        self.looks, self.seen = looks, Seen()
+        self.may_be_lazy = False
+        self._reads: Any = None
+        self._tensors: list[Tensor] = []  # that the rows lie in
+        self._versions: tuple[int, ...] = ()  # how often these were written, by us
+        self.has_own = False
+        self._room_end = math.inf  # the column at which memory that lies together ends
+
+    def note_sharing(self) -> None:
+        """Rows have columns in common from here on, some of which may lie in blocks."""
+
+    def note_given(self, layer: RowsLayer) -> None:
+        """Somebody has put keys or values into a layer."""
+        self._given.append(layer)
+
+    def note_shown(self) -> None:
+        """Somebody gets keys or values, and may write to them unseen: nothing more is kept."""
+        self.is_whole = False
+
+    def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
+        """From here on the rows have these segments in common, and their own columns, from the first behind one on, lie in this memory."""
+        shared.rows, shared.seen = ref(self), self.seen
+        self.note_sharing()
+        self.take(held, n, shared.plan.first_own)
+        self.shared = self._reads = shared
+        for layer in self.layers:
+            layer.reads = shared
+
+    def make_dense(self) -> None:
+        """Each row gets all of its columns."""
+        shared, n = self.shared, self.n
+        if shared is None:
+            return
+        if not self.is_running and self.is_edited:
+            self.is_whole = False
+        stop = max(n, *(layer.n for layer in self.layers))  # in the middle of a forward some are further
+        self.has_own = any(map(_IS_OWN, self.layers))  # or have got memory of their own
+        room = room_for(stop, self.layers[0].wanted)
+        own = self.all_memory()
+        whole = memory.make(memory.shapes_of_rows(own), self.num_rows, room)
+        for row in range(self.num_rows):
+            self.copy_columns(row, shared.plan.pads[row], stop, whole, row, shared.plan.pads[row])
+        self.shared = self._reads = None
+        for layer in self.layers:
+            layer.reads = None
+        self.take(whole, n)
+
+    def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
+        """Copy columns of a row, wherever they lie, to those from `column` on of a row of other memory."""
+        at = start
+        if self.shared is not None:
+            at = self.shared.copy_columns(row, start, stop, to, to_row, column)
+        if at < stop:
+            memory.copy_columns(self.columns(row, at, stop), to, to_row, column + at - start)
+
+    def take(self, held: list[Streams], n: int, base: int = 0) -> None:
+        """From here on the columns `[base, n)` are the first ones of this memory."""
+        self.memory, self.n, self.base = held, n, base
+        lengths = [n if layer.held is None else layer.n for layer in self.layers]  # a forward may have skipped layers
+        places, room_end = dict[int, dict[str, Tensor]](), math.inf
+        for tensor, names in held:
+            room_end = min(room_end, base + tensor.shape[3])
+            for (layer_idx, name), part in zip(names, tensor, strict=True):
+                places.setdefault(layer_idx, {})[name] = part
+        missing = range(len(self.layers), 1 + max(places, default=-1))
+        self.layers += map(RowsLayer, missing, repeat(self._itself))
+        lengths += [n] * len(missing)
+        for layer_idx, of_layer in places.items():
+            self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], lengths[layer_idx], base)
+        self.has_own, self._room_end = any(map(_IS_OWN, self.layers)), room_end
+        self.note_writes()
+
+    def all_memory(self) -> list[Streams]:
+        """Of all layers, also of those that have their own."""
+        if not self.has_own or self.why_bypassed is not None:
+            return self.memory
+        found = []
+        for tensor, names in self.memory:
+            for number, name in enumerate(names):
+                if not self.layers[name[0]].is_own:
+                    found.append(Streams(tensor[number : number + 1], (name,)))
+        return found + [streams for layer in self.layers if layer.is_own for streams in layer.streams()]
+
+    def written_streams(self) -> frozenset[Stream]:
+        """The streams that the last forward has written."""
+        written = [layer.layer_idx for layer in self.layers if layer.held is not None and layer.n == self.n]
+        return frozenset((layer_idx, name) for layer_idx in written for name in ("key", "value"))
+
+    def make_room(self, num_columns: int, wanted: int) -> None:
+        """Let memory that lies together hold so many columns."""
+        for layer in self.layers:
+            layer.wanted = wanted
+        if num_columns > self._room_end:
+            self.has_own = any(map(_IS_OWN, self.layers))
+            held, room = self.all_memory(), room_for(num_columns, wanted) - self.base
+            index = torch.arange(held[0].tensor.shape[1], device="cpu")
+            self.take(memory.selected(held, index, self.n - self.base, room), self.n, self.base)
+
+    def note_writes(self) -> None:
+        """What was written until here, we have written."""
+        self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory)]
+        self._versions = tuple(map(_VERSION, self._tensors))
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether somebody else has written to the rows."""
+        return bool(self._given) or self._versions != tuple(map(_VERSION, self._tensors))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that run."""
+        return len(self.prompts)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of their columns."""
+        if self.why_bypassed is not None:
+            return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+        segments = 0 if self.shared is None else self.shared.num_bytes
+        return segments + memory.num_bytes(self.all_memory(), self.n - self.base)
+
+    def columns(self, row: int, start: int, stop: int) -> Columns:
+        """Columns of a row, side by side: where they lie, or copies where they lie in what rows share."""
+        own = self.all_memory()
+        if start >= (self.base if self.shared is None else self.shared.plan.ends[row]):
+            return Columns(own, row, start - self.base, stop - self.base)
+        made = memory.make(memory.shapes_of_rows(own), 1, stop - start)
+        self.copy_columns(row, start, stop, made, 0, 0)
+        return Columns(made, 0, 0, stop - start)
+
+    def _start_reads(self, start: int, stop: int) -> None:
+        """Say what the layers read in a forward of the columns `[start, stop)`."""
+        shared, reads = self.shared, cast(Reads | None, None)
+        if shared is not None and shared.must_leave:
+            self.make_dense()
+        elif shared is not None:
+            shared.start_forward(start, stop)
+            reads = shared
+        elif start and stop - start > 1 and self.may_be_lazy and CausalSquare.pays(start, stop):
+            reads = SquareReads(start, stop, self.looks)
+        if reads is not self._reads:
+            self._reads = reads
+            for layer in self.layers:
+                layer.reads = reads
+
+
+def another_layer(layers: list[Any], owner: "ref[RowsColumns]") -> RowsLayer:
+    """A layer more than the model's config names."""
+    return RowsLayer(len(layers), owner)
