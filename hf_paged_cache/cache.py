@@ -461,7 +461,8 @@ class PagedPrefixCache(Cache):
             rows = self._current.rows
             copied_bytes = self.view.num_bytes + self._without_store.num_bytes + (0 if rows is None else rows.kv_bytes)
             peak = call.peak_kv_bytes if self._current.last is None else self._current.last.peak_kv_bytes
-            return stats_of(blocks, call.counters.totals, self.cache_salt, copied_bytes, peak, self.view.backend)
+            arena, backend = self.store.arena, self.view.backend
+            return stats_of(blocks, call.counters.totals, self.cache_salt, arena, copied_bytes, peak, backend)
 
     @property
     def last_call(self) -> CallStats:
@@ -480,7 +481,7 @@ class PagedPrefixCache(Cache):
                     "captured": str(last.captured),
                 }
                 return replace(self.call.counters.of_call(last.peak_kv_bytes), **seen)
-            return self.call.stats()
+            return replace(self.call.stats(), captured="" if self._capture is False else self._why_in_pool())
 
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks and pins of this cache's salt, and the ended rows of all caches of this salt.
@@ -520,16 +521,25 @@ class PagedPrefixCache(Cache):
             >>> PagedPrefixCache(model, capture="dry").warm_up(rows=1, tokens=100)
             ''
         """
+        if not self._may_take_rows and self._capture is not False:
+            return self._why_in_pool()
         return self._capturing.warm_up(rows, tokens)
 
     def why_not_captured(self) -> str:
-        """Why steps of this model would not run as CUDA graphs, on a CUDA device and with `capture="auto"`; "": they may.
+        """Why steps of this model, as it is now, would not run as CUDA graphs, were it on a CUDA device and `capture="auto"`; "": they would,
+        where that pays. It does not look at this machine.
 
         Examples:
             >>> cache.why_not_captured()
             ''
         """
-        return self.store.why_in_pool or self._capturing.why_not_the_model()
+        return self._capturing.why_not_the_model() if self._may_take_rows else self._why_in_pool()
+
+    def _why_in_pool(self) -> str:
+        """Why calls of this cache run in the pool, or why one did."""
+        if self.attention == "gather":
+            return 'with attention="gather" calls run in the pool'
+        return self.store.why_in_pool or "it ran in the pool, as chunks of a prompt, scores and prefills do"
 
     def release(self) -> None:
         """Give back the memory of static rows, and all graphs; the next call that pays captures anew. For all caches of the store.

@@ -304,7 +304,7 @@ class PrefixStore:
             blocks.settle()
             copied_bytes = sum(call.view.num_bytes for call in blocks.holders())
             copied_bytes += sum(0 if each.rows is None else each.rows.kv_bytes for each in [*blocks.currents])
-            return stats_of(blocks, blocks.call_totals, b"", copied_bytes, None, None)
+            return stats_of(blocks, blocks.call_totals, b"", self.arena, copied_bytes, None, None)
 
     def check(self) -> None:
         """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""

@@ -37,6 +37,9 @@ class CacheStats:
         pool_bytes: held by the pool, whatever is in it. Attention's copy is not in the pool.
         num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
         snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
+        static_bytes: of the memory that captured calls run in, which stays until `release()`; 0 where no call was captured. None to a
+            cache with a salt.
+        num_graphs: captured over it.
         tiers: below the pool, from the nearest; empty where there are none.
         computed_because: why rows were known no further, with the ranges of its numbers ("tokens 16-400 to 31-415"), and how many
             tokens were computed after that; the most tokens first.
@@ -69,6 +72,8 @@ class CacheStats:
     pool_bytes: int | None
     num_snapshots: int = 0
     snapshot_bytes: int = 0
+    static_bytes: int | None = 0
+    num_graphs: int | None = 0
     saved_seconds: float | None = None
     tiers: "tuple[TierStats, ...]" = ()
     hit_rate_with_twice: float | None = None
@@ -177,7 +182,8 @@ class CallStats:
         read_once_tokens, read_once_rows: of the tokens that rows have in common, the most that attention read once at a time, and
             for how many rows; 0 where it read each row by itself.
         dense: why it did so although there were several rows that may have shared, all the time or at the end; "" where it did not.
-        captured: how many of its forwards were replays of captured graphs, and why others were not; "" where none could be.
+        captured: how many of its forwards were replays of captured graphs, and why the last other one was none, or why none was; "" with
+            `capture=False`.
 
     Examples:
         >>> for _ in range(2):

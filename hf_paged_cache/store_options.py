@@ -1,5 +1,6 @@
 """What a store may be given besides its model, as a user writes it: sizes, a folder, permissions. Read and refused before anything is loaded; no torch."""
 
+import difflib
 import inspect
 from collections.abc import Callable
 from os import PathLike, fspath
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 from .blocks.arguments import check_eviction, file_mode, int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
+_OF_CACHES = ("cache_salt", "attention", "on_full", "capture")  # options of a cache alone
 ATTENTIONS = ("paged", "gather")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -72,7 +74,12 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     """
     for name in sizes:
         if name not in _DEFAULTS:
-            raise TypeError(f"unexpected keyword argument {name!r}; a store takes {', '.join(_DEFAULTS)}")
+            close = difflib.get_close_matches(name, [*_DEFAULTS, *_OF_CACHES], 1)
+            hint = f"did you mean {close[0]}? " if close else ""
+            raise TypeError(
+                f"unexpected keyword argument {name!r}; {hint}a store takes {', '.join(_DEFAULTS)}, and a PagedPrefixCache also "
+                f"{', '.join(_OF_CACHES)}"
+            )
     return {name: size for name, size in sizes.items() if size is not None and (name, size) != ("host_bytes", 0)}
 
 

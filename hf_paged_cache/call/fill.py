@@ -58,7 +58,69 @@ def fill(
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         first = row.pad if shared is None else shared.plan.ends[number]
         _load(store, rows, number, of_row, max(done, first), start, previous)
+    if rows.windows:
+        _fill_windows(store, rows, inputs, known, start, wanted, previous, is_there=bool(done))
     rows.start_at(start, inputs)
+
+
+def _fill_windows(
+    store: BlockStore,
+    rows: Rows,
+    inputs: Sequence[RowInput],
+    known: Sequence[Known],
+    start: int,
+    wanted: int,
+    previous: Rows | None,
+    *,
+    is_there: bool,
+) -> None:
+    """Let layers with a window have what is seen after column `start`, from where each row resumes.
+
+    Args:
+        is_there: the rows go on in the memory of the call before.
+    """
+    if is_there and previous is not None:
+        rows.windows.take_over(previous.windows, start)
+        return
+    with store.lock:
+        slabs = store.window_slabs()
+    sources = [row.ahead[0] for row in known if row.ahead is not None] + ([] if previous is None else [previous])
+    for sight in rows.windows.sights:
+        shapes = memory.shapes_of_slabs(slabs.get(sight, ()))
+        elsewhere = (memory.shapes_of_rows(source.windows.of(sight)[0]) for source in sources)
+        shapes = shapes or next(filter(None, elsewhere), [])
+        rows.windows.make(sight, shapes, len(inputs), start, max(start, wanted))
+    for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
+        num_tokens = start - row.pad
+        if num_tokens <= 0:
+            continue
+        if of_row.ahead is not None and of_row.ahead[2] >= num_tokens:
+            source, source_row, _ = of_row.ahead
+            source.windows.copy_row(source_row, source.prompts[source_row].pad - row.pad, rows.windows, number, start)
+        elif of_row.previous is not None and previous is not None and of_row.num_common >= num_tokens:
+            shift = previous.prompts[of_row.previous].pad - row.pad
+            previous.windows.copy_row(of_row.previous, shift, rows.windows, number, start)
+        elif of_row.lease is not None:
+            _load_windows(store, rows, number, row.pad, of_row.lease.block_ids, num_tokens)
+
+
+def _load_windows(
+    store: BlockStore, rows: Rows, number: int, pad: int, block_ids: Sequence[int], num_tokens: int
+) -> None:
+    """Copy what layers with a window see after so many tokens of a row from the window blocks of its lease."""
+    size = store.block_size
+    with store.lock:
+        slabs = store.window_slabs()
+        spans = {group.sight: group.seen(num_tokens) for group in store.windows.groups}
+        places = {
+            group.sight: [group.places[block_ids[index]] for index in spans[group.sight]]
+            for group in store.windows.groups
+        }
+    for sight, span in spans.items():
+        held, base = rows.windows.of(sight)
+        first, skipped = span.start * size, max(0, base - pad - span.start * size)
+        column = pad + first + skipped - base
+        memory.load_blocks(held, slabs[sight], [number], column, places[sight], num_tokens - first, skipped)
 
 
 def _take_over(
@@ -67,14 +129,14 @@ def _take_over(
     """Take the memory of the call before, where each row goes on in its own there. Returns up to which column they do; 0: not at all."""
     if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
         return 0
-    if previous.base or previous.has_own:
+    if previous.base or previous.has_own or (rows.windows and not previous.windows.can_go_on_at(start)):
         return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         if of_row.previous != number or previous.prompts[number].pad != row.pad:
             return 0
         done = min(done, row.pad + of_row.num_common)
-    if 2 * done < start:
+    if 2 * done < start or (rows.windows and done < start):
         return 0
     rows.take(previous.memory, done)
     return done
@@ -111,4 +173,4 @@ def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop:
 def _shapes_elsewhere(known: Sequence[Known], previous: Rows | None) -> list[memory.Shape]:
     """Of the streams of rows in which something is known, where the pool holds nothing yet."""
     sources = [row.ahead[0] for row in known if row.ahead is not None] + ([] if previous is None else [previous])
-    return memory.shapes_of_rows(sources[0].all_memory())
+    return memory.shapes_of_rows(sources[0].all_memory()) if sources else []

@@ -5,11 +5,13 @@ Never raises into a call for want of blocks or memory: what does not fit is not 
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
+from itertools import chain
 
 import torch
 
 from ..blocks import Allocation, BlockHash, HashChain
 from ..blocks.tokens import TokenIds, common_prefix_length
+from ..blocks.window_blocks import Changing, WindowBlocks
 from ..errors import OutOfBlocksError
 from ..rows import memory
 from ..rows.memory import Stream
@@ -99,10 +101,10 @@ def _keep_row(
             with store.lock:
                 held = store.leases.take(hashes, salt)
                 first = held.num_prefix_tokens // size
-                if first == num_blocks:
+                if first == num_blocks and not rows.windows:
                     return
                 make_room(num_blocks - first)
-                fresh = _take(store, held, hashes[first:], salt)
+                fresh = _take(store, held, hashes[first:], salt) if first < num_blocks else []
                 store.pool.join_streams()
                 writing.enter_context(store.writing)  # before the lock is free: else tensors may move
                 slabs = store.pool.all.slabs()
@@ -111,12 +113,57 @@ def _keep_row(
                 memory.write_blocks(rows.columns(number, start, start + len(block_ids) * size), slabs, block_ids)
         with store.lock:
             store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
+            if rows.windows:
+                _keep_windows(store, rows, number, held)
     except (OutOfBlocksError, torch.OutOfMemoryError):
         pass
     finally:
         if held is not None:
             with store.lock:
-                held.free()
+                store.leases.give_back(held)
+
+
+def _keep_windows(store: BlockStore, rows: Rows, number: int, held: Allocation) -> None:
+    """Keep what layers with a window see at the end of the blocks that are held, and before it as far as there is room. The store's lock
+    is held, so that nobody finds what is not written yet.
+
+    Raises:
+        OutOfBlocksError: there is no room; nothing has changed.
+    """
+    size, pad, num_tokens = store.block_size, rows.prompts[number].pad, len(held.block_ids) * store.block_size
+    groups, block_ids = store.windows.groups, held.block_ids
+    wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # logical indices: what must be there, and what may
+    for group in groups:
+        memory_of_rows, base = rows.windows.of(group.sight)
+        seen, first = (
+            group.seen(num_tokens),
+            max(0, -(-(base - pad) // size)),
+        )  # the first block that the rows have whole
+        missing = [index for index in seen if not group.has(block_ids[index])]
+        if not memory_of_rows or (missing and missing[0] < first):
+            return
+        before = [index for index in range(first, seen.start) if not group.has(block_ids[index])]
+        wanted.append((group, missing, before[::-1]))
+    store.make_room(max(len(missing) for _, missing, _ in wanted))
+    for group, _, _ in wanted:
+        group.require(group.num_to_take(block_ids[index] for index in group.seen(num_tokens)))
+    with Changing(groups):
+        store.leases.resume(held)
+        taken = []
+        for group, missing, before in wanted:
+            passed = before[: max(0, group.num_free - len(missing))]
+            taken.append((group, missing, passed, group.take_places((), len(missing) + len(passed))))
+        store.make_copies()
+        for group, missing, passed, places in taken:
+            tensors = store.pool.groups[group.name]
+            tensors.use(1 + max(places, default=0))
+            slabs = tensors.slabs()
+            memory_of_rows, base = rows.windows.of(group.sight)
+            for index, place in zip((*missing, *passed), places, strict=True):
+                start = pad + index * size - base
+                memory.write_blocks(memory.Columns(memory_of_rows, number, start, start + size), slabs, [place])
+            group.places.update(zip((block_ids[index] for index in (*missing, *passed)), places, strict=True))
+            group.release([block_ids[index] for index in passed], num_own=1, is_end=False)
 
 
 def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt: bytes) -> list[tuple[int, list[int]]]:
@@ -147,6 +194,8 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt
             fresh[-1][1].append(block_id)
         else:
             fresh.append((at, [block_id]))
+    for group in store.windows.groups:  # a window block of what was in these before is none of theirs
+        group.take_places([block_id for _, of_run in fresh for block_id in of_run], 0)
     return fresh
 
 
@@ -158,8 +207,11 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """
     pool = store.pool
     with store.lock:
-        slabs = {names: (held.dtype, held.device) for held, names in store.slabs()}
-    if store.is_settled and all(slabs.get(names) == (held.dtype, held.device) for held, names in rows.all_memory()):
+        found = [*store.slabs(), *chain.from_iterable(store.window_slabs().values())]
+        slabs = {names: (held.dtype, held.device) for held, names in found}
+    in_windows = chain.from_iterable(rows.windows.of(sight)[0] for sight in rows.windows.sights)
+    lie = [*rows.all_memory(), *in_windows]
+    if store.is_settled and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie):
         return True
     streams = {
         (layer.layer_idx, name): states

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from ..blocks import Allocation, HashChain
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..rows.rows import Rows
+from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
 from .prefix_match import PreviousRows, why_stopped
 from .scheduled_forward import RowInput
@@ -20,8 +21,15 @@ class PreviousRow:
         number: among the rows of that call.
     """
 
-    def __init__(self, number: int, root: bytes, tokens: TokenIds) -> None:
+    def __init__(
+        self, number: int, root: bytes, tokens: TokenIds, pad: int = 0, windows: WindowColumns | None = None
+    ) -> None:
         self.number, self.root, self.true_token_ids = number, root, tokens
+        self._pad, self._windows = pad, windows
+
+    def can_go_on_at(self, num_tokens: int) -> bool:
+        """Whether another row may go on after so many of its tokens: not where layers with a window have given up what is seen there."""
+        return self._windows is None or self._windows.can_go_on_at(self._pad + num_tokens)
 
     @property
     def num_true_tokens(self) -> int:
@@ -34,7 +42,11 @@ def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
     if rows is None or not rows.is_source:
         return ()
     tokens = rows.token_ids()
-    return [PreviousRow(number, prompt.root, tokens[number]) for number, prompt in enumerate(rows.prompts)]
+    windows = rows.windows if rows.windows else None
+    return [
+        PreviousRow(number, prompt.root, tokens[number], prompt.pad, windows)
+        for number, prompt in enumerate(rows.prompts)
+    ]
 
 
 class Known:
@@ -67,6 +79,11 @@ class Known:
         if previous is not None and not self.num_tokens and previous.true_token_ids:
             self.stopped += ", and the last call's begin otherwise"
 
+    def forget(self) -> None:
+        """The row begins anew, whatever is known of it."""
+        self.num_tokens = self.num_in_blocks = self.num_common = 0
+        self.previous = self.ahead = None
+
     def learn(self, ahead: Rows, number: int, num_tokens: int) -> None:
         """So many tokens were computed first, in a row of these rows."""
         if num_tokens > self.num_tokens:
@@ -74,7 +91,11 @@ class Known:
 
 
 def match(
-    store: BlockStore, new: Sequence[RowInput], previous: Sequence[PreviousRow], chains: Mapping[bytes, HashChain]
+    store: BlockStore,
+    new: Sequence[RowInput],
+    previous: Sequence[PreviousRow],
+    chains: Mapping[bytes, HashChain],
+    latest: int | None = None,
 ) -> list[Known]:
     """What is known of rows that begin. The store's lock is held.
 
@@ -82,6 +103,7 @@ def match(
 
     Args:
         chains: root and tokens of rows of the call before -> their hashes, as far as they were computed.
+        latest: the last column at which rows may start, where layers have windows: then they start exactly where they are known.
 
     Returns:
         of each row; its lease is the caller's to give back.
@@ -91,7 +113,15 @@ def match(
         chain = _chain_of(row, store.block_size, chains)
         closest, num_common = before.closest(row)
         num_common, lease = max(0, num_common), None
-        if len(new) > 1 or num_common % store.block_size == 0 or _is_known(store, chain, num_common, row.salt):
+        if latest is not None:
+            most = max(0, latest - row.pad)
+            num_common = min(num_common, most)
+            if closest is not None and not closest.can_go_on_at(num_common):
+                closest, num_common = None, 0
+            lease = store.leases.take_resumable(
+                chain.hashes_of(0, min(chain.num_full_blocks, most // store.block_size)), row.salt
+            )
+        elif len(new) > 1 or num_common % store.block_size == 0 or _is_known(store, chain, num_common, row.salt):
             lease = store.leases.take(chain.hashes_of(0, chain.num_full_blocks), row.salt)
         found.append(Known(chain, lease, closest, num_common))
     return found

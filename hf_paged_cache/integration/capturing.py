@@ -199,6 +199,8 @@ class Capturing:
             return "drafts are verified, and ask for several logits"
         if rows.shared is not None:
             return "rows share columns"
+        if rows.windows:
+            return "some layers do not see all tokens"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
         if not always and math.isinf(max_columns):
@@ -257,6 +259,9 @@ class Capturing:
         model = conditioning.model
         if not self.is_asked:
             return "the cache was built with capture=False" if not self.capture else "the model is not on a CUDA device"
+        most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        if isinstance(most, int) and num_tokens > most:
+            raise CacheArgumentError(f"tokens is {num_tokens}, and the model has {most} positions; give at most {most}")
         self.attach()
         why, captured = self._of_model(digest := conditioning.digest())
         if why or captured is None:

@@ -34,6 +34,7 @@ GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
 _MOST_MAPPED_AHEAD = 4096  # columns, of prompts that are shorter
+_MOST_TAKEN_BACK = 32  # tokens of drafts that layers with a window can take back
 _NO_ROWS = NoRows([], [], 0)  # of a first forward
 
 
@@ -113,7 +114,8 @@ class Opening:
 
     def new_rows(self) -> Rows:
         """Rows that no forward has run yet."""
-        return Rows(self._calls, self._num_layers, self._looks)
+        sights, margin = self.conditioning.sights(), self.store.block_size + _MOST_TAKEN_BACK
+        return Rows(self._calls, self._num_layers, self._looks, sights, margin)
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let rows begin with what is known, and cut it from the arguments of their first forward.
@@ -161,6 +163,8 @@ class Opening:
         rows.escaped = rows.escaped or conditioning.learns  # a hook of others may keep them
         request, why = self.read(rows, arguments, _NO_ROWS)
         adapters = conditioning.adapter_names()
+        if why is None and rows.sights != conditioning.sights():
+            why = "layers have other windows than when the rows were made"
         why = why or self._why_bypassed(adapters, len(request.rows))
         if why is not None:
             return _Prompt(request, (), (), (), adapters, may_alias=False), why
@@ -204,16 +208,19 @@ class Opening:
         """
         request, running = prompt.request, prompt.running
         known: list[Known] = []
+        latest = request.latest_start(0, request.num_logits_needed)
         try:
             with self.store.lock:
                 self.store.settle()
                 chains = {} if previous is None or previous.state is None else previous.state.chains
-                known = match(self.store, running, previous_rows(previous), chains)
+                exactly = latest if rows.windows else None
+                known = match(self.store, running, previous_rows(previous), chains, exactly)
                 self.store.pool.join_streams()
             num_found = [row.num_tokens for row in known]
-            latest = request.latest_start(0, request.num_logits_needed)
             may_share = prompt.may_alias and may_run_ahead
-            start, ahead = self._ahead.run(running, known, request, latest, arguments, previous, may_share=may_share)
+            start, ahead = self._ahead.run(
+                running, known, request, latest, arguments, previous, may_share=may_share, is_exact=bool(rows.windows)
+            )
             if ahead and not self.keeping.held_so_far(rows):
                 return None
             self._ahead.keep(known)
@@ -228,7 +235,7 @@ class Opening:
                 if row.lease is not None:
                     with self.store.lock:
                         if not row.lease.is_freed:
-                            row.lease.free()
+                            self.store.leases.give_back(row.lease)
 
     def _begun(self, rows: Rows, prompt: _Prompt, begun: _Begun, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """The rows are filled: count what they began with, and say what their first forward runs."""
@@ -290,7 +297,7 @@ class Opening:
             unusual = "a function that is not transformers' says what each step is passed"
         most = rows.state.limits.max_columns
         said = self.capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
-        rows.state.captured = said if self.capturing.is_asked else ""
+        rows.state.captured = "" if self.capturing.capture is False else said
 
     def with_root(self, digest: bytes, row: RowInput, adapters: list[str] | None, at: int) -> RowInput:
         """A row of the batch under its prefix key.

@@ -7,7 +7,7 @@ import os
 from itertools import count
 from typing import Any
 
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from ..model.cache_adapters import own_cache_class
 from ..model.support import cache_layers, holds_nothing
@@ -19,6 +19,9 @@ WAYS = (
     "mixed",
 )  # "mixed": each further call takes the other one, so that what one keeps the other finds
 way = os.environ.get("HF_PAGED_CACHE_WAY", "rows")  # where a model may take either
+windows = os.environ.get(
+    "HF_PAGED_CACHE_WINDOWS", "pool"
+)  # where models whose layers have windows run: "rows" or "pool"
 _calls = count()
 
 
@@ -36,7 +39,8 @@ def why_in_pool(
         return "rotary frequencies depend on length"
     if own_cache_class(model) is not None:
         return "the model has a cache class of its own"
-    if any(type(layer) is not DynamicLayer and not holds_nothing(layer) for layer in cache_layers(model)):
+    layers = [layer for layer in cache_layers(model) if type(layer) is not DynamicLayer and not holds_nothing(layer)]
+    if layers and (windows != "rows" or any(type(layer) is not DynamicSlidingWindowLayer for layer in layers)):
         return "some layers do not see all tokens"
     return None
 

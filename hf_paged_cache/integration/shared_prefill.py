@@ -56,6 +56,7 @@ class SharedPrefill:
         previous: Rows | None,
         *,
         may_share: bool,
+        is_exact: bool,
     ) -> tuple[int, Mapping[int, int]]:
         """Let rows come to one column; what is computed for them is theirs.
 
@@ -63,6 +64,7 @@ class SharedPrefill:
             latest: the last column at which they may start.
             arguments: of the forward, by name.
             previous: of the call before.
+            is_exact: rows start where they are known, or begin anew: layers have windows.
 
         Returns:
             the column at which all rows start, and for each row the tokens that were computed for it first.
@@ -75,7 +77,8 @@ class SharedPrefill:
             return column if column > inputs[0].pad else 0, ahead
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
         column = _least(inputs, known, starts)
-        if not may_share or request.num_new_columns <= self._calls.store.block_size:
+        may_share = may_share and request.num_new_columns > self._calls.store.block_size
+        if not may_share and not is_exact:
             return column, ahead
         rows = [
             PlannedRow(row.pad, start if of_row.num_tokens else None, row.token_ids, kind)
@@ -84,7 +87,13 @@ class SharedPrefill:
         with self._calls.store.lock:
             on_host = self._calls.store.pool.is_on_host
         cost = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR
-        found = plan(rows, Bounds(0, request.num_new_columns, latest, cost))
+        align = self._calls.store.block_size if is_exact else 1
+        bounds = Bounds(0, request.num_new_columns, latest, cost, is_exact=is_exact, align=align)
+        found = plan(rows, bounds, may_run_ahead=may_share)
+        if is_exact:
+            for number in range(len(rows)) if found is None else found.cold:
+                known[number].forget()
+            column = 0 if found is None or all(row.pad >= found.column for row in inputs) else found.column
         if found is None or not found.runs:
             return column, ahead
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
@@ -96,6 +105,8 @@ class SharedPrefill:
             for number in step.rows:
                 pad = inputs[number].pad
                 ahead[number] += max(0, step.stop - pad) - max(0, step.start - pad)
+        if is_exact:
+            return column, ahead
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
         return min(found.column, _least(inputs, known, starts)), ahead
 

@@ -374,18 +374,19 @@ class BlockPool:
             )
 
     def lay_out_together(self, streams: Mapping[tuple[int, str], Tensor]) -> None:
-        """Make the tensors of layers without a window that have none yet, those of one shape as one.
+        """Make the tensors of layers that have none yet, those of one group and shape as one.
 
         Args:
             streams: (layer index, name) -> [R, H, T, D], of the shapes that will be written.
         """
-        alike: dict[tuple[int, int, torch.dtype, torch.device], list[tuple[int, str]]] = {}
+        alike: dict[tuple[GroupTensors, int, int, torch.dtype, torch.device], list[tuple[int, str]]] = {}
         for (layer_idx, name), states in streams.items():
             if name not in self.layer(layer_idx):
-                kind = states.shape[1], states.shape[3], states.dtype, states.device
+                group = self._group_of.get(layer_idx, self.all)
+                kind = group, states.shape[1], states.shape[3], states.dtype, states.device
                 alike.setdefault(kind, []).append((layer_idx, name))
-        for (heads, head_dim, dtype, device), same in alike.items():
-            self.all.make_together(same, heads, self.block_size, head_dim, dtype, device)
+        for (group, heads, head_dim, dtype, device), same in alike.items():
+            group.make_together(same, heads, self.block_size, head_dim, dtype, device)
             if device.type not in _WITHOUT_STREAMS:
                 self.accelerators.add(device)
                 self._streams.move(device)

@@ -28,17 +28,18 @@ class Said:
     """How the forwards of one call ran.
 
     Attributes:
-        num_forwards, num_captured: all of them, and those that were replays.
+        num_forwards, num_captured, num_compared: all of them, those that were replays, and those that ran both ways.
         why_not: why the last one that was not captured was not; "": it need not be.
     """
 
     def __init__(self, why_not: str = "") -> None:
-        self.num_forwards = self.num_captured = 0
+        self.num_forwards = self.num_captured = self.num_compared = 0
         self.why_not = why_not
 
     def __str__(self) -> str:
         counted = f"{self.num_captured} of {self.num_forwards} forwards were captured" if self.num_forwards else ""
-        return "; ".join(filter(None, (counted, self.why_not)))
+        compared = f"{self.num_compared} ran eagerly as well, to compare" if self.num_compared else ""
+        return "; ".join(filter(None, (counted, compared, self.why_not)))
 
 
 class CapturedCall:
@@ -175,6 +176,7 @@ class CapturedCall:
         except FAILURES as error:
             shape.why_not = failed(error)
         times.append(self._now())
+        self.said.num_compared += 1
         output = eager(**arguments)
         times.append(self._now())
         extra = [name for name in output if name not in ("logits", "past_key_values")]

@@ -4,6 +4,7 @@ Owns the rows' length, and all tensors that keys and values lie in; knows no tok
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -15,10 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..attention.causal import CausalSquare
+from ..blocks.sight import Sight
 from . import memory
 from .layers import Reads, RowsLayer, room_for
 from .memory import Columns, Stream, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
+from .windows import WindowColumns, WindowLayer
 
 _VERSION = attrgetter("_version")
 _IS_OWN = attrgetter("is_own")
@@ -56,12 +59,15 @@ class RowsColumns(Cache):
     Args:
         num_layers: of the model.
         looks: whether the model looks at keys and values itself.
+        sights: layer index -> its window, for the layers that have one.
+        margin: see `WindowLayer`.
 
     Attributes:
         n: columns of all rows.
         base: the first column that lies in the rows' own memory; those before it are shared.
         prompts: what each row began with; empty before the first forward.
-        memory: of streams that lie together.
+        memory: of streams that lie together, of layers without a window.
+        windows: the columns of the others.
         has_own: some layers have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
         is_running: a forward has begun and not returned.
@@ -73,10 +79,10 @@ class RowsColumns(Cache):
 
     layers: list[Any]
 
-    def __init__(self, num_layers: int, looks: Looks) -> None:
-        self._itself = itself = ref(self)
-        super().__init__(layers=[*map(RowsLayer, range(num_layers), repeat(itself))])
-        self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
+    def __init__(self, num_layers: int, looks: Looks, sights: Mapping[int, Sight], margin: int) -> None:
+        self._itself, self.sights, self._margin = ref(self), sights, margin
+        super().__init__(layers=[])
+        self.make_layers(num_layers)
         self._given: list[RowsLayer] = []  # layers into which somebody has put keys or values
         self.n = self.base = 0
         self.prompts: list[Prompt] = []
@@ -91,6 +97,16 @@ class RowsColumns(Cache):
         self._versions: tuple[int, ...] = ()  # how often these were written, by us
         self.has_own = False
         self._room_end = math.inf  # the column at which memory that lies together ends
+
+    def make_layers(self, num_layers: int) -> None:
+        """Have layers that hold nothing, in the same list."""
+        itself = self._itself
+        layers: list[Any] = [*map(RowsLayer, range(num_layers), repeat(itself))]
+        for layer_idx, sight in self.sights.items():
+            layers[layer_idx] = WindowLayer(layer_idx, itself, sight, self._margin)
+        self.layers[:] = layers
+        self.windows = WindowColumns(layers if self.sights else ())
+        self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
 
     def note_sharing(self) -> None:
         """Rows have columns in common from here on, some of which may lie in blocks."""
@@ -184,7 +200,7 @@ class RowsColumns(Cache):
 
     def note_writes(self) -> None:
         """What was written until here, we have written."""
-        self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory)]
+        self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory), *self.windows.tensors()]
         self._versions = tuple(map(_VERSION, self._tensors))
 
     @property
@@ -203,7 +219,8 @@ class RowsColumns(Cache):
         if self.why_bypassed is not None:
             return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
         segments = 0 if self.shared is None else self.shared.num_bytes
-        return segments + memory.num_bytes(self.all_memory(), self.n - self.base)
+        own = memory.num_bytes(self.all_memory(), self.n - self.base)
+        return segments + own + self.windows.num_bytes(self.n)
 
     def columns(self, row: int, start: int, stop: int) -> Columns:
         """Columns of a row, side by side: where they lie, or copies where they lie in what rows share."""

@@ -256,6 +256,11 @@ class Shapes:
             shape.captured = None
             shape.checked.clear()
 
+    @property
+    def num_graphs(self) -> int:
+        """Shapes that are captured."""
+        return sum(shape.captured is not None for shape in self._shapes.values())
+
     def pays(self, shape: Shape, num_coming: int) -> bool:
         """Whether it is captured, or a capture takes less time than it saves, or would have saved until now."""
         if shape.captured is not None:

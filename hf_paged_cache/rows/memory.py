@@ -99,16 +99,17 @@ def load_blocks(
     column: int,
     block_ids: Sequence[int],
     num_tokens: int,
+    skipped: int = 0,
 ) -> None:
-    """Copy the first `num_tokens` tokens of blocks to the columns from `column` on of some rows."""
+    """Copy the first `num_tokens` tokens of blocks, but for the first `skipped` ones, to the columns from `column` on of some rows."""
     for (to, _names), (held, _streams) in _alike(memory, slabs):
-        size, at, left = held.shape[3], column, num_tokens
+        size, at, left, skip = held.shape[3], column, num_tokens, skipped
         for first, count in runs(block_ids):
             num = min(left, count * size)
-            run = held[:, :, first : first + count].flatten(2, 3)[:, :, :num]
+            run = held[:, :, first : first + count].flatten(2, 3)[:, :, skip:num]
             for row in rows:
-                to[:, row, :, at : at + num].copy_(run)
-            at, left = at + num, left - num
+                to[:, row, :, at : at + num - skip].copy_(run)
+            at, left, skip = at + num - skip, left - num, 0
 
 
 def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[int]) -> None:

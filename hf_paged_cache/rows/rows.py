@@ -9,8 +9,8 @@ import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
@@ -18,13 +18,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from ..blocks.sight import Sight
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 from . import memory
-from .columns import Prompt, RowsColumns, another_layer
+from .columns import Prompt, RowsColumns
 from .ids import Begins, IdsStream
-from .layers import SPARE, RowsLayer
+from .layers import SPARE
 from .shared import Looks
+from .windows import WindowColumns
 
 _VERSION = attrgetter("_version")
 _IS_OWN = attrgetter("is_own")
@@ -106,8 +108,15 @@ class Rows(RowsColumns):
 
     is_paged_prefix_cache = True
 
-    def __init__(self, calls: RunsRows, num_layers: int, looks: Looks) -> None:
-        super().__init__(num_layers, looks)
+    def __init__(
+        self,
+        calls: RunsRows,
+        num_layers: int,
+        looks: Looks,
+        sights: Mapping[int, Sight] = MappingProxyType({}),
+        margin: int = 0,
+    ) -> None:
+        super().__init__(num_layers, looks, sights, margin)
         self.calls = calls
         self.ids = IdsStream()
         self.is_open = self.in_generate = False
@@ -199,7 +208,7 @@ class Rows(RowsColumns):
                     self.has_own = True
             self.n, self.is_running = n, False
             self.num_forwards += 1
-            if self.has_own:
+            if self.has_own or self.windows:
                 self.note_writes()
             else:
                 self._versions = tuple(map(_VERSION, self._tensors))
@@ -254,6 +263,8 @@ class Rows(RowsColumns):
                 layer.n = min(layer.n, self.n)
             self.has_own = any(map(_IS_OWN, self.layers))
             self.note_writes()
+            if not self.windows.can_go_on_at(self.n):  # what the next token sees has been written over
+                self.reset()
 
     # Their memory.
 
@@ -283,8 +294,10 @@ class Rows(RowsColumns):
             if layer.is_initialized:
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
                 layers[number].update(*layer.columns())
+                if layer.is_sliding:
+                    layers[number].cumulative_length = layer.n
         self.why_bypassed, self.memory, self.is_open = why, [], True
-        self._tensors, self._versions = [], ()
+        self._tensors, self._versions, self.windows = [], (), WindowColumns(())
         self.layers[:] = layers  # the same list: who has it sees these
         self.layer_class_to_replicate = DynamicLayer
 
@@ -339,6 +352,7 @@ class Rows(RowsColumns):
         elif held:
             room = max(self.n - self.base, *(tensor.shape[3] for tensor, _ in held))
             self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
+        self.windows.select(at, self.n, start)
         self.ids.select(at)
         if num_rows != self.num_rows:
             self.common_columns = 0
@@ -388,6 +402,11 @@ class Rows(RowsColumns):
             self.is_whole = False
         if -tokens_to_remove > self.get_seq_length():
             raise CacheArgumentError(f"cannot take back {-tokens_to_remove} tokens; there are {self.get_seq_length()}")
+        if tokens_to_remove and self.why_bypassed is None and not self.windows.can_go_on_at(self.n + tokens_to_remove):
+            raise CacheArgumentError(
+                f"cannot take back {-tokens_to_remove} tokens: layers with a window have given up what the tokens before them saw; "
+                "reset() the rows, or pass the whole prompt to generate again"
+            )
         if self.shared is not None and self.n + tokens_to_remove < max(self.shared.plan.ends):
             self.make_dense()
         for layer in self.layers:
@@ -402,11 +421,11 @@ class Rows(RowsColumns):
     def reset(self) -> None:
         """Drop the rows."""
         if self.why_bypassed is not None:
-            self.layers[:] = [RowsLayer(index, self._itself) for index in range(len(self.layers))]
-            self.layer_class_to_replicate = partial(another_layer, self.layers, self._itself)  # type: ignore[assignment]
+            self.make_layers(len(self.layers))
             self.why_bypassed = None
         for layer in self.layers:
             layer.reset()
+        self.windows.forget()
         self.is_whole = self.must_confirm = True
         self.num_forwards, self.copies = 0, None
         self.prompt_end = self.common_columns = 0
@@ -429,9 +448,11 @@ class Rows(RowsColumns):
         """True even without rows: some models ask `if past_key_values`."""
         return True
 
-    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
-        """Each layer's keys and values, as of a `DynamicCache`."""
-        return ((layer.keys, layer.values, None) for layer in self.layers)
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """Each layer's keys and values, and its window, if any, as of a `DynamicCache`."""
+        for layer in self.layers:
+            window = torch.tensor(layer.sliding_window, device="cpu") if layer.is_sliding else None
+            yield layer.keys, layer.values, window
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -472,7 +493,7 @@ class Rows(RowsColumns):
                     "gradients flow through the rows of this cache, and would not through a copy of them; copy it after "
                     "forwards in torch.no_grad()"
                 )
-        copied = type(self)(self.calls, 0, self.looks)
+        copied = type(self)(self.calls, len(self.layers), self.looks, self.sights, self._margin)
         memo[id(self)] = copied
         for name in (
             "n",
@@ -492,7 +513,6 @@ class Rows(RowsColumns):
         if self.why_bypassed is not None:
             copied.layers[:] = copy.deepcopy(self.layers, memo)
             return copied
-        copied.layers[:] = [RowsLayer(index, copied._itself) for index in range(len(self.layers))]
         index = torch.arange(self.num_rows, device="cpu")
         held = self.all_memory()
         if self.shared is not None:
@@ -500,6 +520,8 @@ class Rows(RowsColumns):
             copied.share(self.shared.copy(), made, self.n)
         elif held and self.n:
             copied.take(memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE), self.n, self.base)
+        self.windows.copy_to(copied.windows, self.num_rows, self.n)
+        copied.note_writes()
         for layer, of in zip(copied.layers, self.layers, strict=True):
             layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied

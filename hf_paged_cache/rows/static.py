@@ -37,6 +37,9 @@ def room_of(num_columns: int) -> int:
 class HoldsGraphs(Protocol):
     """Who has captured graphs over an arena."""
 
+    @property
+    def num_graphs(self) -> int: ...
+
     def drop(self) -> None: ...  # the memory under the graphs goes
 
 
@@ -91,6 +94,11 @@ class Arena:
     def num_bytes(self) -> int:
         """Bytes that it takes."""
         return sum(flat.nbytes for flat in self._flat)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured over it."""
+        return 0 if self.captured is None else self.captured.num_graphs
 
     def holds(self, memory: Sequence[Streams]) -> bool:
         """Whether any of this memory is the arena's."""

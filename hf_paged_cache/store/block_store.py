@@ -94,8 +94,8 @@ class BlockStore:
         self._dtype = dtype  # that a budget in bytes counts with
         self.has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
-        self.leases = Leases(self.allocator)
         self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
+        self.leases = Leases(self.allocator, self.windows)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
@@ -376,6 +376,10 @@ class BlockStore:
     def slabs(self) -> list[Slab]:
         """Where the blocks of layers without a window are now. A block that is held can be read there also after the pool has grown."""
         return self.pool.all.slabs()
+
+    def window_slabs(self) -> dict[Sight, list[Slab]]:
+        """The same of the window blocks of layers with each window."""
+        return {group.sight: self.pool.groups[group.name].slabs() for group in self.windows.groups}
 
     def may_write(self, layer_idx: int) -> bool:
         """Whether forwards write keys and values in this layer; before the first has returned, those that may be one."""

@@ -4,7 +4,10 @@ import threading
 from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary
 
-from ..blocks import Allocation, BlockHash, PrefixCachingBlockAllocator
+from ..blocks import Allocation, BlockHash, PrefixCachingBlockAllocator, resumable
+from ..blocks.allocation import Resumption
+from ..blocks.window_blocks import Changing
+from .window_groups import WindowGroups
 
 
 class Leases:
@@ -14,15 +17,44 @@ class Leases:
 
     Args:
         allocator: of the blocks.
+        windows: whose window blocks are held with them.
     """
 
-    def __init__(self, allocator: PrefixCachingBlockAllocator) -> None:
-        self._allocator = allocator
+    def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups) -> None:
+        self._allocator, self._windows = allocator, windows
         self._threads: WeakKeyDictionary[Allocation, int] = WeakKeyDictionary()  # lease -> ident of who took it
 
     def take(self, hashes: Sequence[BlockHash], salt: bytes) -> Allocation:
         """A lease of the leading blocks that are known; the caller frees it."""
         return self._noted(self._allocator.allocate(hashes, namespace=salt))
+
+    def take_resumable(self, hashes: Sequence[BlockHash], salt: bytes) -> Allocation:
+        """The same as far as layers with a window can resume, with their window blocks; free it by `give_back`."""
+        groups = self._windows.groups
+        with Changing(groups):
+            lease = self.take(hashes, salt)
+            size = self._allocator.block_size
+            num_tokens = resumable(groups, lease.block_ids, len(lease.block_ids) * size)
+            self._allocator.truncate(lease, num_tokens // size)
+            self.resume(lease)
+        return lease
+
+    def resume(self, lease: Allocation) -> None:
+        """Rows resume at the end of a lease: what layers with a window see there is held, as far as it is there."""
+        num_tokens = len(lease.block_ids) * self._allocator.block_size
+        lease.resumption = Resumption.at(num_tokens)
+        for group in self._windows.groups:
+            group.hold(lease.block_ids[index] for index in group.seen(num_tokens))
+
+    def give_back(self, lease: Allocation) -> None:
+        """Free a lease; where rows could resume is where others are likely to."""
+        groups = self._windows.groups if lease.resumption is not None else []
+        with Changing(groups):
+            block_ids, resumption = [*lease.block_ids], lease.resumption
+            lease.free()
+            for group in groups:
+                if resumption is not None:
+                    group.leave(block_ids, resumption)
 
     def fork(self, lease: Allocation, num_blocks: int) -> Allocation:
         """Another lease of the first blocks of one."""
@@ -32,7 +64,7 @@ class Leases:
         """These threads ended with a fork: give back what they held, but for the leases that somebody uses yet."""
         for lease, ident in [*self._threads.items()]:
             if ident in idents and lease not in used and not lease.is_freed:
-                lease.free()
+                self.give_back(lease)
 
     def _noted(self, lease: Allocation) -> Allocation:
         self._threads[lease] = threading.get_ident()

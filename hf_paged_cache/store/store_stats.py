@@ -1,14 +1,27 @@
 """A store and the calls on it, as plain numbers. The caller holds the store's lock."""
 
+from typing import Protocol
+
 from ..stats import CacheStats
 from .block_store import BlockStore
 from .call_totals import CallTotals
+
+
+class Static(Protocol):
+    """The memory of static rows."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def num_graphs(self) -> int: ...
 
 
 def stats_of(
     store: BlockStore,
     totals: CallTotals,
     salt: bytes,
+    static: Static,
     copied_bytes: int,
     peak_kv_bytes: int | None,
     backend: str | None,
@@ -49,6 +62,8 @@ def stats_of(
         pool_bytes=None if salt else store.pool.pool_bytes,
         num_snapshots=num_snapshots,
         snapshot_bytes=num_snapshots * store.states.rules.num_bytes,
+        static_bytes=None if salt else static.num_bytes,
+        num_graphs=None if salt else static.num_graphs,
         saved_seconds=None if salt or (price := store.tiers.seconds_of_a_token) is None else num_saved * price,
         tiers=store.tiers.stats(salt),
         hit_rate_with_twice=None if salt else num_hit / max(1, of_all.num_queried_tokens),

@@ -525,7 +525,7 @@ def test_nothing_is_attached_on_a_cpu_or_by_default() -> None:
     assert "forward" not in model.__dict__
     rows = run(model, cache, input_ids=IDS).past_key_values
     assert rows.why_not_captured == "the model is not on a CUDA device"
-    assert cache.last_call.captured == ""
+    assert cache.last_call.captured == "the model is not on a CUDA device"
     off = PagedPrefixCache(cache.store)
     assert run(model, off, input_ids=IDS).past_key_values.why_not_captured == "the cache was built with capture=False"
     assert off.warm_up(1, 10) == "the cache was built with capture=False"
@@ -561,3 +561,45 @@ def test_other_ways_to_capture_are_refused(capture: Any) -> None:
 def test_a_warm_up_of_no_rows_or_tokens_is_refused(rows: Any, tokens: Any) -> None:
     with pytest.raises(CacheArgumentError, match=r"(rows|tokens) is .*; it must be an int"):
         dry(build("llama")).warm_up(rows, tokens)
+
+
+def test_stats_say_what_static_rows_take_until_they_are_released() -> None:
+    cache = dry(build("llama"))
+    assert (cache.stats().static_bytes, cache.stats().num_graphs) == (0, 0)
+    run(cache.store.model, cache, input_ids=IDS, max_new_tokens=4)
+    for stats in (cache.stats(), cache.store.stats()):
+        assert stats.static_bytes == cache.store.arena.num_bytes > 0
+        assert stats.num_graphs >= 1
+    assert PagedPrefixCache(cache.store, cache_salt="a tenant").stats().static_bytes is None
+    cache.release()
+    assert (cache.stats().static_bytes, cache.stats().num_graphs) == (0, 0)
+
+
+def test_forwards_that_ran_both_ways_are_told() -> None:
+    cache = dry(build("llama"))
+    run(cache.store.model, cache, input_ids=IDS, max_new_tokens=6)
+    assert "ran eagerly as well, to compare" in cache.last_call.captured
+
+
+def test_what_runs_in_the_pool_says_so_where_a_capture_was_asked() -> None:
+    model = build("llama")
+    gathers = PagedPrefixCache(model, capture="dry", attention="gather")
+    said = 'with attention="gather" calls run in the pool'
+    assert gathers.why_not_captured() == gathers.warm_up(rows=1, tokens=50) == said
+    run(model, gathers, input_ids=IDS, max_new_tokens=2)
+    assert gathers.last_call.captured == said
+    sees = build("mistral")
+    windowed = PagedPrefixCache(sees, capture="dry")
+    run(sees, windowed, input_ids=IDS, max_new_tokens=2)
+    assert windowed.last_call.captured == windowed.why_not_captured() == "some layers do not see all tokens"
+    waits = PagedPrefixCache(model, capture="auto")
+    run(model, waits, input_ids=IDS, max_new_tokens=2)
+    assert waits.last_call.captured.endswith("the model is not on a CUDA device")
+    assert not PagedPrefixCache(model).last_call.captured
+
+
+def test_more_tokens_than_the_model_has_positions_are_not_warmed_up() -> None:
+    cache = dry(build("llama", max_position_embeddings=600))
+    with pytest.raises(CacheArgumentError, match="tokens is 601, and the model has 600 positions; give at most 600"):
+        cache.warm_up(rows=1, tokens=601)
+    assert cache.warm_up(rows=1, tokens=600) == ""
