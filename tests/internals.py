@@ -28,6 +28,8 @@ from hf_paged_cache.call.layer_writes import LayerWrites
 from hf_paged_cache.call.rows import Rows
 from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, roads, shared_prefill
 from hf_paged_cache.integration.calls import Calls
+from hf_paged_cache.integration.keeping import Keeping
+from hf_paged_cache.integration.opening import Opening
 from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
@@ -374,7 +376,9 @@ FAULT_POINTS: list[tuple[type, str, str]] = [
 ]
 # The same of a call on rows.
 FAULT_POINTS_OF_ROWS: list[tuple[type, str]] = [
-    *((Calls, name) for name in ("begin", "open", "confirm", "keep_prompt", "keep_full", "close")),
+    *((Calls, name) for name in ("begin", "open", "confirm", "close")),
+    *((Opening, name) for name in ("read", "begin_captured", "with_root")),
+    *((Keeping, name) for name in ("keep", "keep_prompt", "keep_full", "held_so_far")),
     *((RowsOfACall, name) for name in ("before_forward", "after_forward", "apply", "take", "judge")),
     (RowsLayer, "update"),
     (IdsStream, "note"),

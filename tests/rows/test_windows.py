@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration import roads
+from hf_paged_cache.rows import memory
 
 from ..conformance import zoo
 from ..internals import make_forwards_cheap, split_everywhere
@@ -185,3 +187,44 @@ def test_threads_call_on_one_cache_of_a_model_with_windows() -> None:
             done.result()
     cache.reset()
     store.check()
+
+
+class FailsAt:
+    """Stands for a function, and raises in one of its calls."""
+
+    def __init__(self, function: Callable[..., Any], number: int, error: BaseException) -> None:
+        self.function, self.number, self.error, self.num_calls = function, number, error, 0
+
+    def __call__(self, *arguments: Any, **more: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == self.number:
+            raise self.error
+        return self.function(*arguments, **more)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("name", ["write_blocks", "load_blocks"])
+def test_a_fault_while_windows_are_kept_or_loaded_leaves_nothing_wrong_behind(
+    name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = zoo.build("gemma3_text")
+    given = {**batch(row((1, 50), (2, 9)), row((1, 50), (3, 20))), "max_new_tokens": 12}
+    reference, number, failing = run(model, **given), 0, FailsAt(getattr(memory, name), 0, error())
+    while failing.num_calls >= number:
+        number += 1
+        cache = PagedPrefixCache(model, block_size=4, num_blocks=60)
+        run(model, cache, **batch(row((1, 50))))
+        cache.reset()
+        failing = FailsAt(failing.function, number, error("in the middle"))
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, name, failing)
+            try:
+                assert_same(reference, run(model, cache, **given))
+            except error:
+                assert error is KeyboardInterrupt or name == "load_blocks"
+        cache.check()
+        for _ in range(2):
+            assert_same(reference, run(model, cache, **given))
+            cache.reset()
+            cache.check()
+    assert number > 2
