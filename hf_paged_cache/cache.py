@@ -200,7 +200,7 @@ class PagedPrefixCache(Cache):
             resumed.handle, resumed.is_behind_handle = ref(self), False
             return resumed
         self._leave_pool()
-        self._follow_dtype()
+        self._follow_model()
         self._capturing.attach()
         rows = self._calls.begin(given, self._current.take_previous())
         rows.handle = ref(self)
@@ -232,7 +232,7 @@ class PagedPrefixCache(Cache):
             if not self._may_take_rows or self._session.num_rows or self._session.is_open or not self._takes_loop():
                 self._stay_in_pool()
                 return self._session.before_forward(model, arguments)
-            self._follow_dtype()
+            self._follow_model()
             rows = self._calls.begin_unseen(current, arguments)
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
@@ -246,11 +246,12 @@ class PagedPrefixCache(Cache):
         """Steps in the pool ask nobody else, until the rows end."""
         vars(self)["before_forward"] = self._session.before_forward
 
-    def _follow_dtype(self) -> None:
-        """Rows begin: in a wider dtype than the budget has counted with there can be fewer blocks."""
+    def _follow_model(self) -> None:
+        """Rows begin: in a wider dtype than the budget has counted with there can be fewer blocks, and layers may have other windows."""
         blocks = self.store.blocks
         with blocks.lock:
             blocks.follow_dtype(self.store.model.dtype, self.call)
+            blocks.follow_windows(self.store.conditioning.sights(), self.call)
 
     def _takes_loop(self) -> bool:
         return takes_rows(asked=bool(self._capture))

@@ -46,6 +46,7 @@ EXEMPT: dict[type, dict[str, str]] = {
         "add_holder": "takes the lock",
         "bytes_to_come": "takes the lock",
         "bytes_left_of": "takes the lock",
+        "windows_now": "takes the lock",
         "is_settled": "one look at what is written once",
         "may_write": "one look at what is replaced as a whole",
         "measure_for": "takes the lock, but for the forward that it runs",

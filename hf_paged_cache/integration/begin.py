@@ -39,10 +39,9 @@ class RunningRows(NamedTuple):
 
 
 def running_rows(rows: Rows) -> RunningRows:
-    """Rows that resume."""
-    return RunningRows(
-        rows.n, [RunningRow(p.pad, p.first_position, max(0, rows.n - p.pad), None) for p in rows.prompts]
-    )
+    """Rows that resume. One that has nothing but padding has as much as there are columns: a forward that brought more may have died."""
+    n = rows.n
+    return RunningRows(n, [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), None) for p in rows.prompts])
 
 
 def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:

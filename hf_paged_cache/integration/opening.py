@@ -163,8 +163,8 @@ class Opening:
         rows.escaped = rows.escaped or conditioning.learns  # a hook of others may keep them
         request, why = self.read(rows, arguments, _NO_ROWS)
         adapters = conditioning.adapter_names()
-        if why is None and rows.sights != conditioning.sights():
-            why = "layers have other windows than when the rows were made"
+        if why is None and not rows.sights == conditioning.sights() == self.store.windows_now():
+            why = "layers have other windows than before, or calls with the windows of before hold blocks"
         why = why or self._why_bypassed(adapters, len(request.rows))
         if why is not None:
             return _Prompt(request, (), (), (), adapters, may_alias=False), why

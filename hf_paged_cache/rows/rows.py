@@ -412,7 +412,7 @@ class Rows(RowsColumns):
         for layer in self.layers:
             layer.crop(int(tokens_to_remove))
         self.n = max(0, self.n + int(tokens_to_remove))
-        if not self.n and not self.in_generate:
+        if not self.n and not self.in_generate and self.why_bypassed is None:
             self.reset()  # other rows may begin
         self.judged = min(self.judged, self.n)
         for prompt in self.prompts:

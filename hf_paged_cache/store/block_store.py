@@ -409,6 +409,11 @@ class BlockStore:
         for group in self.windows.groups:
             group.settle()
 
+    def windows_now(self) -> Mapping[int, Sight]:
+        """Layer index -> its window, by which window blocks are held."""
+        with self.lock:
+            return self.windows.sight_of
+
     def follow_windows(self, sight_of: Mapping[int, Sight], holder: Holder) -> bool:
         """Rows of `holder` begin, and the layers have these windows now: what is cached under others is forgotten.
 

@@ -228,3 +228,16 @@ def test_a_fault_while_windows_are_kept_or_loaded_leaves_nothing_wrong_behind(
             cache.reset()
             cache.check()
     assert number > 2
+
+
+def test_other_windows_than_before_are_followed() -> None:
+    model, given = zoo.build("mistral"), batch(row((1, 60)))
+    cache = PagedPrefixCache(model, block_size=4)
+    for window in (24, 11, 40):
+        model.config.sliding_window = window
+        reference = run(model, **given)
+        for turn in range(4):
+            assert_same(reference, run(model, cache, **given))
+            assert turn < 2 or cache.last_call.reused_tokens >= 56
+            cache.reset()
+            cache.check()
