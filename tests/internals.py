@@ -39,6 +39,7 @@ from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer
 from hf_paged_cache.rows.rows import Rows as RowsOfACall
+from hf_paged_cache.rows.windows import WindowLayer
 from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
@@ -347,7 +348,10 @@ def hold_all_token_ids(patch: pytest.MonkeyPatch) -> None:
 
 def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
     """What every layer calls to store its keys and values."""
-    return (RowsLayer if runs_on_rows(cache) else PagedPrefixCache), "update"
+    if not runs_on_rows(cache):
+        return PagedPrefixCache, "update"
+    have_windows = len(cache.store.conditioning.sights()) == len(cache.paged_layers)
+    return (WindowLayer if have_windows else RowsLayer), "update"
 
 
 # Where a call is made to fail: a method, and the attention whose calls come there.
