@@ -428,10 +428,11 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
             raise error
         return update(layer, keys, *args, **kwargs)
 
-    call.write, update = fail, RowsLayer.update  # type: ignore[method-assign]
+    kind = WindowLayer if layer_idx in cache.store.conditioning.sights() else RowsLayer
+    call.write, update = fail, kind.update  # type: ignore[method-assign]
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RowsLayer, "update", fail_in_rows)
+            patch.setattr(kind, "update", fail_in_rows)
             yield
     finally:
         del call.write
