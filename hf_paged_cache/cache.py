@@ -22,6 +22,7 @@ from .ask import explanation, picture, prefixes, scoring, verification
 from .attention.view import View
 from .call.call import Call
 from .call.call_state import CallState
+from .call.running import Bracket
 from .errors import BlockStateError, CacheArgumentError, CacheBusyError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.begin import require_continues, require_may_begin
@@ -163,7 +164,6 @@ class PagedPrefixCache(Cache):
             bypasses=on_full == "bypass",
         )
         self.images_of_generate = self.store.image_inputs.of_generate
-        self.generating = session.generating  # what the hooks ask
         self.after_forward, self.why_unscheduled = session.after_forward, session.why_unscheduled
         self.paged_layers = layers
         super().__init__(layers=layers)  # `self.layers`: these, or those that hold a bypassed call's rows
@@ -202,7 +202,10 @@ class PagedPrefixCache(Cache):
         self._leave_pool()
         self._follow_model()
         self._capturing.attach()
-        rows = self._calls.begin(given, self._current.take_previous())
+        previous = self._current.take_previous()
+        if previous is not None and previous.windows is not None:  # else these rows keep what they have of those
+            self._calls.close(previous)
+        rows = self._calls.begin(given, previous)
         rows.handle = ref(self)
         return rows
 
@@ -222,8 +225,17 @@ class PagedPrefixCache(Cache):
                 with self.store.blocks.lock:
                     self.call.counters.end_call(rows.state.kind, rows.state.counts)
                 self.note_call(rows.state)
-            # where no forward has run, those of the call before are there yet
-            self._current.put(rows if rows.is_open or previous is None else previous)
+            with self.store.blocks.lock:
+                if not self._session.is_open and not self._session.num_rows:  # no call has begun in the pool meanwhile
+                    # where no forward has run, the rows of the call before are there yet
+                    self._current.put(rows if rows.is_open or previous is None else previous)
+
+    @contextlib.contextmanager
+    def generating(self, model: Any, given: GenerateArguments, bracket: "ref[Bracket]") -> Iterator[None]:
+        """The span of a `generate` in the pool; see `Session.generating`."""
+        with self._session.generating(model, given, bracket):
+            self._end_rows()  # of a call in another thread that has ended since this one began
+            yield
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""

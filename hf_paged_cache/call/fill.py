@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ..rows import memory
 from ..rows.rows import Rows
+from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
 from .match import Known
 from .scheduled_forward import RowInput
@@ -58,14 +59,14 @@ def fill(
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         first = row.pad if shared is None else shared.plan.ends[number]
         _load(store, rows, number, of_row, max(done, first), start, previous)
-    if rows.windows:
-        _fill_windows(store, rows, inputs, known, start, wanted, previous, is_there=bool(done))
+    if rows.windows is not None:
+        _fill_windows(store, rows.windows, inputs, known, start, wanted, previous, is_there=bool(done))
     rows.start_at(start, inputs)
 
 
 def _fill_windows(
     store: BlockStore,
-    rows: Rows,
+    windows: WindowColumns,
     inputs: Sequence[RowInput],
     known: Sequence[Known],
     start: int,
@@ -79,33 +80,42 @@ def _fill_windows(
     Args:
         is_there: the rows go on in the memory of the call before.
     """
-    if is_there and previous is not None:
-        rows.windows.take_over(previous.windows, start)
+    before = None if previous is None else previous.windows
+    if is_there and before is not None:
+        windows.take_over(before, start)
         return
     with store.lock:
         slabs = store.window_slabs()
-    sources = [row.ahead[0] for row in known if row.ahead is not None] + ([] if previous is None else [previous])
-    for sight in rows.windows.sights:
+    ahead = [row.ahead[0].windows for row in known if row.ahead is not None]
+    sources = [source for source in (*ahead, before) if source is not None]
+    for sight in windows.sights:
         shapes = memory.shapes_of_slabs(slabs.get(sight, ()))
-        elsewhere = (memory.shapes_of_rows(source.windows.of(sight)[0]) for source in sources)
+        elsewhere = (memory.shapes_of_rows(source.of(sight)[0]) for source in sources)
         shapes = shapes or next(filter(None, elsewhere), [])
-        rows.windows.make(sight, shapes, len(inputs), start, max(start, wanted))
+        windows.make(sight, shapes, len(inputs), start, max(start, wanted))
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         num_tokens = start - row.pad
         if num_tokens <= 0:
             continue
         if of_row.ahead is not None and of_row.ahead[2] >= num_tokens:
             source, source_row, _ = of_row.ahead
-            source.windows.copy_row(source_row, source.prompts[source_row].pad - row.pad, rows.windows, number, start)
-        elif of_row.previous is not None and previous is not None and of_row.num_common >= num_tokens:
+            if source.windows is not None:
+                shift = source.prompts[source_row].pad - row.pad
+                source.windows.copy_row(source_row, shift, windows, number, start)
+        elif (
+            of_row.previous is not None
+            and previous is not None
+            and before is not None
+            and of_row.num_common >= num_tokens
+        ):
             shift = previous.prompts[of_row.previous].pad - row.pad
-            previous.windows.copy_row(of_row.previous, shift, rows.windows, number, start)
+            before.copy_row(of_row.previous, shift, windows, number, start)
         elif of_row.lease is not None:
-            _load_windows(store, rows, number, row.pad, of_row.lease.block_ids, num_tokens)
+            _load_windows(store, windows, number, row.pad, of_row.lease.block_ids, num_tokens)
 
 
 def _load_windows(
-    store: BlockStore, rows: Rows, number: int, pad: int, block_ids: Sequence[int], num_tokens: int
+    store: BlockStore, windows: WindowColumns, number: int, pad: int, block_ids: Sequence[int], num_tokens: int
 ) -> None:
     """Copy what layers with a window see after so many tokens of a row from the window blocks of its lease."""
     size = store.block_size
@@ -117,10 +127,15 @@ def _load_windows(
             for group in store.windows.groups
         }
     for sight, span in spans.items():
-        held, base = rows.windows.of(sight)
+        held, base = windows.of(sight)
         first, skipped = span.start * size, max(0, base - pad - span.start * size)
         column = pad + first + skipped - base
         memory.load_blocks(held, slabs[sight], [number], column, places[sight], num_tokens - first, skipped)
+
+
+def _has_windows(rows: Rows, previous: Rows, start: int) -> bool:
+    """Whether the rows of the call before have what layers with a window see after column `start`, if any do."""
+    return rows.windows is None or (previous.windows is not None and previous.windows.can_go_on_at(start))
 
 
 def _take_over(
@@ -129,14 +144,14 @@ def _take_over(
     """Take the memory of the call before, where each row goes on in its own there. Returns up to which column they do; 0: not at all."""
     if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
         return 0
-    if previous.base or previous.has_own or (rows.windows and not previous.windows.can_go_on_at(start)):
+    if previous.base or previous.has_own or not _has_windows(rows, previous, start):
         return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         if of_row.previous != number or previous.prompts[number].pad != row.pad:
             return 0
         done = min(done, row.pad + of_row.num_common)
-    if 2 * done < start or (rows.windows and done < start):
+    if 2 * done < start or (rows.windows is not None and done < start):
         return 0
     rows.take(previous.memory, done)
     return done

@@ -16,6 +16,7 @@ from ..errors import OutOfBlocksError
 from ..rows import memory
 from ..rows.memory import Stream
 from ..rows.rows import Rows
+from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
 
 
@@ -101,7 +102,7 @@ def _keep_row(
             with store.lock:
                 held = store.leases.take(hashes, salt)
                 first = held.num_prefix_tokens // size
-                if first == num_blocks and not rows.windows:
+                if first == num_blocks and rows.windows is None:
                     return
                 make_room(num_blocks - first)
                 fresh = _take(store, held, hashes[first:], salt) if first < num_blocks else []
@@ -113,8 +114,8 @@ def _keep_row(
                 memory.write_blocks(rows.columns(number, start, start + len(block_ids) * size), slabs, block_ids)
         with store.lock:
             store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
-            if rows.windows:
-                _keep_windows(store, rows, number, held)
+            if rows.windows is not None:
+                _keep_windows(store, rows.windows, rows.prompts[number].pad, number, held)
     except (OutOfBlocksError, torch.OutOfMemoryError):
         pass
     finally:
@@ -123,18 +124,18 @@ def _keep_row(
                 store.leases.give_back(held)
 
 
-def _keep_windows(store: BlockStore, rows: Rows, number: int, held: Allocation) -> None:
+def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, number: int, held: Allocation) -> None:
     """Keep what layers with a window see at the end of the blocks that are held, and before it as far as there is room. The store's lock
     is held, so that nobody finds what is not written yet.
 
     Raises:
         OutOfBlocksError: there is no room; nothing has changed.
     """
-    size, pad, num_tokens = store.block_size, rows.prompts[number].pad, len(held.block_ids) * store.block_size
+    size, num_tokens = store.block_size, len(held.block_ids) * store.block_size
     groups, block_ids = store.windows.groups, held.block_ids
     wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # logical indices: what must be there, and what may
     for group in groups:
-        memory_of_rows, base = rows.windows.of(group.sight)
+        memory_of_rows, base = windows.of(group.sight)
         seen, first = (
             group.seen(num_tokens),
             max(0, -(-(base - pad) // size)),
@@ -158,7 +159,7 @@ def _keep_windows(store: BlockStore, rows: Rows, number: int, held: Allocation) 
             tensors = store.pool.groups[group.name]
             tensors.use(1 + max(places, default=0))
             slabs = tensors.slabs()
-            memory_of_rows, base = rows.windows.of(group.sight)
+            memory_of_rows, base = windows.of(group.sight)
             for index, place in zip((*missing, *passed), places, strict=True):
                 start = pad + index * size - base
                 memory.write_blocks(memory.Columns(memory_of_rows, number, start, start + size), slabs, [place])
@@ -209,8 +210,9 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     with store.lock:
         found = [*store.slabs(), *chain.from_iterable(store.window_slabs().values())]
         slabs = {names: (held.dtype, held.device) for held, names in found}
-    in_windows = chain.from_iterable(rows.windows.of(sight)[0] for sight in rows.windows.sights)
-    lie = [*rows.all_memory(), *in_windows]
+    lie, windows = [*rows.all_memory()], rows.windows
+    if windows is not None:
+        lie += chain.from_iterable(windows.of(sight)[0] for sight in windows.sights)
     if store.is_settled and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie):
         return True
     streams = {

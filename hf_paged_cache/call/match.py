@@ -42,7 +42,7 @@ def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
     if rows is None or not rows.is_source:
         return ()
     tokens = rows.token_ids()
-    windows = rows.windows if rows.windows else None
+    windows = rows.windows
     return [
         PreviousRow(number, prompt.root, tokens[number], prompt.pad, windows)
         for number, prompt in enumerate(rows.prompts)

@@ -302,7 +302,8 @@ class Calls:
             else memory.make(memory.shapes_of_rows(held), len(copies), room)
         )
         rows.prompts = [rows.prompts[source].copy() for source in copies]
-        rows.windows.select(index, n)
+        if rows.windows is not None:
+            rows.windows.select(index, n)
         rows.ids.select(index)
         rows.share(shared, own, n)
 

@@ -199,7 +199,7 @@ class Capturing:
             return "drafts are verified, and ask for several logits"
         if rows.shared is not None:
             return "rows share columns"
-        if rows.windows:
+        if rows.windows is not None:
             return "some layers do not see all tokens"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"

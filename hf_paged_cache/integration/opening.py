@@ -213,13 +213,20 @@ class Opening:
             with self.store.lock:
                 self.store.settle()
                 chains = {} if previous is None or previous.state is None else previous.state.chains
-                exactly = latest if rows.windows else None
+                exactly = latest if rows.windows is not None else None
                 known = match(self.store, running, previous_rows(previous), chains, exactly)
                 self.store.pool.join_streams()
             num_found = [row.num_tokens for row in known]
             may_share = prompt.may_alias and may_run_ahead
             start, ahead = self._ahead.run(
-                running, known, request, latest, arguments, previous, may_share=may_share, is_exact=bool(rows.windows)
+                running,
+                known,
+                request,
+                latest,
+                arguments,
+                previous,
+                may_share=may_share,
+                is_exact=rows.windows is not None,
             )
             if ahead and not self.keeping.held_so_far(rows):
                 return None

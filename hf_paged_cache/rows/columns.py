@@ -67,7 +67,7 @@ class RowsColumns(Cache):
         base: the first column that lies in the rows' own memory; those before it are shared.
         prompts: what each row began with; empty before the first forward.
         memory: of streams that lie together, of layers without a window.
-        windows: the columns of the others.
+        windows: the columns of the others; None: there are none.
         has_own: some layers have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
         is_running: a forward has begun and not returned.
@@ -81,6 +81,7 @@ class RowsColumns(Cache):
 
     def __init__(self, num_layers: int, looks: Looks, sights: Mapping[int, Sight], margin: int) -> None:
         self._itself, self.sights, self._margin = ref(self), sights, margin
+        self.windows: WindowColumns | None = None
         super().__init__(layers=[])
         self.make_layers(num_layers)
         self._given: list[RowsLayer] = []  # layers into which somebody has put keys or values
@@ -105,7 +106,7 @@ class RowsColumns(Cache):
         for layer_idx, sight in self.sights.items():
             layers[layer_idx] = WindowLayer(layer_idx, itself, sight, self._margin)
         self.layers[:] = layers
-        self.windows = WindowColumns(layers if self.sights else ())
+        self.windows = WindowColumns(layers) if self.sights else None
         self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
 
     def note_sharing(self) -> None:
@@ -200,7 +201,9 @@ class RowsColumns(Cache):
 
     def note_writes(self) -> None:
         """What was written until here, we have written."""
-        self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory), *self.windows.tensors()]
+        self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory)]
+        if self.windows is not None:
+            self._tensors += self.windows.tensors()
         self._versions = tuple(map(_VERSION, self._tensors))
 
     @property
@@ -220,7 +223,7 @@ class RowsColumns(Cache):
             return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
         segments = 0 if self.shared is None else self.shared.num_bytes
         own = memory.num_bytes(self.all_memory(), self.n - self.base)
-        return segments + own + self.windows.num_bytes(self.n)
+        return segments + own + (0 if self.windows is None else self.windows.num_bytes(self.n))
 
     def columns(self, row: int, start: int, stop: int) -> Columns:
         """Columns of a row, side by side: where they lie, or copies where they lie in what rows share."""

@@ -26,7 +26,6 @@ from .columns import Prompt, RowsColumns
 from .ids import Begins, IdsStream
 from .layers import SPARE
 from .shared import Looks
-from .windows import WindowColumns
 
 _VERSION = attrgetter("_version")
 _IS_OWN = attrgetter("is_own")
@@ -208,7 +207,7 @@ class Rows(RowsColumns):
                     self.has_own = True
             self.n, self.is_running = n, False
             self.num_forwards += 1
-            if self.has_own or self.windows:
+            if self.has_own or self.windows is not None:
                 self.note_writes()
             else:
                 self._versions = tuple(map(_VERSION, self._tensors))
@@ -263,7 +262,9 @@ class Rows(RowsColumns):
                 layer.n = min(layer.n, self.n)
             self.has_own = any(map(_IS_OWN, self.layers))
             self.note_writes()
-            if not self.windows.can_go_on_at(self.n):  # what the next token sees has been written over
+            if self.windows is not None and not self.windows.can_go_on_at(
+                self.n
+            ):  # what the next token sees has been written over
                 self.reset()
 
     # Their memory.
@@ -297,7 +298,7 @@ class Rows(RowsColumns):
                 if layer.is_sliding:
                     layers[number].cumulative_length = layer.n
         self.why_bypassed, self.memory, self.is_open = why, [], True
-        self._tensors, self._versions, self.windows = [], (), WindowColumns(())
+        self._tensors, self._versions, self.windows = [], (), None
         self.layers[:] = layers  # the same list: who has it sees these
         self.layer_class_to_replicate = DynamicLayer
 
@@ -352,7 +353,8 @@ class Rows(RowsColumns):
         elif held:
             room = max(self.n - self.base, *(tensor.shape[3] for tensor, _ in held))
             self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
-        self.windows.select(at, self.n, start)
+        if self.windows is not None:
+            self.windows.select(at, self.n, start)
         self.ids.select(at)
         if num_rows != self.num_rows:
             self.common_columns = 0
@@ -402,7 +404,8 @@ class Rows(RowsColumns):
             self.is_whole = False
         if -tokens_to_remove > self.get_seq_length():
             raise CacheArgumentError(f"cannot take back {-tokens_to_remove} tokens; there are {self.get_seq_length()}")
-        if tokens_to_remove and self.why_bypassed is None and not self.windows.can_go_on_at(self.n + tokens_to_remove):
+        windows = self.windows
+        if tokens_to_remove and windows is not None and not windows.can_go_on_at(self.n + tokens_to_remove):
             raise CacheArgumentError(
                 f"cannot take back {-tokens_to_remove} tokens: layers with a window have given up what the tokens before them saw; "
                 "reset() the rows, or pass the whole prompt to generate again"
@@ -425,7 +428,8 @@ class Rows(RowsColumns):
             self.why_bypassed = None
         for layer in self.layers:
             layer.reset()
-        self.windows.forget()
+        if self.windows is not None:
+            self.windows.forget()
         self.is_whole = self.must_confirm = True
         self.num_forwards, self.copies = 0, None
         self.prompt_end = self.common_columns = 0
@@ -520,8 +524,9 @@ class Rows(RowsColumns):
             copied.share(self.shared.copy(), made, self.n)
         elif held and self.n:
             copied.take(memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE), self.n, self.base)
-        self.windows.copy_to(copied.windows, self.num_rows, self.n)
-        copied.note_writes()
+        if self.windows is not None and copied.windows is not None:
+            self.windows.copy_to(copied.windows, self.num_rows, self.n)
+            copied.note_writes()
         for layer, of in zip(copied.layers, self.layers, strict=True):
             layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied

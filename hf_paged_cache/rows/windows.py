@@ -129,9 +129,6 @@ class WindowColumns:
                 self._layers.setdefault(layer.sight, []).append(layer)
         self._together: dict[Sight, list[Streams]] = {}  # memory in which layers lie
 
-    def __bool__(self) -> bool:
-        return bool(self._layers)
-
     def __iter__(self) -> Iterator[WindowLayer]:
         return (layer for layers in self._layers.values() for layer in layers)
 

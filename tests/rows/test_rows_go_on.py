@@ -568,3 +568,31 @@ def test_new_tokens_alone_are_refused_where_the_rows_are_gone_whoever_calls_gene
     with pytest.raises(CacheArgumentError, match="attention mask"):
         generate(model, whole[:, said.shape[1] - 1 :], **given)
     assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
+
+
+def test_a_call_in_the_pool_does_not_get_the_rows_of_one_that_ends_meanwhile() -> None:
+    """Both on one cache, in two threads: prompts in chunks run in the pool."""
+    model, prompts = tiny("llama"), batch(row((3, 18)), row((4, 7)))
+    cache, started, may_end = PagedPrefixCache(model, block_size=4), threading.Event(), threading.Event()
+    reference = run(model, **prompts, prefill_chunk_size=5)
+
+    class Waits(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+            started.set()
+            assert may_end.wait(60)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    thread = threading.Thread(target=lambda: run(model, cache, input_ids=PROMPT, stopping_criteria=[Waits()]))
+    thread.start()
+    assert started.wait(60)
+
+    def end() -> None:
+        may_end.set()
+        thread.join()
+
+    got = run(model, cache, **prompts, prefill_chunk_size=5, logits_processor=[AtStep(2, end)])
+    assert_same(reference, got)
+    assert cache.get_seq_length() == 18 + 5  # these rows, not those of the other call
+    assert_same(reference, run(model, cache, **prompts, prefill_chunk_size=5))
+    assert_same(run(model, input_ids=PROMPT), run(model, cache, input_ids=PROMPT))
+    cache.check()
