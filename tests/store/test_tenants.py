@@ -42,6 +42,8 @@ STORES_OWN = (
     "num_evictions",
     "num_copies_on_write",
     "pool_bytes",
+    "static_bytes",
+    "num_graphs",
     "saved_seconds",
     "hit_rate_with_twice",
     "backend",
