@@ -199,7 +199,10 @@ class PagedPrefixCache(Cache):
             self._calls.resume(given, resumed)
             resumed.handle, resumed.is_behind_handle = ref(self), False
             return resumed
-        self._leave_pool()
+        with self.store.blocks.lock:
+            if self._session.is_open:  # a call in the pool has begun meanwhile, in another thread
+                return None
+            self._leave_pool()
         self._follow_model()
         self._capturing.attach()
         previous = self._current.take_previous()
@@ -250,9 +253,11 @@ class PagedPrefixCache(Cache):
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 
     def _show(self, rows: Rows | None) -> None:
-        """These are the rows from here on; None: those in the pool, if any."""
-        self._rows = rows
-        self.layers = self.paged_layers if rows is None else rows.layers
+        """These are the rows from here on; None: those in the pool, if any. While a call runs in the pool, no others are shown."""
+        with self.store.blocks.lock:
+            if rows is None or not self._session.is_open:
+                self._rows = rows
+                self.layers = self.paged_layers if rows is None else rows.layers
 
     def _stay_in_pool(self) -> None:
         """Steps in the pool ask nobody else, until the rows end."""
