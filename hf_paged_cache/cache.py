@@ -255,6 +255,8 @@ class PagedPrefixCache(Cache):
     def _show(self, rows: Rows | None) -> None:
         """These are the rows from here on; None: those in the pool, if any. While a call runs in the pool, no others are shown."""
         with self.store.blocks.lock:
+            if rows is self._rows:  # none are shown: the layers may be those of a call in the pool
+                return
             if rows is None or not self._session.is_open:
                 self._rows = rows
                 self.layers = self.paged_layers if rows is None else rows.layers

@@ -80,10 +80,10 @@ class Current:
     def take(self) -> Rows | None:
         """The rows, which are somebody else's from here on."""
         with self._calls.store.lock:  # of two calls that begin at once, one gets them
-            shown, rows = self._rows, self._aside if self._rows is None else self._rows
+            rows = self._aside if self._rows is None else self._rows
             self._rows = self._aside = None
-        if shown is not None and (show := self._show()) is not None:
-            show(None)  # else the layers may hold rows of a call in the pool
+        if (show := self._show()) is not None:
+            show(None)  # also where an interrupt has come between these two before
         return rows
 
     def lose_threads(self, idents: Collection[int]) -> None:

@@ -596,3 +596,12 @@ def test_a_call_in_the_pool_does_not_get_the_rows_of_one_that_ends_meanwhile() -
     assert_same(reference, run(model, cache, **prompts, prefill_chunk_size=5))
     assert_same(run(model, input_ids=PROMPT), run(model, cache, input_ids=PROMPT))
     cache.check()
+
+
+def test_rows_that_an_interrupt_has_left_shown_are_not_those_of_the_next_call() -> None:
+    model, prompts = tiny("llama"), batch(row((3, 18)), row((4, 7)))
+    cache = PagedPrefixCache(model, block_size=4)
+    reference = run(model, **prompts, prefill_chunk_size=5)
+    run(model, cache, input_ids=PROMPT)
+    cache._current._rows = None  # between two lines of `Current.take`
+    assert_same(reference, run(model, cache, **prompts, prefill_chunk_size=5))
