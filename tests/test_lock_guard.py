@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import tempfile
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from transformers import LogitsProcessor
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.call.match import match
+from hf_paged_cache.call.scheduled_forward import RowInput
 from hf_paged_cache.integration import roads
 
 from . import lock_guard
@@ -260,6 +263,16 @@ SCENES += [
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_with_all_locks_no_scene_fails(scene: Callable[[], None]) -> None:
     scene()
+
+
+def test_a_lock_that_is_not_taken_is_seen() -> None:
+    store = fresh().store.blocks
+    row_of_a_call = RowInput(array("q", range(8)), 0, 0, root=b"a root")
+    with pytest.raises(LockError, match="without the store's lock"):
+        match(store, [row_of_a_call], (), {})
+    with store.lock:
+        (known,) = match(store, [row_of_a_call], (), {})
+    assert not known.num_tokens
 
 
 def test_a_lock_held_where_a_model_runs_is_seen() -> None:

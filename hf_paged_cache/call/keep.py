@@ -136,10 +136,8 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, number: i
     wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # logical indices: what must be there, and what may
     for group in groups:
         memory_of_rows, base = windows.of(group.sight)
-        seen, first = (
-            group.seen(num_tokens),
-            max(0, -(-(base - pad) // size)),
-        )  # the first block that the rows have whole
+        seen = group.seen(num_tokens)
+        first = max(0, -(-(base - pad) // size))  # block that the rows have whole
         missing = [index for index in seen if not group.has(block_ids[index])]
         if not memory_of_rows or (missing and missing[0] < first):
             return

@@ -19,9 +19,8 @@ WAYS = (
     "mixed",
 )  # "mixed": each further call takes the other one, so that what one keeps the other finds
 way = os.environ.get("HF_PAGED_CACHE_WAY", "rows")  # where a model may take either
-windows = os.environ.get(
-    "HF_PAGED_CACHE_WINDOWS", "pool"
-)  # where models whose layers have windows run: "rows" or "pool"
+# where models whose layers have windows run: "rows" or "pool"
+windows = os.environ.get("HF_PAGED_CACHE_WINDOWS", "pool")
 _calls = count()
 
 

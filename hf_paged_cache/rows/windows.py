@@ -51,7 +51,13 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
             )
         if key_states.requires_grad or value_states.requires_grad:
             key_states, value_states = key_states.detach(), value_states.detach()
-        if held is None or stop > self.room or held[0].dtype != key_states.dtype or held[0].device != key_states.device:
+        if (
+            held is None
+            or stop > self.room
+            or held[0].dtype != key_states.dtype
+            or held[1].dtype != value_states.dtype
+            or held[0].device != key_states.device
+        ):
             return self._move(key_states, value_states, first)
         keys, values = held
         keys.narrow(2, at, length).copy_(key_states)
@@ -72,7 +78,10 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         start = min(first, stop - num_kept)
         read, made = [], []
         for place, new in enumerate((key_states, value_states)):
-            held, whole = None if old is None else old[place], new
+            held = None if old is None else old[place]
+            if held is not None and n > self.filled:  # as concatenation does; what was filled is in the forward's dtype
+                new = new.to(torch.promote_types(held.dtype, new.dtype))
+            whole = new
             if held is not None and start < n:
                 whole = torch.cat([held[:, :, start - self.base : n - self.base].to(new), new], dim=2)
             if held is None or held.shape[2] < room or held.dtype != new.dtype or held.device != new.device:
@@ -80,7 +89,7 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
             held[:, :, :num_kept] = whole[:, :, whole.shape[2] - num_kept :]
             made.append(held)
             read.append(whole[:, :, first - start :])
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype, self.device = made[0].dtype, key_states.device
         self.held, self.base, self.n, self.room = (made[0], made[1]), stop - num_kept, stop, made[0].shape[2]
         return read[0], read[1]
 

@@ -241,3 +241,22 @@ def test_other_windows_than_before_are_followed() -> None:
             assert turn < 2 or cache.last_call.reused_tokens >= 56
             cache.reset()
             cache.check()
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_a_loop_and_a_call_after_autocast_are_as_with_a_dynamic_cache(name: str) -> None:
+    model, prompt, other = zoo.build(name), torch.tensor([row((1, 60))]), batch(row((7, 60)))
+    logits, cache = [], PagedPrefixCache(model, block_size=4)
+    for past in (DynamicCache(config=model.config), cache):
+        forward(model, prompt[:, :40], past)
+        with torch.autocast("cpu", torch.bfloat16):
+            forward(model, prompt[:, 40:43], past)
+        logits.append(forward(model, prompt[:, 43:50], past))
+    assert distance(logits[1], logits[0]) < TOLERANCE
+    with torch.autocast("cpu", torch.bfloat16):
+        run(model, PagedPrefixCache(cache.store), **batch(row((8, 60))))
+    reference = run(model, **other)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, **other))
+        cache.reset()
+    cache.check()
