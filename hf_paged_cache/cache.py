@@ -23,9 +23,9 @@ from .attention.view import View
 from .call.call import Call
 from .call.call_state import CallState
 from .call.running import Bracket
-from .errors import BlockStateError, CacheArgumentError, CacheBusyError
+from .errors import BlockStateError, CacheArgumentError, CacheBusyError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
-from .integration.begin import require_continues, require_may_begin
+from .integration.begin import require_continues, require_filled, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
 from .integration.current import Current, begin_to_forget, drain
@@ -126,6 +126,7 @@ class PagedPrefixCache(Cache):
         self.call = Call(blocks, self.view, partial(_runs_on, ref(self)), self.cache_salt, live_states(layers))
         sibling = partial(PagedPrefixCache, self.store, cache_salt=cache_salt, attention="gather")
         self._side = side = SideForwards(self.store.model, reader, sibling)
+        self._ranks = ranks = Ranks(conditioning, blocks)
         self._calls = Calls(
             blocks,
             conditioning,
@@ -135,6 +136,8 @@ class PagedPrefixCache(Cache):
             self.call.counters,
             side,
             self.store.looks,
+            self.store.placeholders,
+            ranks,
         )
         takes_positions = reader.takes_positions
         self._capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
@@ -146,9 +149,9 @@ class PagedPrefixCache(Cache):
         finalize(self, blocks.left.append, self._current).atexit = False
         self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
         self._capture = capture
+        self._records_past = False  # from the first forward of a loop on
         if self._may_take_rows and capture:
             self._capturing.attach()
-        self._ranks = ranks = Ranks(conditioning, blocks)
         self._num_looks = 0  # see `AskedCache`
         self._without_store = LayersWithoutStore(self.store.model, self.call, ref(self))
         self._session = session = Session(
@@ -178,10 +181,17 @@ class PagedPrefixCache(Cache):
         Raises:
             CacheArgumentError: another model's, or one that asks for a cache of its own, or tokens that do not continue the rows.
         """
+        try:
+            return self._begin_rows(model, given)
+        except PagedCacheError as error:
+            self._ranks.tell_refusal(error, always=True)
+            raise
+
+    def _begin_rows(self, model: Any, given: GenerateArguments) -> Rows | None:
         current = self._rows
         if not self._may_take_rows or self._session.is_open:
             return None
-        if not given.only_new_tokens and not takes_rows(given, asked=bool(self._capture)):
+        if not given.only_new_tokens and not takes_rows(asked=bool(self._capture)):
             self._end_rows()
             self._stay_in_pool()
             return None
@@ -189,6 +199,7 @@ class PagedPrefixCache(Cache):
             self._stay_in_pool()
             return None
         require_may_begin(self.store.model, model, given)
+        require_filled(self.store.placeholders, given)
         if given.only_new_tokens:
             require_continues(given, 0 if current is None else current.get_seq_length())
         if given.only_new_tokens and current is not None:
@@ -206,8 +217,9 @@ class PagedPrefixCache(Cache):
         self._follow_model()
         self._capturing.attach()
         previous = self._current.take_previous()
-        if previous is not None and previous.windows is not None:  # else these rows keep what they have of those
+        if previous is not None and previous.is_exact:  # else these rows keep what they have of those
             self._calls.close(previous)
+        self._ranks.is_settled = False
         rows = self._calls.begin(given, previous)
         rows.handle = ref(self)
         return rows
@@ -220,6 +232,9 @@ class PagedPrefixCache(Cache):
         except torch.OutOfMemoryError:
             rows.reset()
             self._calls.give_way(rows)
+            raise
+        except Exception as error:
+            self._ranks.tell_refusal(error)
             raise
         finally:
             previous = rows.previous
@@ -249,6 +264,8 @@ class PagedPrefixCache(Cache):
                 return self._session.before_forward(model, arguments)
             self._follow_model()
             rows = self._calls.begin_unseen(current, arguments)
+        if self._records_past:
+            rows.activate_past_recording()
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 
@@ -270,7 +287,7 @@ class PagedPrefixCache(Cache):
         blocks = self.store.blocks
         with blocks.lock:
             blocks.follow_dtype(self.store.model.dtype, self.call)
-            blocks.follow_windows(self.store.conditioning.sights(), self.call)
+            blocks.follow_windows(self._calls.opening.sights(), self.call)
 
     def _takes_loop(self) -> bool:
         return takes_rows(asked=bool(self._capture))
@@ -410,6 +427,7 @@ class PagedPrefixCache(Cache):
         if self._rows is not None:
             self._rows.activate_past_recording()
             return
+        self._records_past = True
         self._session.records_drafts = True
         self.call.keep_past()
         if self._without_store.has_rows:
@@ -455,6 +473,7 @@ class PagedPrefixCache(Cache):
     def reset(self) -> None:
         """Drop the running rows and their copy, as transformers means it; full blocks stay in the prefix cache."""
         self._end_rows()
+        self._records_past = False
         vars(self).pop("before_forward", None)
         self._without_store.check_not_busy()
         self.call.drop_rows()

@@ -163,10 +163,8 @@ class PrefixStore:
             self.blocks.bytes_of_static_rows = lambda: arena.num_bytes
         self.why_in_pool = why_in_pool(
             model,
-            has_tiers=bool(tiers),
             rank_groups=conditioning.rank_groups,
             placeholders=self.placeholders.kinds,
-            rope_by_length=conditioning.rope.depends_on_length,
         )
         attach(model)
 

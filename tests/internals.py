@@ -20,8 +20,8 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.attention import causal, shared_reads
 from hf_paged_cache.attention.buffers import LayerSteps
 from hf_paged_cache.attention.view import View
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
-from hf_paged_cache.call import call_states
+from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator
+from hf_paged_cache.call import call_states, fill
 from hf_paged_cache.call.call import Call
 from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
 from hf_paged_cache.call.layer_writes import LayerWrites
@@ -36,6 +36,7 @@ from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
+from hf_paged_cache.rows import states as rows_states
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer
 from hf_paged_cache.rows.rows import Rows as RowsOfACall
@@ -168,6 +169,9 @@ def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tens
         for held in [*call.rows.distinct, *call.previous.distinct]:
             if held.origin is not None:
                 yield from held.origin.states.values()
+    for current in store.currents:
+        if current.rows is not None and current.rows.states is not None:
+            yield from current.rows.states.live.read().values()
 
 
 def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
@@ -178,8 +182,25 @@ def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
 
 def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKey, Tensor]:
     """The snapshot after so many tokens of the one row of the last call."""
+    if cache._rows is not None:
+        (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
+        chain = HashChain(prompt.root, cache.store.blocks.block_size)
+        chain.extend(tokens[:num_tokens])
+        (last,) = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)
+        snapshot = _blocks(cache).states.kept.of_digest(last.digest)
+        assert snapshot is not None
+        return snapshot
     (held,) = cache.call.previous.distinct or cache.call.rows.distinct
     return _blocks(cache).states.use(held.table.block_ids, num_tokens)
+
+
+def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
+    """The blocks that hold the tokens of the one row of the last call."""
+    assert cache._rows is not None
+    (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
+    chain = HashChain(prompt.root, cache.store.blocks.block_size)
+    chain.extend(tokens)
+    return cache.store.blocks.allocator.match_prefix(chain.hashes(), cache.cache_salt)
 
 
 @contextmanager
@@ -403,7 +424,7 @@ MEMORY_PLACES = [
 ]
 
 # Where a snapshot takes memory: a module, and the name of its function.
-SNAPSHOT_COPIES = [(state_snapshots, "copied"), (kv_states, "to_device")]
+SNAPSHOT_COPIES = [(state_snapshots, "copied"), (rows_states, "copied"), (kv_states, "to_device")]
 
 
 def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
@@ -493,13 +514,15 @@ def forget_to_reorder_states(patch: pytest.MonkeyPatch) -> None:
 
 def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:
     """A row resumes in the tensors of a snapshot."""
-    stack = call_states.stacked
-    patch.setattr(call_states, "stacked", lambda rows: dict(rows[0]) if len(rows) == 1 else stack(rows))
+    stack = kv_states.stacked
+    for module in (call_states, fill):
+        patch.setattr(module, "stacked", lambda rows: dict(rows[0]) if len(rows) == 1 else stack(rows))
 
 
 def keep_no_copies(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is what the layers hold."""
-    patch.setattr(state_snapshots, "copied", dict)
+    for module in (state_snapshots, rows_states):
+        patch.setattr(module, "copied", dict)
 
 
 def never_flush(patch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ class _Users:
         self.store = PrefixStore(model, block_size=size, num_blocks=num_blocks)
         self.caches: list[PagedPrefixCache] = []
         for _ in range(3):
-            attention = self.alone.choice(["paged", "gather"])
+            attention = self.together.choice(["paged", "gather"])
             self.caches.append(PagedPrefixCache(self.store, attention=attention))
         self.seen: list[list[int]] = [[]]
 

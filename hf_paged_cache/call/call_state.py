@@ -1,5 +1,7 @@
 """What is remembered of a call while it runs, and for `last_call` after it."""
 
+from typing import Any
+
 from ..blocks import HashChain
 from ..kv.stopwatch import Stopwatch
 from ..rows.shared import Seen
@@ -12,6 +14,8 @@ class CallState:
 
     Attributes:
         digest: of the model, as its rows began.
+        regime: the rotary frequencies of its prompt, where they depend on length.
+        is_in_step: other processes run as many forwards.
         resets: see `BlockStore.resets_of`, as its rows began.
         was_alone: nobody could change the model then.
         counts: a line for each row of the batch.
@@ -19,12 +23,16 @@ class CallState:
         stopwatch: of a long forward of a prompt, its tokens, and whether it is the store's first.
         peak_kv_bytes: the most that blocks in use and rows took.
         captured: how its forwards ran, as text.
+        chunked: its prompt, where that comes in chunks.
+        deltas: how far images have moved positions, as modules keep it; None: none does.
+        images: that its first forward is to run, taken from its arguments.
         is_custom: a function of its caller's own runs the forwards.
     """
 
     def __init__(self, kind: str, limits: CallLimits, *, beams: bool, runs_only_forwards: bool) -> None:
         self.kind, self.limits, self.beams, self.runs_only_forwards = kind, limits, beams, runs_only_forwards
-        self.digest = b""
+        self.digest = self.regime = b""
+        self.is_in_step = False
         self.resets = (0, 0)
         self.was_alone = False
         self.counts: list[RowCount] = []
@@ -37,12 +45,16 @@ class CallState:
         self.seen = Seen()
         self.captured: object = ""
         self.is_custom = False
+        self.chunked: Any = None
+        self.images: Any = None
+        self.deltas: Any = None
         self.stopwatch: tuple[Stopwatch, int, bool] | None = None
 
     def copy(self) -> "CallState":
         """Of rows that go on beside these."""
         copied = CallState(self.kind, self.limits, beams=self.beams, runs_only_forwards=self.runs_only_forwards)
-        copied.digest, copied.resets = self.digest, self.resets
+        copied.digest, copied.resets, copied.regime = self.digest, self.resets, self.regime
+        copied.deltas = self.deltas
         return copied
 
     @property

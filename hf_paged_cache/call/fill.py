@@ -5,6 +5,7 @@ The memory of the call before becomes the rows' own where they go on in it: then
 
 from collections.abc import Sequence
 
+from ..kv.states import States, row_of, stacked
 from ..rows import memory
 from ..rows.rows import Rows
 from ..rows.windows import WindowColumns
@@ -61,7 +62,26 @@ def fill(
         _load(store, rows, number, of_row, max(done, first), start, previous)
     if rows.windows is not None:
         _fill_windows(store, rows.windows, inputs, known, start, wanted, previous, is_there=bool(done))
+    if rows.states is not None:
+        rows.states.put(
+            stacked([_states_at(row, start, of_row, previous) for row, of_row in zip(inputs, known, strict=True)])
+        )
     rows.start_at(start, inputs)
+
+
+def _states_at(row: RowInput, start: int, known: Known, previous: Rows | None) -> States:
+    """What layers carry of one row before column `start`, where it resumes; nothing of padding."""
+    num_tokens = start - row.pad
+    if num_tokens <= 0:
+        return {}
+    source, number = None, 0
+    if known.ahead is not None and known.ahead[2] == num_tokens:
+        source, number, _ = known.ahead
+    elif known.previous is not None and known.num_common == num_tokens:
+        source, number = previous, known.previous
+    if source is None or source.states is None:
+        return known.states
+    return row_of(source.states.live.read(), number)
 
 
 def _fill_windows(
@@ -133,25 +153,20 @@ def _load_windows(
         memory.load_blocks(held, slabs[sight], [number], column, places[sight], num_tokens - first, skipped)
 
 
-def _has_windows(rows: Rows, previous: Rows, start: int) -> bool:
-    """Whether the rows of the call before have what layers with a window see after column `start`, if any do."""
-    return rows.windows is None or (previous.windows is not None and previous.windows.can_go_on_at(start))
-
-
 def _take_over(
     rows: Rows, inputs: Sequence[RowInput], known: Sequence[Known], start: int, previous: Rows | None
 ) -> int:
     """Take the memory of the call before, where each row goes on in its own there. Returns up to which column they do; 0: not at all."""
     if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
         return 0
-    if previous.base or previous.has_own or not _has_windows(rows, previous, start):
+    if previous.base or previous.has_own or (rows.is_exact and not previous.can_go_on_at(start)):
         return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         if of_row.previous != number or previous.prompts[number].pad != row.pad:
             return 0
         done = min(done, row.pad + of_row.num_common)
-    if 2 * done < start or (rows.windows is not None and done < start):
+    if 2 * done < start or (rows.is_exact and done < start):
         return 0
     rows.take(previous.memory, done)
     return done

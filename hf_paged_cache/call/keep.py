@@ -10,9 +10,11 @@ from itertools import chain
 import torch
 
 from ..blocks import Allocation, BlockHash, HashChain
+from ..blocks.image_tokens import filled_up
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..blocks.window_blocks import Changing, WindowBlocks
 from ..errors import OutOfBlocksError
+from ..kv.states import States
 from ..rows import memory
 from ..rows.memory import Stream
 from ..rows.rows import Rows
@@ -41,7 +43,10 @@ def keep(
     if not rows.is_source:
         return
     size, done = store.block_size, set[bytes]()
-    if not any(max(0, stop - prompt.pad) // size * size > prompt.kept for prompt in rows.prompts):
+    taken = rows.states.taken if rows.states is not None else ()
+    if not any(taken) and not any(
+        max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts
+    ):
         return
     try:
         if not lay_out(store, rows):
@@ -54,13 +59,19 @@ def keep(
         if ends:
             tokens = _until_end(tokens, ends, max(0, prompt_columns - prompt.pad))
         num_blocks = len(tokens) // size
-        if num_blocks * size <= prompt.kept:
+        has_more = (taken and taken[number]) or prompt.image_end is not None
+        if num_blocks * size <= prompt.kept and not (num_blocks and has_more):
             continue
         key = prompt.root + tokens[: num_blocks * size].tobytes()
         if key not in done:
             done.add(key)
             _keep_row(store, rows, number, _chain_of(chains, prompt.root, size, tokens), num_blocks, salt, make_room)
-        prompt.kept = num_blocks * size
+        prompt.kept = max(prompt.kept, num_blocks * size)
+        if prompt.image_end is not None and len(tokens) >= prompt.image_end:
+            ended, prompt.image_end = filled_up(tokens, prompt.image_end, size), None
+            chain = HashChain(prompt.root, size)
+            chain.extend(ended)
+            _keep_row(store, rows, number, chain, len(ended) // size, salt, make_room)
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
@@ -102,7 +113,7 @@ def _keep_row(
             with store.lock:
                 held = store.leases.take(hashes, salt)
                 first = held.num_prefix_tokens // size
-                if first == num_blocks and rows.windows is None:
+                if first == num_blocks and not rows.is_exact:
                     return
                 make_room(num_blocks - first)
                 fresh = _take(store, held, hashes[first:], salt) if first < num_blocks else []
@@ -111,11 +122,14 @@ def _keep_row(
                 slabs = store.pool.all.slabs()
             for at, block_ids in fresh:
                 start = pad + (first + at) * size
-                memory.write_blocks(rows.columns(number, start, start + len(block_ids) * size), slabs, block_ids)
+                columns = _columns(rows, number, start, start + len(block_ids) * size)
+                memory.write_blocks(columns, slabs, block_ids)
         with store.lock:
             store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
+            if rows.states is not None:
+                _keep_states(store, rows.states.taken[number], held)
             if rows.windows is not None:
-                _keep_windows(store, rows.windows, rows.prompts[number].pad, number, held)
+                _keep_windows(store, rows.windows, rows.prompts[number].pad, rows.n, number, held)
     except (OutOfBlocksError, torch.OutOfMemoryError):
         pass
     finally:
@@ -124,7 +138,23 @@ def _keep_row(
                 store.leases.give_back(held)
 
 
-def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, number: int, held: Allocation) -> None:
+def _columns(rows: Rows, number: int, start: int, stop: int) -> memory.Columns:
+    """Columns of a row, of which the last ones may not be there: a block is filled up with anything."""
+    if stop <= rows.n:
+        return rows.columns(number, start, stop)
+    made = memory.make(memory.shapes_of_rows(rows.all_memory()), 1, stop - start)
+    rows.copy_columns(number, start, rows.n, made, 0, 0)
+    return memory.Columns(made, 0, 0, stop - start)
+
+
+def _keep_states(store: BlockStore, taken: dict[int, States], held: Allocation) -> None:
+    """Keep what layers carried after some of the tokens that the blocks hold. The store's lock is held."""
+    num_tokens = len(held.block_ids) * store.block_size
+    for place in sorted(each for each in taken if each <= num_tokens):
+        store.states.keep(held.block_ids, place, taken.pop(place))
+
+
+def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, number: int, held: Allocation) -> None:
     """Keep what layers with a window see at the end of the blocks that are held, and before it as far as there is room. The store's lock
     is held, so that nobody finds what is not written yet.
 
@@ -147,7 +177,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, number: i
     for group, _, _ in wanted:
         group.require(group.num_to_take(block_ids[index] for index in group.seen(num_tokens)))
     with Changing(groups):
-        store.leases.resume(held)
+        store.leases.resume(held, num_tokens)
         taken = []
         for group, missing, before in wanted:
             passed = before[: max(0, group.num_free - len(missing))]
@@ -159,8 +189,13 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, number: i
             slabs = tensors.slabs()
             memory_of_rows, base = windows.of(group.sight)
             for index, place in zip((*missing, *passed), places, strict=True):
-                start = pad + index * size - base
-                memory.write_blocks(memory.Columns(memory_of_rows, number, start, start + size), slabs, [place])
+                start, stop = pad + index * size - base, n - base
+                columns = memory.Columns(memory_of_rows, number, start, start + size)
+                if start + size > stop:  # a block that is filled up with anything
+                    made = memory.make(memory.shapes_of_rows(memory_of_rows), 1, size)
+                    memory.copy_columns(columns._replace(stop=stop), made, 0, 0)
+                    columns = memory.Columns(made, 0, 0, size)
+                memory.write_blocks(columns, slabs, [place])
             group.places.update(zip((block_ids[index] for index in (*missing, *passed)), places, strict=True))
             group.release([block_ids[index] for index in passed], num_own=1, is_end=False)
 
@@ -217,7 +252,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
         (layer.layer_idx, name): states
         for layer in rows.layers
         if layer.held is not None
-        for name, states in zip(("key", "value"), layer.held, strict=True)
+        for name, states in layer.named()
     }
     with store.lock:
         if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):

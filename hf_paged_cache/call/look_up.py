@@ -5,6 +5,7 @@ While a call runs, its own rows are nobody's previous ones: of what it computes 
 
 from collections.abc import Sequence
 
+from ..blocks.image_tokens import whole_images
 from ..blocks.tokens import TokenIds
 from ..store.tier_load import Wanted
 from . import prefix_match
@@ -32,6 +33,10 @@ def look_up(call: Call, new: RowInput, last: Sequence[PreviousRow] = ()) -> tupl
     most = max(0, num_tokens - call.num_needed_of(num_tokens))
     found = prefix_match.look_up_row(store, new, _previous(call), most, num_at_end)
     closest, num_common = PreviousRows(last).closest(new)
+    if closest is not None:
+        num_common = whole_images(new.token_ids, num_common)
+        if closest.is_exact and not closest.can_go_on_at(num_common := min(num_common, most)):
+            num_common = 0
     if closest is not None and num_common > found.num_tokens:
         why = why_stopped(num_common, new.token_ids, store.block_size, closest.num_true_tokens)
         found = Found(num_common, why)

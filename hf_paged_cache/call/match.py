@@ -3,12 +3,15 @@
 Changes nothing but who holds which block: a lease keeps the blocks that it names from being evicted or written.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ..blocks import Allocation, HashChain
+from ..blocks.image_tokens import end_of_image, filled_up, hold_images, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
+from ..kv.states import States
 from ..rows.rows import Rows
-from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
 from .prefix_match import PreviousRows, why_stopped
 from .scheduled_forward import RowInput
@@ -21,15 +24,20 @@ class PreviousRow:
         number: among the rows of that call.
     """
 
-    def __init__(
-        self, number: int, root: bytes, tokens: TokenIds, pad: int = 0, windows: WindowColumns | None = None
-    ) -> None:
+    def __init__(self, number: int, root: bytes, tokens: TokenIds, pad: int = 0, rows: Rows | None = None) -> None:
         self.number, self.root, self.true_token_ids = number, root, tokens
-        self._pad, self._windows = pad, windows
+        self._pad, self._rows = pad, rows
 
     def can_go_on_at(self, num_tokens: int) -> bool:
-        """Whether another row may go on after so many of its tokens: not where layers with a window have given up what is seen there."""
-        return self._windows is None or self._windows.can_go_on_at(self._pad + num_tokens)
+        """Whether another row may go on after so many of its tokens: not where layers with a window have given up what is seen there, and
+        where layers carry states, after the last one alone.
+        """
+        return self._rows is None or self._rows.can_go_on_at(self._pad + num_tokens)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows go on after certain columns alone."""
+        return self._rows is not None
 
     @property
     def num_true_tokens(self) -> int:
@@ -41,10 +49,9 @@ def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
     """The rows of a call that is over, where what they hold is what their tokens say."""
     if rows is None or not rows.is_source:
         return ()
-    tokens = rows.token_ids()
-    windows = rows.windows
+    tokens, exact = rows.token_ids(), rows if rows.is_exact else None
     return [
-        PreviousRow(number, prompt.root, tokens[number], prompt.pad, windows)
+        PreviousRow(number, prompt.root, tokens[number], prompt.pad, exact)
         for number, prompt in enumerate(rows.prompts)
     ]
 
@@ -60,19 +67,33 @@ class Known:
         ahead: rows that were computed first for this call, the number of one of them, and how many tokens of it this row has.
         num_in_blocks: tokens that blocks hold.
         num_tokens: leading tokens that are known, wherever.
+        num_matched: tokens of which blocks are known, whether layers with a state can resume after them or not.
+        states: what layers with a state carry after those in blocks.
+        brought: lower tier -> tokens in blocks that have come from there for this call.
         stopped: why it was known no further, before anything ran ahead.
     """
 
-    __slots__ = ("ahead", "chain", "lease", "num_common", "num_in_blocks", "num_tokens", "previous", "stopped")
+    __slots__ = (
+        *("ahead", "brought", "chain", "lease", "num_common", "num_in_blocks", "num_matched", "num_tokens", "previous"),
+        *("states", "stopped"),
+    )
 
     def __init__(
-        self, chain: HashChain, lease: Allocation | None, previous: PreviousRow | None, num_common: int
+        self,
+        chain: HashChain,
+        lease: Allocation | None,
+        num_in_blocks: int,
+        previous: PreviousRow | None,
+        num_common: int,
     ) -> None:
+        self.states: States = {}
+        self.brought: Mapping[str, int] = {}
         self.chain, self.lease = chain, lease
-        self.num_in_blocks = num_in_blocks = 0 if lease is None else len(lease.block_ids) * chain.block_size
+        self.num_in_blocks = num_in_blocks
         self.previous, self.num_common = None if previous is None else previous.number, num_common
         self.ahead: tuple[Rows, int, int] | None = None
-        self.num_tokens, num_previous = num_in_blocks, None
+        self.num_tokens = self.num_matched = num_in_blocks
+        num_previous = None
         if previous is not None and num_common > num_in_blocks:
             self.num_tokens, num_previous = num_common, len(previous.true_token_ids)
         self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
@@ -83,6 +104,13 @@ class Known:
         """The row begins anew, whatever is known of it."""
         self.num_tokens = self.num_in_blocks = self.num_common = 0
         self.previous = self.ahead = None
+        self.states = {}
+
+    def limit(self, num_tokens: int) -> None:
+        """The row knows at most so many tokens: another rank knows no more."""
+        if num_tokens < self.num_tokens:
+            self.num_tokens, self.stopped = num_tokens, f"{self.stopped}; another rank's hit is shorter"
+            self.num_in_blocks, self.num_common = min(self.num_in_blocks, num_tokens), min(self.num_common, num_tokens)
 
     def learn(self, ahead: Rows, number: int, num_tokens: int) -> None:
         """So many tokens were computed first, in a row of these rows."""
@@ -96,6 +124,7 @@ def match(
     previous: Sequence[PreviousRow],
     chains: Mapping[bytes, HashChain],
     latest: int | None = None,
+    brought: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Known]:
     """What is known of rows that begin. The store's lock is held.
 
@@ -103,28 +132,76 @@ def match(
 
     Args:
         chains: root and tokens of rows of the call before -> their hashes, as far as they were computed.
-        latest: the last column at which rows may start, where layers have windows: then they start exactly where they are known.
+        latest: the last column at which rows may start, where layers have windows or states: then they start exactly where they are known.
+        brought: block -> lower tier that it has come from for this call.
 
     Returns:
         of each row; its lease is the caller's to give back.
     """
-    before, found = PreviousRows(previous), []
+    before, found, size = PreviousRows(previous), [], store.block_size
     for row in new:
         chain = _chain_of(row, store.block_size, chains)
         closest, num_common = before.closest(row)
-        num_common, lease = max(0, num_common), None
+        num_common, lease, num_held, num_matched = whole_images(row.token_ids, max(0, num_common)), None, 0, 0
+        most = len(row.token_ids)
         if latest is not None:
             most = max(0, latest - row.pad)
-            num_common = min(num_common, most)
+            num_common = whole_images(row.token_ids, min(num_common, most))
             if closest is not None and not closest.can_go_on_at(num_common):
                 closest, num_common = None, 0
-            lease = store.leases.take_resumable(
-                chain.hashes_of(0, min(chain.num_full_blocks, most // store.block_size)), row.salt
-            )
-        elif len(new) > 1 or num_common % store.block_size == 0 or _is_known(store, chain, num_common, row.salt):
+            hashes = chain.hashes_of(0, min(chain.num_full_blocks, -(-most // size)))
+            lease, num_held, num_matched = store.leases.take_resumable(hashes, row.salt, row.token_ids, most)
+        elif len(new) > 1 or num_common % size == 0 or _is_known(store, chain, num_common, row.salt):
             lease = store.leases.take(chain.hashes_of(0, chain.num_full_blocks), row.salt)
-        found.append(Known(chain, lease, closest, num_common))
+            num_matched = len(lease.block_ids) * size
+            num_held = whole_images(row.token_ids, num_matched)
+        if lease is not None and hold_images(row.token_ids):
+            lease, num_held = _up_to_an_image(store, row, lease, num_held, num_matched, latest)
+        known = Known(chain, lease, num_held, closest, num_common)
+        if store.states:
+            _find_states(store, known, num_matched, most)
+        elif latest is not None and known.num_tokens < (shown := whole_images(row.token_ids, min(num_matched, most))):
+            known.stopped = f"a window no longer shows what is before token {shown}, up to which blocks are cached"
+        if brought and lease is not None:
+            tokens = Counter(brought[block_id] for block_id in lease.block_ids if block_id in brought)
+            known.brought = {name: number * store.block_size for name, number in tokens.items()}
+        found.append(known)
     return found
+
+
+def _up_to_an_image(
+    store: BlockStore, row: RowInput, lease: Allocation, num_held: int, num_matched: int, latest: int | None
+) -> tuple[Allocation, int]:
+    """A lease that holds the end of the image in the block after what is known, too, where that was kept; and the tokens that it holds.
+
+    Args:
+        num_held, num_matched: tokens that a lease holds, and those that are known whether a row can resume there or not.
+    """
+    end = end_of_image(row.token_ids, num_matched, num_matched + store.block_size)
+    if end is None or (latest is not None and end > latest - row.pad):
+        return lease, num_held
+    chain = HashChain(row.root, store.block_size)
+    chain.extend(filled_up(row.token_ids, end, store.block_size))
+    hashes = chain.hashes_of(0, chain.num_full_blocks)
+    longer, num_tokens, _ = store.leases.take_resumable(hashes, row.salt, row.token_ids, end)
+    if num_tokens < end:
+        store.leases.give_back(longer)
+        return lease, num_held
+    store.leases.give_back(lease)
+    return longer, end
+
+
+def _find_states(store: BlockStore, known: Known, num_matched: int, most: int) -> None:
+    """Let a row have what layers carry after the tokens of its lease, and say where they could not resume.
+
+    Args:
+        most: tokens after which it resumes at most.
+    """
+    known.num_matched = num_matched
+    if known.lease is not None and known.lease.block_ids:
+        known.states = store.states.use(known.lease.block_ids, known.num_in_blocks)
+    if known.num_tokens < min(num_matched, most // known.chain.block_size * known.chain.block_size):
+        known.stopped = f"blocks are cached up to token {num_matched}, but no state after token {known.num_tokens}"
 
 
 def _is_known(store: BlockStore, chain: HashChain, token: int, salt: bytes) -> bool:

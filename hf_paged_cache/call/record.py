@@ -45,6 +45,8 @@ def count_prompt(
         count, running = counts[member], counts[members[number]]
         count.reused_tokens = min(num_found[number], running.prompt_tokens - running.computed_tokens)
         count.matched_tokens = num_found[number]
+        count.host_tokens = min(count.reused_tokens, known[number].brought.get("host", 0))
+        count.disk_tokens = min(count.reused_tokens - count.host_tokens, known[number].brought.get("disk", 0))
         said = running.stopped if members[number] == member else ""
         count.stopped = known[number].stopped + said
     return counts

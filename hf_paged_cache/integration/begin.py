@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import CacheArgumentError
+from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
 from ..rows.rows import Rows
 from .chunked_prompt import require_slices
@@ -25,6 +26,7 @@ class RunningRow(NamedTuple):
     first_position: int
     num_tokens: int
     commit_end: int | None
+    shift: int | None
 
 
 class RunningRows(NamedTuple):
@@ -41,7 +43,9 @@ class RunningRows(NamedTuple):
 def running_rows(rows: Rows) -> RunningRows:
     """Rows that resume. One that has nothing but padding has as much as there are columns: a forward that brought more may have died."""
     n = rows.n
-    return RunningRows(n, [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), None) for p in rows.prompts])
+    return RunningRows(
+        n, [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), None, p.shift) for p in rows.prompts]
+    )
 
 
 def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
@@ -89,6 +93,18 @@ def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> Non
             f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
             "leave it out, or leave past_key_values out"
         )
+
+
+def require_filled(placeholders: Placeholders, given: GenerateArguments) -> None:
+    """Refuse a `generate` of a prompt that has placeholders which nothing fills: images are passed with every prompt.
+
+    Raises:
+        CacheArgumentError: it is one.
+    """
+    before = given.num_masked - given.num_given if given.only_new_tokens else 0
+    unfilled = placeholders.unfilled(given.passed, before) if placeholders.kinds else None
+    if unfilled is not None:
+        raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}")
 
 
 def prepares_otherwise(model: Any) -> bool:

@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,10 +24,12 @@ from ..call.keep import lay_out
 from ..call.record import count_bypassed
 from ..call.scheduled_forward import ForwardRequest
 from ..call.share import share_prompt
-from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError
+from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
 from ..model.conditioning import Conditioning
+from ..model.placeholders import Placeholders
+from ..model.rope import RopeDeltas
 from ..rows import memory
 from ..rows.columns import Prompt
 from ..rows.layers import SPARE
@@ -43,12 +46,14 @@ from .begin import (
     running_rows,
 )
 from .capturing import Capturing
+from .chunked_prompt import chunked_prompt
 from .current import Current
 from .forward_arguments import ArgumentReader, shape_of
 from .generate_arguments import GenerateArguments
 from .image_inputs import ImageInputs
 from .keeping import Keeping
 from .opening import GRADIENTS, Opening, num_shown
+from .ranks import Ranks
 from .running_generate import another_model
 from .side_forward import SideForwards
 
@@ -67,6 +72,8 @@ class Calls:
         counters: of the cache.
         side: makes the arguments of forwards of our own.
         looks: whether the model looks at keys and values itself.
+        placeholders: of the model.
+        ranks: the processes that share it.
     """
 
     def __init__(
@@ -79,11 +86,27 @@ class Calls:
         counters: PromptCounters,
         side: SideForwards,
         looks: Looks,
+        placeholders: Placeholders,
+        ranks: Ranks,
     ) -> None:
         self.store, self.conditioning, self.salt, self.counters = store, conditioning, salt, counters
         self.looks, self.model = looks, conditioning.model
         self.keeping = Keeping(store, conditioning, salt)
-        self._opening = Opening(self, store, conditioning, reader, image_inputs, salt, side, looks, self.keeping)
+        self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
+        self.opening = self._opening = Opening(
+            self,
+            store,
+            conditioning,
+            reader,
+            image_inputs,
+            salt,
+            side,
+            looks,
+            self.keeping,
+            counters,
+            placeholders,
+            ranks,
+        )
 
     def capture(self, capturing: Capturing) -> None:
         """Calls may run on static rows."""
@@ -102,6 +125,10 @@ class Calls:
         rows.state = self._state_of(given)
         rows.escaped = rows.state.is_custom  # it may give them to anybody
         rows.reads_all = rows.state.is_custom or prepares_otherwise(self.conditioning.model)
+        if given.chunk_size is not None and not given.verifies_drafts:
+            chunked = chunked_prompt(self.conditioning.model, given)
+            if chunked is not None:
+                self._opening.begin_chunks(rows, chunked, given)
         return rows
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
@@ -133,9 +160,13 @@ class Calls:
         before, rows.state = rows.state, self._state_of(given)
         if before is not None:
             rows.state.digest, rows.state.resets = before.digest, before.resets
+            rows.state.regime = before.regime
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
             rows.judge(rows.n, held=False)  # what follows has no name
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
+        if before is not None and before.deltas is not None:  # of the last call, whichever that was
+            rows.state.deltas = before.deltas
+            before.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
         """A `generate` is passed rows that a call has returned.
@@ -160,7 +191,7 @@ class Calls:
         beams = (given.num_beams or 1) > 1
         state = CallState("generate", given.limits, beams=beams, runs_only_forwards=not given.calls_back)
         state.is_custom = given.passed.get("custom_generate") is not None
-        state.counts_more = not state.is_custom
+        state.counts_more, state.is_in_step, state.images = not state.is_custom, given.synced_gpus, given.images
         return state
 
     def close(self, rows: Rows) -> None:
@@ -208,6 +239,13 @@ class Calls:
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
+        try:
+            return self._go_on(rows, arguments)
+        except PagedCacheError as error:
+            self._opening.tell_refusal(rows, error)
+            raise
+
+    def _go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         rows.thread = threading.get_ident()
         is_prompt = rows.reads_next or not rows.in_generate
         reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
@@ -218,7 +256,11 @@ class Calls:
         if rows.why_bypassed is None:
             if not rows.in_generate:
                 self.keeping.keep(rows, rows.n, held=True)  # as was looked when the last forward had returned
-            request, why = self._opening.read(rows, arguments, running_rows(rows))
+            request, why, _ = self._opening.read(rows, arguments, running_rows(rows))
+            if rows.chunks is not None:
+                self._go_on_in_chunks(rows, request, why)
+            if not rows.in_generate:
+                self._opening.agree_to_go_on(rows, request)
             why = why or (GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
                 self._follow_padding(rows, request)
@@ -228,33 +270,52 @@ class Calls:
                 arguments = self._opening.bypass(rows, arguments, why, request)
             if is_prompt:
                 self._count_more(rows, num_shown(request))
-            if is_prompt and rows.in_generate and rows.captured is None and why is None:
+            if is_prompt and rows.in_generate and rows.captured is None and why is None and rows.chunks is None:
                 adapters = self.conditioning.adapter_names()
                 self._opening.begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
             return arguments
         if is_prompt:
+            if not rows.in_generate:
+                self._opening.require_filled(arguments, rows.get_seq_length())
             num_rows, num_new = shape_of(arguments, rows.get_seq_length())
             self._count_more(rows, [num_new] * num_rows)
         return arguments
+
+    def _go_on_in_chunks(self, rows: Rows, request: ForwardRequest, why_bypassed: str | None) -> None:
+        """The next chunk of a prompt.
+
+        Raises:
+            ForwardMismatchError: it does not continue what the rows have begun with.
+        """
+        state, stop = rows.state, rows.n + request.num_new_columns
+        if not rows.num_forwards:
+            inputs = self._opening.with_roots(state, request, self.conditioning.adapter_names())
+            state.chunked.require(replace(request, rows=tuple(inputs), bypass=why_bypassed), rows.n)
+        rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
 
     def _follow_padding(self, rows: Rows, request: ForwardRequest) -> None:
         """A row that has had nothing but padding may get more of it: it begins further right."""
         if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
             adapters = self.conditioning.adapter_names()
-            inputs = [
-                self._opening.with_root(rows.state.digest, row, adapters, at) for at, row in enumerate(request.rows)
-            ]
-            rows.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
+            inputs = self._opening.with_roots(rows.state, request, adapters)
+            rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
 
     def confirm(self, rows: Rows, output: Any) -> Any:
         """A forward has returned: rows that ran for several become these."""
         state = rows.state
-        if not any(layer.get_seq_length() for layer in rows.layers):
+        if not rows.is_written:
             rows.reset()
             raise ForwardMismatchError(
                 "the forward did not write any layer: gradient "
                 "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
             )
+        if state.regime and rows.why_bypassed is None and self.conditioning.rope.now() != state.regime:
+            rows.trust_end = min(
+                rows.trust_end, rows.n - rows.num_new
+            )  # computed with other frequencies than what is before
+        if self._has_deltas and rows.num_forwards == 1:
+            state.deltas = RopeDeltas(self.model)
+            state.deltas.note()
         if rows.copies is not None:
             copies, rows.copies = rows.copies, None
             output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
@@ -285,7 +346,7 @@ class Calls:
             name = cache_argument(self.conditioning.model)
             if rows.is_behind_handle and getattr(output, name, None) is rows:
                 setattr(output, name, handle)
-        rows.must_confirm = not rows.in_generate
+        rows.must_confirm = not rows.in_generate or bool(state.regime)
         if not rows.in_generate and rows.why_bypassed is None:
             rows.judge(rows.n, held=self.keeping.held_so_far(rows))
         return output
@@ -304,6 +365,8 @@ class Calls:
         rows.prompts = [rows.prompts[source].copy() for source in copies]
         if rows.windows is not None:
             rows.windows.select(index, n)
+        if rows.states is not None:
+            rows.states.select(index)
         rows.ids.select(index)
         rows.share(shared, own, n)
 

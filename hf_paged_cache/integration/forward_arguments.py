@@ -59,6 +59,11 @@ class RunningRow(Protocol):
         self,
     ) -> int | None: ...  # tokens from here on are not kept; 0: nor is padding what a model would compute
 
+    @property
+    def shift(
+        self,
+    ) -> int | None: ...  # how far images have moved the positions of the text after them; None: not known
+
 
 class RunningRows(Protocol):
     """Rows that resume."""

@@ -80,22 +80,23 @@ class GenerateBracket:
             given = replace(given, is_ambient=True)
             if cache.is_generating:
                 cache = cache.sibling()
-        try:
-            rows = None if is_round else cache.begin_rows(self.model, given)
-        except PagedCacheError as error:
-            if not is_new:
-                raise
-            return self._without_cache(str(error), args, kwargs)
-        if rows is not None:
-            with cache.running(rows):
-                output = self._generate()(*args, **kwargs, **{cache_argument(self.model): rows})
-                rows.escaped = rows.escaped or getattr(output, cache_argument(self.model), None) is rows
-                return output
+        whole = kwargs
         if self.replaced is None:
             images = cache.images_of_generate(self.model, given.passed)
             if images is not None:
                 given = replace(given, images=images)
                 kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}
+        try:
+            rows = None if is_round else cache.begin_rows(self.model, given)
+        except PagedCacheError as error:
+            if not is_new:
+                raise
+            return self._without_cache(str(error), args, whole)
+        if rows is not None:
+            with cache.running(rows):
+                output = self._generate()(*args, **kwargs, **{cache_argument(self.model): rows})
+                rows.escaped = rows.escaped or getattr(output, cache_argument(self.model), None) is rows
+                return output
         bracket = Bracket()
         try:
             with ExitStack() as stack:
@@ -107,7 +108,7 @@ class GenerateBracket:
                         raise
                     refused = str(error)
                 if refused and is_new:
-                    return self._without_cache(refused, args, kwargs)
+                    return self._without_cache(refused, args, whole)
                 if refused:
                     # one that runs but has no rows yet is busy, too: its rows would continue those of this call
                     cache = cache.sibling()
@@ -203,7 +204,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = arguments.get("past_key_values")
     if type(cache) is Rows and cache.is_open:  # nearly all forwards are steps
-        return (), cache.before_forward(model, arguments)
+        running = cache.before_forward(model, arguments)
+        return (), present_cache(model, running) if cache.must_present else running
     cache = _paged(arguments)
     if cache is None:
         return None

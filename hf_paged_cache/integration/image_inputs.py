@@ -18,7 +18,7 @@ from ..call.rows import Rows
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..model.placeholders import Placeholders
 from ..model.support import cache_layers, has_index
-from .forward_arguments import TOKEN_TYPES
+from .forward_arguments import TOKEN_TYPES, RunningRows
 from .prompt_images import ENCODED, Image, ImageReader, PromptImages
 
 _NO_NAME = "an image at the beginning of a block has too few tokens for its digest, or ids are too large"
@@ -88,6 +88,11 @@ class ImageInputs:
         self._has_index = any(map(has_index, cache_layers(model)))
         self.whole = ("attention_mask", *_reads_types_by_place(model, text_types))
 
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model does."""
+        return not self._is_plain and bool(self._reader)
+
     def of_generate(self, model: Any, passed: Mapping[str, Any]) -> PromptImages | None:
         """The images that a `generate` is not to be passed, for it would run the towers before anybody can say which of them are known.
 
@@ -102,7 +107,7 @@ class ImageInputs:
         images = self._reader.read(passed)
         return images if isinstance(images, PromptImages) else None
 
-    def see(self, arguments: Mapping[str, Any], rows: Rows, images: PromptImages | None) -> Seen:
+    def see(self, arguments: Mapping[str, Any], rows: RunningRows, images: PromptImages | None) -> Seen:
         """What a forward is passed.
 
         Args:

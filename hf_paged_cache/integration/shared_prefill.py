@@ -1,29 +1,31 @@
-"""What runs ahead of the forward over all rows of a call: a prefix that rows share, once, and rows that know less than others.
+"""What runs ahead of the forward over all rows of a call: a prefix that rows share, once, rows that know less than others, and where
+layers carry states the part of a prompt after which these are kept.
 
 Each is a small call of rows of its own; what it computes is kept, and copied from its rows to those of the call.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..call.match import Known
-from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, PlannedRow, Prefix, Step, plan
+from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
 from ..call.scheduled_forward import ForwardRequest, RowInput
 from ..model.cache_adapters import cache_argument
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
-from .keeping import Keeping
 from .side_forward import SideForwards
+
+_LEAST_GAIN = 64  # tokens after a known place that states which are kept must save the next prompt
 
 
 class OpensRows(Protocol):
-    """Who fills rows and keeps them."""
+    """Who fills rows."""
 
     store: BlockStore
-    keeping: Keeping
 
     def run_ahead(
         self,
@@ -35,16 +37,30 @@ class OpensRows(Protocol):
     ) -> Rows: ...
 
 
+class Ahead(NamedTuple):
+    """What ran ahead.
+
+    Attributes:
+        start: the column at which all rows start.
+        num_computed: row -> tokens that were computed for it.
+        made: the rows that ran, in their order.
+    """
+
+    start: int
+    num_computed: Mapping[int, int] = {}
+    made: Sequence[Rows] = ()
+
+
 class SharedPrefill:
-    """Runs what comes first.
+    """Plans what comes first, and runs it.
 
     Args:
-        calls: fills rows and keeps them.
+        opening: fills rows.
         side: makes arguments of forwards.
     """
 
-    def __init__(self, calls: OpensRows, side: SideForwards) -> None:
-        self._calls, self._side = calls, side
+    def __init__(self, opening: OpensRows, side: SideForwards) -> None:
+        self._opening, self._side = opening, side
 
     def run(
         self,
@@ -57,119 +73,169 @@ class SharedPrefill:
         *,
         may_share: bool,
         is_exact: bool,
-    ) -> tuple[int, Mapping[int, int]]:
+    ) -> Ahead:
         """Let rows come to one column; what is computed for them is theirs.
 
         Args:
             latest: the last column at which they may start.
             arguments: of the forward, by name.
             previous: of the call before.
-            is_exact: rows start where they are known, or begin anew: layers have windows.
-
-        Returns:
-            the column at which all rows start, and for each row the tokens that were computed for it first.
+            is_exact: rows start where they are known, or begin anew: layers have windows, or carry states.
         """
-        ahead: Counter[int] = Counter()
         if latest <= 0:
-            return 0, ahead
-        if len(inputs) == 1:
+            return Ahead(0)
+        store = self._opening.store
+        carry_states = bool(store.states)
+        if len(inputs) == 1 and not carry_states:
             column = min(inputs[0].pad + known[0].num_tokens, latest)
-            return column if column > inputs[0].pad else 0, ahead
+            return Ahead(column if column > inputs[0].pad else 0)
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
-        column = _least(inputs, known, starts)
-        may_share = may_share and request.num_new_columns > self._calls.store.block_size
+        may_share = may_share and request.num_new_columns > store.block_size
         if not may_share and not is_exact:
-            return column, ahead
-        rows = [
-            PlannedRow(row.pad, start if of_row.num_tokens else None, row.token_ids, kind)
-            for row, of_row, start, kind in zip(inputs, known, starts, _kinds(inputs), strict=True)
-        ]
-        with self._calls.store.lock:
-            on_host = self._calls.store.pool.is_on_host
-        cost = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR
-        align = self._calls.store.block_size if is_exact else 1
-        bounds = Bounds(0, request.num_new_columns, latest, cost, is_exact=is_exact, align=align)
+            return Ahead(_least(inputs, known, starts))
+        bounds = self._bounds(request, latest, is_exact=is_exact)
+        rows = _planned(inputs, known, starts)
         found = plan(rows, bounds, may_run_ahead=may_share)
         if is_exact:
             for number in range(len(rows)) if found is None else found.cold:
                 known[number].forget()
-            column = 0 if found is None or all(row.pad >= found.column for row in inputs) else found.column
+        if found is not None and may_share and carry_states and not store.states.rules.is_recorded:
+            found = self._cut(found, rows, known, bounds)
         if found is None or not found.runs:
-            return column, ahead
+            if not is_exact:
+                return Ahead(_least(inputs, known, starts))
+            return Ahead(0 if found is None or all(row.pad >= found.column for row in inputs) else found.column)
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
-        for prefix in found.prefixes:
-            self._prefix(prefix, inputs, known, options, previous)
-            ahead[prefix.row] += prefix.num_tokens - prefix.known
-        for step in found.steps:
-            self._step(step, inputs, known, options, previous)
-            for number in step.rows:
-                pad = inputs[number].pad
-                ahead[number] += max(0, step.stop - pad) - max(0, step.start - pad)
+        made = _Made(self._opening, self._side, inputs, known, options, previous)
+        made.run(found)
         if is_exact:
-            return column, ahead
+            return Ahead(found.column, made.num_computed, made.rows)
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
-        return min(found.column, _least(inputs, known, starts)), ahead
+        return Ahead(min(found.column, _least(inputs, known, starts)), made.num_computed, made.rows)
 
-    def _prefix(
+    def cost(self, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int) -> float:
+        """What the forwards cost, in tokens, by which rows come to one column that start exactly where they are known."""
+        starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
+        found = plan(_planned(inputs, known, starts), self._bounds(request, latest, is_exact=True))
+        return math.inf if found is None else found.cost
+
+    def _bounds(self, request: ForwardRequest, latest: int, *, is_exact: bool) -> Bounds:
+        store = self._opening.store
+        with store.lock:
+            on_host = store.pool.is_on_host
+        cost, rules = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR, store.states.rules
+        return Bounds(
+            0,
+            request.num_new_columns,
+            latest,
+            cost,
+            is_exact=is_exact,
+            width=rules.width,
+            least=2 if rules.clamps_one_token else 1,
+            align=store.states.align if is_exact else 1,
+        )
+
+    def _cut(self, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
+        """The same with forwards cut where states are to be kept."""
+        with self._opening.store.lock:
+            for number, (planned, of_row) in enumerate(zip(rows, known, strict=True)):
+                ahead = max((prefix.heirs.get(number, 0) for prefix in found.prefixes), default=0)
+                rows[number] = planned._replace(wanted=self._wanted(planned, of_row, ahead, bounds))
+        return cut(found, rows, bounds)
+
+    def _wanted(self, planned: PlannedRow, known: Known, ahead: int, bounds: Bounds) -> tuple[int, ...]:
+        """Tokens of a row after which states are wanted: the last place before the prompt's end, where it parts from
+        what is known, and in a long prompt, as long as there is room, places in between.
+
+        Args:
+            ahead: tokens of the longest prefix that is computed for it.
+        """
+        states, most = self._opening.store.states, bounds.latest - planned.pad
+        align, last = states.align, max(known.num_tokens, ahead)
+        wanted = {most // align * align, min(known.num_matched, most) // align * align}
+        grid = range(last // states.grid * states.grid + states.grid, most, states.grid)
+        if len(grid) + len(wanted) <= states.kept.num_free:
+            wanted.update(grid)
+        least = last + _LEAST_GAIN if last else 1
+        return tuple(sorted(place for place in wanted if place >= least))
+
+
+class _Made:
+    """The rows that run ahead of one call.
+
+    Args:
+        inputs, known: of the call's rows.
+        options: of the forward, by name: plain values.
+        previous: of the call before.
+
+    Attributes:
+        num_computed: row -> tokens that were computed for it.
+        rows: those that ran, in their order.
+    """
+
+    def __init__(
         self,
-        prefix: Prefix,
+        opening: OpensRows,
+        side: SideForwards,
         inputs: Sequence[RowInput],
         known: Sequence[Known],
         options: Mapping[str, Any],
         previous: Rows | None,
     ) -> None:
-        """Compute a prefix in one row, for all rows that begin with it."""
-        row = inputs[prefix.row]
-        pad = 0 if self._side.takes_positions else row.pad
-        alone = row._replace(token_ids=row.token_ids[: prefix.num_tokens], pad=pad)
-        start = pad + prefix.known if prefix.known else 0
-        made = self._run([alone], [known[prefix.row]], start, pad + prefix.num_tokens, options, previous)
-        for number, num_tokens in prefix.heirs.items():
-            known[number].learn(made, 0, num_tokens)
+        self._opening, self._side, self._inputs, self._known = opening, side, inputs, known
+        self._options, self._previous = options, previous
+        self.num_computed: Counter[int] = Counter()
+        self.rows: list[Rows] = []
 
-    def _step(
-        self,
-        step: Step,
-        inputs: Sequence[RowInput],
-        known: Sequence[Known],
-        options: Mapping[str, Any],
-        previous: Rows | None,
-    ) -> None:
-        """Compute columns of some rows."""
-        some = [inputs[number] for number in step.rows]
-        cut = [row._replace(token_ids=row.token_ids[: max(0, step.stop - row.pad)]) for row in some]
-        made = self._run(cut, [known[number] for number in step.rows], step.start, step.stop, options, previous)
-        for at, number in enumerate(step.rows):
-            known[number].learn(made, at, max(0, step.stop - inputs[number].pad))
+    def run(self, found: Plan) -> None:
+        """Run a plan."""
+        for prefix in found.prefixes:
+            row = self._inputs[prefix.row]
+            pad = min(row.pad, self._opening.store.states.rules.width) if self._side.takes_positions else row.pad
+            start, stop = pad + prefix.known if prefix.known else 0, pad + prefix.num_tokens
+            made = self._forward(None, [row._replace(pad=pad)], [self._known[prefix.row]], start, stop)
+            self.num_computed[prefix.row] += prefix.num_tokens - prefix.known
+            for number, num_tokens in prefix.heirs.items():
+                self._known[number].learn(made, 0, num_tokens)
+        last: tuple[tuple[int, ...], Rows] | None = None
+        for step in found.steps:
+            going_on = last[1] if last is not None and last[0] == step.rows and last[1].n == step.start else None
+            some, known = [self._inputs[at] for at in step.rows], [self._known[at] for at in step.rows]
+            made = self._forward(going_on, some, known, step.start, step.stop)
+            last = step.rows, made
+            for at, number in enumerate(step.rows):
+                pad = some[at].pad
+                self.num_computed[number] += max(0, step.stop - pad) - max(0, step.start - pad)
+                self._known[number].learn(made, at, max(0, step.stop - pad))
 
-    def _run(
-        self,
-        inputs: Sequence[RowInput],
-        known: Sequence[Known],
-        start: int,
-        stop: int,
-        options: Mapping[str, Any],
-        previous: Rows | None,
+    def _forward(
+        self, going_on: Rows | None, inputs: Sequence[RowInput], known: Sequence[Known], start: int, stop: int
     ) -> Rows:
-        """Rows that run the columns `[start, stop)`."""
-        model = self._side.model
-        if all(row.pad >= start for row in inputs):
-            start = 0
-        rows = self._calls.run_ahead(inputs, known, start, stop, previous)
-        passed = self._side.arguments_of(inputs, start, stop)
-        always = {**options, cache_argument(model): rows, "use_cache": True, "return_dict": True}
-        if self._side.takes_logits_to_keep:
+        """Rows that run the columns `[start, stop)`.
+
+        Args:
+            going_on: rows that have run to `start`; None: others begin.
+        """
+        side, rows = self._side, going_on
+        inputs = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in inputs]
+        if rows is None:
+            start = 0 if all(row.pad >= start for row in inputs) else start
+            rows = self._opening.run_ahead(inputs, known, start, stop, self._previous)
+            rows.in_generate = True
+            self.rows.append(rows)
+        always = {**self._options, cache_argument(side.model): rows, "use_cache": True, "return_dict": True}
+        if side.takes_logits_to_keep:
             always["logits_to_keep"] = 1
-        rows.in_generate = True
         with torch.no_grad():
-            model(**{**always, **passed})
+            side.model(**{**always, **side.arguments_of(inputs, start, stop)})
         return rows
 
-    def keep(self, known: Sequence[Known]) -> None:
-        """Keep what ran ahead: the model was the same all the time."""
-        made = {id(of_row.ahead[0]): of_row.ahead[0] for of_row in known if of_row.ahead is not None}
-        for rows in made.values():
-            self._calls.keeping.keep_ahead(rows)
+
+def _planned(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequence[int]) -> list[PlannedRow]:
+    return [
+        PlannedRow(row.pad, start if of_row.num_tokens else None, row.token_ids, kind)
+        for row, of_row, start, kind in zip(inputs, known, starts, _kinds(inputs), strict=True)
+    ]
 
 
 def _least(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequence[int]) -> int:

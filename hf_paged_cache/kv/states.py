@@ -184,17 +184,27 @@ class LiveStates:
         for layer in self._layers.values():
             layer.record_past = records
 
-    def crop(self, num_columns: int) -> bool:
-        """Take the last columns back, where convolutions alone have kept their inputs; whether that could be done."""
-        cropped = {}
-        for key, held in self._held():
-            layer = self._layers[key.layer_idx]
-            stop = held.shape[-1] - num_columns
-            if key.name != "conv" or not layer.record_past or stop < (layer.conv_kernel_size[key.state_idx] or 0):
+    def can_crop(self, num_columns: int) -> bool:
+        """Whether the last columns can be taken back: where convolutions alone have kept their inputs."""
+        is_held = False
+        for (layer_idx, name, state_idx), held in self._held():
+            layer, is_held = self._layers[layer_idx], True
+            width = layer.conv_kernel_size[state_idx] or 0
+            if name != "conv" or not layer.record_past or held.shape[-1] - num_columns < width:
                 return False
-            cropped[key] = self._needed(key, held[..., :stop]).contiguous()
-        self._replace(cropped)
-        return bool(cropped)
+        return is_held
+
+    def crop(self, num_columns: int) -> bool:
+        """Take the last columns back; whether that could be done."""
+        can = self.can_crop(num_columns)
+        held = dict(self._held()) if can else {}
+        self._replace(
+            {
+                key: self._needed(key, each[..., : each.shape[-1] - num_columns]).contiguous()
+                for key, each in held.items()
+            }
+        )
+        return can
 
 
 def select_rows(states: States, sources: Sequence[int], index: Tensor | None = None) -> dict[StateKey, Tensor]:

@@ -4,7 +4,7 @@ Owns the rows' length, and all tensors that keys and values lie in; knows no tok
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -16,12 +16,16 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from ..attention.causal import CausalSquare
-from ..blocks.sight import Sight
+from ..kv.states import LiveStates
+from ..model.support import has_keys
 from . import memory
+from .indexed import positions_of
+from .kinds import LayerKinds
 from .layers import Reads, RowsLayer, room_for
 from .memory import Columns, Stream, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
-from .windows import WindowColumns, WindowLayer
+from .states import RowStates
+from .windows import WindowColumns
 
 _VERSION = attrgetter("_version")
 _IS_OWN = attrgetter("is_own")
@@ -35,19 +39,22 @@ class Prompt:
         root: its prefix key: all that shapes its keys and values besides tokens.
         pad: columns of left padding.
         first_position: of its first token.
+        shift: how far images have moved the positions of the text after them; None: not known.
         kept: tokens whose blocks need not be kept any more.
+        image_end: tokens up to the end of its last image, within a block that is to be kept up to there; None: there is none.
     """
 
-    __slots__ = ("first_position", "kept", "pad", "root")
+    __slots__ = ("first_position", "image_end", "kept", "pad", "root", "shift")
 
-    def __init__(self, root: bytes = b"", pad: int = 0, first_position: int = 0) -> None:
-        self.root, self.pad, self.first_position = root, pad, first_position
+    def __init__(self, root: bytes = b"", pad: int = 0, first_position: int = 0, shift: int | None = 0) -> None:
+        self.root, self.pad, self.first_position, self.shift = root, pad, first_position, shift
         self.kept = 0
+        self.image_end: int | None = None
 
     def copy(self) -> "Prompt":
         """The same for another row."""
-        copied = Prompt(self.root, self.pad, self.first_position)
-        copied.kept = self.kept
+        copied = Prompt(self.root, self.pad, self.first_position, self.shift)
+        copied.kept, copied.image_end = self.kept, self.image_end
         return copied
 
 
@@ -57,10 +64,8 @@ class RowsColumns(Cache):
     columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
 
     Args:
-        num_layers: of the model.
+        kinds: the layers of the model.
         looks: whether the model looks at keys and values itself.
-        sights: layer index -> its window, for the layers that have one.
-        margin: see `WindowLayer`.
 
     Attributes:
         n: columns of all rows.
@@ -68,6 +73,7 @@ class RowsColumns(Cache):
         prompts: what each row began with; empty before the first forward.
         memory: of streams that lie together, of layers without a window.
         windows: the columns of the others; None: there are none.
+        states: what layers carry beside columns, or in place of them; None: none does.
         has_own: some layers have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
         is_running: a forward has begun and not returned.
@@ -79,11 +85,12 @@ class RowsColumns(Cache):
 
     layers: list[Any]
 
-    def __init__(self, num_layers: int, looks: Looks, sights: Mapping[int, Sight], margin: int) -> None:
-        self._itself, self.sights, self._margin = ref(self), sights, margin
+    def __init__(self, kinds: LayerKinds, looks: Looks) -> None:
+        self._itself, self.kinds = ref(self), kinds
         self.windows: WindowColumns | None = None
+        self.states: RowStates | None = None
         super().__init__(layers=[])
-        self.make_layers(num_layers)
+        self.make_layers()
         self._given: list[RowsLayer] = []  # layers into which somebody has put keys or values
         self.n = self.base = 0
         self.prompts: list[Prompt] = []
@@ -99,15 +106,29 @@ class RowsColumns(Cache):
         self.has_own = False
         self._room_end = math.inf  # the column at which memory that lies together ends
 
-    def make_layers(self, num_layers: int) -> None:
+    def make_layers(self) -> None:
         """Have layers that hold nothing, in the same list."""
-        itself = self._itself
-        layers: list[Any] = [*map(RowsLayer, range(num_layers), repeat(itself))]
-        for layer_idx, sight in self.sights.items():
-            layers[layer_idx] = WindowLayer(layer_idx, itself, sight, self._margin)
-        self.layers[:] = layers
-        self.windows = WindowColumns(layers) if self.sights else None
+        itself, kinds = self._itself, self.kinds
+        self.layers[:] = layers = kinds.make(itself)
+        self.windows = WindowColumns(layers) if kinds.sights else None
+        self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
         self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
+
+    @property
+    def first(self) -> Any:
+        """The first layer with columns; None: there is none."""
+        return self.layers[0] if self.states is None and self.layers else next(filter(_has_columns, self.layers), None)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether rows go on after certain columns alone: layers have windows, or carry states."""
+        return self.windows is not None or self.states is not None
+
+    def can_go_on_at(self, n: int) -> bool:
+        """Whether all is there that the token after the first `n` columns needs."""
+        if self.states is not None and not (n == self.n and self.states.are_whole):
+            return False
+        return self.windows is None or self.windows.can_go_on_at(n)
 
     def note_sharing(self) -> None:
         """Rows have columns in common from here on, some of which may lie in blocks."""
@@ -119,6 +140,12 @@ class RowsColumns(Cache):
     def note_shown(self) -> None:
         """Somebody gets keys or values, and may write to them unseen: nothing more is kept."""
         self.is_whole = False
+
+    def positions(self, device: torch.device) -> Tensor | None:
+        """See `Owner`."""
+        return positions_of(
+            [row.pad for row in self.prompts], [row.first_position for row in self.prompts], self.n, device
+        )
 
     def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
         """From here on the rows have these segments in common, and their own columns, from the first behind one on, lie in this memory."""
@@ -138,7 +165,7 @@ class RowsColumns(Cache):
             self.is_whole = False
         stop = max(n, *(layer.n for layer in self.layers))  # in the middle of a forward some are further
         self.has_own = any(map(_IS_OWN, self.layers))  # or have got memory of their own
-        room = room_for(stop, self.layers[0].wanted)
+        room = room_for(stop, self.first.wanted)
         own = self.all_memory()
         whole = memory.make(memory.shapes_of_rows(own), self.num_rows, room)
         for row in range(self.num_rows):
@@ -169,7 +196,7 @@ class RowsColumns(Cache):
         self.layers += map(RowsLayer, missing, repeat(self._itself))
         lengths += [n] * len(missing)
         for layer_idx, of_layer in places.items():
-            self.layers[layer_idx].lie_in(of_layer["key"], of_layer["value"], lengths[layer_idx], base)
+            self.layers[layer_idx].lie_in(of_layer, lengths[layer_idx], base)
         self.has_own, self._room_end = any(map(_IS_OWN, self.layers)), room_end
         self.note_writes()
 
@@ -184,10 +211,17 @@ class RowsColumns(Cache):
                     found.append(Streams(tensor[number : number + 1], (name,)))
         return found + [streams for layer in self.layers if layer.is_own for streams in layer.streams()]
 
+    @property
+    def is_written(self) -> bool:
+        """Whether a forward has written any layer."""
+        if any(has_keys(layer) and layer.get_seq_length() for layer in self.layers):
+            return True
+        return any(any(self.layers[at].has_previous_state.values()) for at in self.kinds.num_states)
+
     def written_streams(self) -> frozenset[Stream]:
         """The streams that the last forward has written."""
-        written = [layer.layer_idx for layer in self.layers if layer.held is not None and layer.n == self.n]
-        return frozenset((layer_idx, name) for layer_idx in written for name in ("key", "value"))
+        written = [layer for layer in self.layers if layer.held is not None and layer.n == self.n]
+        return frozenset((layer.layer_idx, name) for layer in written for name, _ in layer.named())
 
     def make_room(self, num_columns: int, wanted: int) -> None:
         """Let memory that lies together hold so many columns."""
@@ -212,6 +246,11 @@ class RowsColumns(Cache):
         return bool(self._given) or self._versions != tuple(map(_VERSION, self._tensors))
 
     @property
+    def is_edited_or_ahead(self) -> bool:
+        """Whether somebody has put other keys or values into layers, or these have columns that the rows have not."""
+        return bool(self._given) or ((first := self.first) is not None and first.n != self.n)
+
+    @property
     def num_rows(self) -> int:
         """Rows that run."""
         return len(self.prompts)
@@ -220,10 +259,19 @@ class RowsColumns(Cache):
     def kv_bytes(self) -> int:
         """Bytes of their columns."""
         if self.why_bypassed is not None:
-            return sum(layer.keys.nbytes + layer.values.nbytes for layer in self.layers if layer.is_initialized)
+            return sum(states.nbytes for states in self.held_in_layers())
         segments = 0 if self.shared is None else self.shared.num_bytes
         own = memory.num_bytes(self.all_memory(), self.n - self.base)
-        return segments + own + (0 if self.windows is None else self.windows.num_bytes(self.n))
+        windows = 0 if self.windows is None else self.windows.num_bytes(self.n)
+        return segments + own + windows + (0 if self.states is None else self.states.num_bytes)
+
+    def held_in_layers(self) -> Iterator[Tensor]:
+        """What the layers of a bypassed call hold."""
+        for layer in self.layers:
+            if has_keys(layer) and layer.is_initialized:
+                yield from (layer.keys, layer.values)
+        if self.kinds.num_states:
+            yield from LiveStates({at: self.layers[at] for at in self.kinds.num_states}).read().values()
 
     def columns(self, row: int, start: int, stop: int) -> Columns:
         """Columns of a row, side by side: where they lie, or copies where they lie in what rows share."""
@@ -248,6 +296,10 @@ class RowsColumns(Cache):
             self._reads = reads
             for layer in self.layers:
                 layer.reads = reads
+
+
+def _has_columns(layer: Any) -> bool:
+    return isinstance(layer, RowsLayer)
 
 
 def another_layer(layers: list[Any], owner: "ref[RowsColumns]") -> RowsLayer:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..blocks.image_tokens import hold_images
 from ..blocks.tokens import TokenIds
 
 
@@ -33,6 +34,14 @@ class IdsStream:
     def __init__(self) -> None:
         self.num_columns = 0
         self._ids: Tensor | None = None
+        self._named: list[
+            TokenIds
+        ] = []  # of each row, tokens of a prompt with images, which have names; none of other rows
+
+    def begin(self, rows: Sequence[Begins]) -> None:
+        """Rows begin, with prompts that have these tokens."""
+        named = [row.token_ids if hold_images(row.token_ids) else row.token_ids[:0] for row in rows]
+        self._named = named if any(named) else []
 
     def start(self, rows: Sequence[Begins], num_columns: int) -> None:
         """The rows begin with these tokens, after their padding: what is known of them, in `num_columns` columns."""
@@ -62,6 +71,8 @@ class IdsStream:
 
     def select(self, index: Tensor) -> None:
         """Row `i` continues as row `index[i]`."""
+        if self._named:
+            self._named = [self._named[number] for number in index.tolist()]
         if self._ids is not None:
             with torch.inference_mode(False):
                 self._ids = self._ids.index_select(0, index.to(self._ids.device, copy=index.is_inference()))
@@ -71,12 +82,16 @@ class IdsStream:
         if self._ids is None:
             return [array("q") for _ in pads]
         ids = self._ids[:, :stop].cpu()
-        return [array("q", ids[row, pad:].contiguous().numpy().tobytes()) for row, pad in enumerate(pads)]
+        rows = [array("q", ids[row, pad:].contiguous().numpy().tobytes()) for row, pad in enumerate(pads)]
+        for row, named in zip(rows, self._named, strict=False):
+            num = min(len(row), len(named))
+            row[:num] = named[:num]
+        return rows
 
     def copy(self) -> "IdsStream":
         """The same ids, which may go on otherwise."""
         copied = IdsStream()
-        copied.num_columns = self.num_columns
+        copied.num_columns, copied._named = self.num_columns, [*self._named]
         with torch.inference_mode(False):
             copied._ids = None if self._ids is None else self._ids.clone()
         return copied

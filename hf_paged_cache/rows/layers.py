@@ -3,17 +3,18 @@
 Owns nothing but its place in the rows' memory, or memory of its own before the shapes of all layers are known.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import DynamicLayer
 
 from ..attention.lazy import as_dense
 from ..errors import ForwardMismatchError
 from ..kv.recycled_memory import zeros
-from .memory import Stream, Streams
+from .memory import Streams
 
 SPARE = 64  # columns more than are needed, where it is not known how many come
 
@@ -34,6 +35,8 @@ class Owner(Protocol):
     def note_given(self, layer: "RowsLayer") -> None: ...  # somebody has put other keys or values into it
 
     def note_shown(self) -> None: ...  # somebody gets its keys or values, and may write to them
+
+    def positions(self, device: torch.device) -> Tensor | None: ...  # of all columns so far, [3, R, n]
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
@@ -107,21 +110,24 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.held, self.room, self.is_own = (made[0], made[1]), room, True
         return self.held
 
-    def lie_in(self, keys: Tensor, values: Tensor, n: int, base: int = 0) -> None:
-        """From here on the columns `[base, n)` are the first ones of these tensors, [R, H, room, D]."""
+    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
+        """From here on the columns `[base, n)` are the first ones of these tensors, [R, H, room, D] each, by their names."""
+        keys, values = tensors["key"], tensors["value"]
         self.held, self.n, self.base = (keys, values), n, base
         self.room, self.is_own = keys.shape[2], False
         self.dtype, self.device = keys.dtype, keys.device
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        """The layer's tensors, [R, H, room, D] each, and their names."""
+        return [] if self.held is None else [("key", self.held[0]), ("value", self.held[1])]
+
     def streams(self) -> list[Streams]:
         """The layer's memory, where it is its own."""
-        if self.held is None:
-            return []
-        named: list[tuple[Stream, Tensor]] = [
-            ((self.layer_idx, "key"), self.held[0]),
-            ((self.layer_idx, "value"), self.held[1]),
-        ]
-        return [Streams(tensor.unsqueeze(0), (name,)) for name, tensor in named]
+        return [Streams(tensor.unsqueeze(0), ((self.layer_idx, name),)) for name, tensor in self.named()]
+
+    def put_into(self, layer: Any) -> None:
+        """Let a layer of transformers that holds nothing go on with these columns."""
+        layer.update(*self.columns())
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -193,6 +199,18 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         """Drop what is held."""
         self.held, self.reads = None, None
         self.n = self.base = self.room = self.filled = 0
+
+
+class PlaceholderLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]  # 5.17 has none
+    """A layer that holds nothing."""
+
+    n = base = room = wanted = filled = 0
+    held = reads = keys = values = None
+    is_own = is_sliding = is_initialized = False
+
+    def get_seq_length(self) -> int:
+        """No columns."""
+        return 0
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from types import MappingProxyType
 from typing import Any, NoReturn, Protocol
 from weakref import ref
 
@@ -18,14 +17,18 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-from ..blocks.sight import Sight
+from ..blocks.image_tokens import end_of_image, hold_images
 from ..blocks.tokens import TokenIds
-from ..errors import CacheArgumentError
+from ..errors import CacheArgumentError, ForwardMismatchError
+from ..kv.states import LiveStates
+from ..model.support import has_keys
 from . import memory
 from .columns import Prompt, RowsColumns
 from .ids import Begins, IdsStream
-from .layers import SPARE
+from .kinds import LayerKinds
+from .layers import SPARE, RowsLayer
 from .shared import Looks
+from .states import RowStates
 
 _VERSION = attrgetter("_version")
 _IS_OWN = attrgetter("is_own")
@@ -67,6 +70,12 @@ class RunsRows(Protocol):
     def require_not_running(self, rows: "Rows") -> None: ...  # in a thread that lives
 
 
+class CutsColumns(Protocol):
+    """How a prompt is cut into forwards."""
+
+    def commit_end(self, before: int, num_new_columns: int) -> int: ...  # the column from which on nothing is kept
+
+
 class BeginsUnder(Begins, Protocol):
     """The same, under a prefix key."""
 
@@ -76,19 +85,23 @@ class BeginsUnder(Begins, Protocol):
     @property
     def first_position(self) -> int: ...
 
+    @property
+    def shift(self) -> int | None: ...
+
 
 class Rows(RowsColumns):
     """The rows of one call, or of one loop of forwards; see `RowsColumns`, which has where their columns lie.
 
     Args:
         calls: opens them at their first forward, and keeps what they compute.
-        num_layers: of the model.
+        kinds: the layers of the model.
         looks: whether the model looks at keys and values itself.
 
     Attributes:
         ids: what ran.
         in_generate: `generate` runs them, which passes what it must.
         num_forwards: that have returned.
+        num_new: columns of the last forward.
         judged: the model was the same for the columns before this one, as somebody has looked.
         trust_end: it was not for those from this one on.
         must_confirm: `calls` is told of the next forward that returns.
@@ -100,6 +113,9 @@ class Rows(RowsColumns):
         handle: the cache of the call.
         is_behind_handle: forwards are passed that in place of the rows, and return it.
         state: what `calls` remembers of them.
+        chunks: the prompt comes in these, and what comes in others is not kept; None: it comes as it comes.
+        lacks_windows: a forward died, and layers with a window have nothing more of what the next token sees.
+        must_present: the model takes a cache of a class of its own alone.
         thread: ident of the one that ran them last.
         captured: runs their forwards by graphs, and has them lie in the arena; None: nothing does.
         why_not_captured: why not; "": they may be.
@@ -110,12 +126,10 @@ class Rows(RowsColumns):
     def __init__(
         self,
         calls: RunsRows,
-        num_layers: int,
+        kinds: LayerKinds,
         looks: Looks,
-        sights: Mapping[int, Sight] = MappingProxyType({}),
-        margin: int = 0,
     ) -> None:
-        super().__init__(num_layers, looks, sights, margin)
+        super().__init__(kinds, looks)
         self.calls = calls
         self.ids = IdsStream()
         self.is_open = self.in_generate = False
@@ -130,11 +144,12 @@ class Rows(RowsColumns):
         self.previous: Rows | None = None  # of the call before; given up when these open
         self.state: Any = None
         self.handle: ref[Any] | None = None
-        self.is_behind_handle = False
+        self.is_behind_handle = self.must_present = self.lacks_windows = False
         self.captured: Any = None
+        self.chunks: CutsColumns | None = None
         self.why_not_captured = ""
         self.thread = threading.get_ident()
-        self._num_new = 0
+        self.num_new = 0
         self._lengths: list[int] | None = None  # columns of layers before a bypassed forward that has not returned
 
     # What `generate` tells that is passed rows which a call has returned.
@@ -162,7 +177,7 @@ class Rows(RowsColumns):
         """A forward begins; returns what it is to run with."""
         if model is not self.calls.model:
             self.calls.refuse(model)
-        if self.why_bypassed is None and (self._given or (self.layers and self.layers[0].n != self.n)):
+        if self.why_bypassed is None and self.is_edited_or_ahead:
             self._heed()
         if self.is_running and self.thread != threading.get_ident():
             self.calls.require_not_running(self)
@@ -180,15 +195,21 @@ class Rows(RowsColumns):
             arguments = self.calls.go_on(self, arguments)
         if self.why_bypassed is not None:
             self.roll_back()
-            self._lengths = [layer.get_seq_length() for layer in self.layers]
+            self._lengths = [layer.get_seq_length() if has_keys(layer) else 0 for layer in self.layers]
             return arguments
         if self.prompt_end and self.n >= self.prompt_end:
             self.calls.keeping.keep_prompt(self)
         ids = arguments["input_ids"]
         if tuple(map(_VERSION, self._tensors)) != self._versions:
             self.is_whole = False
-        num_new = self._num_new = ids.shape[1]
+        num_new = self.num_new = ids.shape[1]
         self.is_running = True
+        if self.lacks_windows or (self.states is not None and not self.states.are_whole):
+            self._require_not_lost()
+        if self.chunks is not None:
+            self.trust_end = min(self.trust_end, self.chunks.commit_end(self.n, num_new))
+        if self.states is not None:
+            self._start_states(self.states, num_new)
         self.ids.note(ids, self.n)
         if self.n + num_new > self._room_end:
             self.make_room(self.n + num_new, 0)
@@ -199,7 +220,7 @@ class Rows(RowsColumns):
     def after_forward(self, output: Any) -> Any:
         """It has returned."""
         if self.why_bypassed is None:
-            n = self.n + self._num_new
+            n = self.n + self.num_new
             for layer in self.layers:
                 if layer.n != n and layer.held is not None:
                     self.is_whole = False
@@ -207,6 +228,8 @@ class Rows(RowsColumns):
                     self.has_own = True
             self.n, self.is_running = n, False
             self.num_forwards += 1
+            if self.states is not None:
+                self.states.end_forward([prompt.pad for prompt in self.prompts], n)
             if self.has_own or self.windows is not None:
                 self.note_writes()
             else:
@@ -233,10 +256,10 @@ class Rows(RowsColumns):
         if self._given:
             first, self.has_own = self._given[0], True
             self._given.clear()
-        elif self.is_running or not self.layers or self.why_bypassed is not None or self.layers[0].n == self.n:
+        elif self.is_running or self.why_bypassed is not None or not self.is_edited_or_ahead:
             return
         else:
-            first = self.layers[0]
+            first = self.first
         if first.held is not None:
             self.n, self.is_whole = first.n, False
             self.has_own = any(map(_IS_OWN, self.layers))
@@ -252,27 +275,34 @@ class Rows(RowsColumns):
         if self._lengths is not None:
             lengths, self._lengths = self._lengths, None
             for layer, num in zip(self.layers, lengths, strict=False):
-                if layer.get_seq_length() > num:
+                if has_keys(layer) and layer.get_seq_length() > num:
                     layer.keys, layer.values = layer.keys[..., :num, :], layer.values[..., :num, :]
         elif self.is_running and not self.num_forwards:
             self.reset()
         elif self.is_running:
             self.is_running = False
             for layer in self.layers:
-                layer.n = min(layer.n, self.n)
+                if isinstance(layer, RowsLayer):
+                    layer.crop(self.n - layer.n)
             self.has_own = any(map(_IS_OWN, self.layers))
             self.note_writes()
-            if self.windows is not None and not self.windows.can_go_on_at(
-                self.n
-            ):  # what the next token sees has been written over
-                self.reset()
+            # what the next token sees has been written over
+            self.lacks_windows = self.lacks_windows or (
+                self.windows is not None and not self.windows.can_go_on_at(self.n)
+            )
 
     # Their memory.
 
     def begin(self, inputs: Sequence[BeginsUnder], wanted: int) -> None:
         """Rows of these tokens begin, which will have so many columns as far as that is known."""
-        self.prompts = [Prompt(row.root, row.pad, row.first_position) for row in inputs]
+        self.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
+        self.ids.begin(inputs)
+        for prompt, row in zip(self.prompts, inputs, strict=True):
+            if hold_images(row.token_ids):
+                prompt.image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
         self.is_open = True
+        if self.states is not None:
+            self.states.begin(len(inputs))
         for layer in self.layers:
             layer.wanted = wanted
 
@@ -292,13 +322,14 @@ class Rows(RowsColumns):
             for layer in layers:
                 getattr(layer, "activate_past_recording", lambda: None)()
         for number, layer in enumerate(self.layers):
-            if layer.is_initialized:
+            if has_keys(layer) and layer.is_initialized:
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
-                layers[number].update(*layer.columns())
-                if layer.is_sliding:
-                    layers[number].cumulative_length = layer.n
+                layer.put_into(layers[number])
         self.why_bypassed, self.memory, self.is_open = why, [], True
-        self._tensors, self._versions, self.windows = [], (), None
+        if self.states is not None:
+            carry = {at: layers[at] for at in self.kinds.num_states}
+            LiveStates(carry).put(self.states.live.read())
+        self._tensors, self._versions, self.windows, self.states = [], (), None, None
         self.layers[:] = layers  # the same list: who has it sees these
         self.layer_class_to_replicate = DynamicLayer
 
@@ -308,6 +339,11 @@ class Rows(RowsColumns):
             self.judged = max(self.judged, stop)
         else:
             self.trust_end = min(self.trust_end, self.judged)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether somebody has seen that the model was another one for some columns."""
+        return not math.isinf(self.trust_end)
 
     @property
     def num_true_columns(self) -> int:
@@ -323,6 +359,41 @@ class Rows(RowsColumns):
     def token_ids(self) -> list[TokenIds]:
         """What ran in each row, without padding, as far as it is true."""
         return self.ids.rows([prompt.pad for prompt in self.prompts], self.num_true_columns)
+
+    # What layers carry.
+
+    def _require_not_lost(self) -> None:
+        """Raises ForwardMismatchError: what layers with a window or a state had of the rows is lost."""
+        if not self.n:
+            return
+        self.is_running = False
+        what = "a window see" if self.lacks_windows else "a state carry"
+        raise ForwardMismatchError(
+            f"what layers with {what} of these rows is lost, because a forward died in the middle of it, and it cannot be computed "
+            "again here; reset() the cache, or pass the whole prompt to generate again"
+        )
+
+    def _start_states(self, states: RowStates, num_new: int) -> None:
+        """A forward begins of so many columns."""
+        if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
+            self.trust_end = min(self.trust_end, self.n)  # what is computed so is not what a prompt computes
+        states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
+
+    def _crop_states(self, states: RowStates, num_columns: int) -> None:
+        """Take columns back.
+
+        Raises:
+            CacheArgumentError: what layers carry of the columns before them is gone; nothing has changed.
+        """
+        if not self.n or num_columns == self.n:
+            states.clear()
+        elif num_columns and not states.can_crop(num_columns):
+            raise CacheArgumentError(
+                f"cannot take back {num_columns} tokens: layers with a state carry what is after all tokens; reset() the rows, or pass the "
+                "whole prompt to generate again"
+            )
+        else:
+            states.crop(num_columns, self.n - num_columns, [prompt.pad for prompt in self.prompts])
 
     # What moves rows.
 
@@ -341,8 +412,7 @@ class Rows(RowsColumns):
             for layer in self.layers:
                 layer.reorder_cache(at)
             return
-        if self.is_edited:
-            self.is_whole = False
+        is_whole, self.is_whole = self.is_whole and not self.is_edited, False  # interrupted, some streams have changed
         num_rows = at.shape[0]
         if self.shared is not None and not start and not self.shared.fits(at.tolist()):
             self.make_dense()
@@ -355,12 +425,15 @@ class Rows(RowsColumns):
             self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
         if self.windows is not None:
             self.windows.select(at, self.n, start)
+        if self.states is not None:
+            self.states.select(at)
         self.ids.select(at)
         if num_rows != self.num_rows:
             self.common_columns = 0
         if not self.common_columns:
             self.prompts = [self.prompts[number].copy() for number in at.tolist()]
         self.note_writes()
+        self.is_whole = is_whole
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row `i` continues as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
@@ -386,7 +459,7 @@ class Rows(RowsColumns):
     def _batch(self) -> int:
         if self.why_bypassed is None:
             return self.num_rows
-        return max((layer.keys.shape[0] for layer in self.layers if layer.is_initialized), default=0)
+        return next((states.shape[0] for states in self.held_in_layers()), 0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
@@ -412,8 +485,11 @@ class Rows(RowsColumns):
             )
         if self.shared is not None and self.n + tokens_to_remove < max(self.shared.plan.ends):
             self.make_dense()
+        if self.states is not None:
+            self._crop_states(self.states, -int(tokens_to_remove))
         for layer in self.layers:
-            layer.crop(int(tokens_to_remove))
+            if self.why_bypassed is not None or isinstance(layer, RowsLayer):
+                layer.crop(int(tokens_to_remove))
         self.n = max(0, self.n + int(tokens_to_remove))
         if not self.n and not self.in_generate and self.why_bypassed is None:
             self.reset()  # other rows may begin
@@ -424,10 +500,12 @@ class Rows(RowsColumns):
     def reset(self) -> None:
         """Drop the rows."""
         if self.why_bypassed is not None:
-            self.make_layers(len(self.layers))
+            self.make_layers()
             self.why_bypassed = None
         for layer in self.layers:
             layer.reset()
+        if self.states is not None:
+            self.states.clear()
         if self.windows is not None:
             self.windows.forget()
         self.is_whole = self.must_confirm = True
@@ -435,7 +513,7 @@ class Rows(RowsColumns):
         self.prompt_end = self.common_columns = 0
         self.memory, self.prompts, self.ids, self.n, self.base = [], [], IdsStream(), 0, 0
         self.shared = self._reads = None
-        self.is_open = self.is_running = self.has_own = False
+        self.is_open = self.is_running = self.has_own = self.lacks_windows = False
         self._given.clear()
         self._tensors, self._versions, self._room_end, self._lengths = [], (), math.inf, None
         self.judged, self.trust_end = 0, math.inf
@@ -445,6 +523,15 @@ class Rows(RowsColumns):
         self.records_drafts = True
         if self.why_bypassed is not None:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
+        elif self.states is not None:
+            self.states.live.record_past(records=True)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """As transformers does; and what is wanted of the convolution's inputs is taken."""
+        inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        if self.states is not None:
+            self.states.live.record(layer_idx, state_idx, inputs)
+        return inputs
 
     # What transformers and users ask.
 
@@ -471,7 +558,7 @@ class Rows(RowsColumns):
         """Columns of the rows, padding included."""
         if self.why_bypassed is not None:
             return int(super().get_seq_length(layer_idx))
-        if self._given or (self.layers and self.layers[0].n != self.n):
+        if self.is_edited_or_ahead:
             self._heed()
         if layer_idx < 0:
             layer_idx += len(self.layers)
@@ -492,12 +579,12 @@ class Rows(RowsColumns):
         """
         if self.why_bypassed is not None:
             self.roll_back()
-            if any(layer.keys.requires_grad for layer in self.layers if layer.is_initialized):
+            if any(states.requires_grad for states in self.held_in_layers()):
                 raise CacheArgumentError(
                     "gradients flow through the rows of this cache, and would not through a copy of them; copy it after "
                     "forwards in torch.no_grad()"
                 )
-        copied = type(self)(self.calls, len(self.layers), self.looks, self.sights, self._margin)
+        copied = type(self)(self.calls, self.kinds, self.looks)
         memo[id(self)] = copied
         for name in (
             "n",
@@ -527,6 +614,8 @@ class Rows(RowsColumns):
         if self.windows is not None and copied.windows is not None:
             self.windows.copy_to(copied.windows, self.num_rows, self.n)
             copied.note_writes()
+        if self.states is not None and copied.states is not None:
+            self.states.copy_to(copied.states)
         for layer, of in zip(copied.layers, self.layers, strict=True):
             layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied

@@ -3,7 +3,7 @@
 columns of a row: [0, base) passed and gone | [base, n) lie in `held`, from its first column on
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,9 +95,14 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
 
     is_alone = False  # `held` is this layer's alone; `is_own` says so of layers without a window
 
-    def lie_in(self, keys: Tensor, values: Tensor, n: int, base: int = 0) -> None:
+    def put_into(self, layer: Any) -> None:
         """See `RowsLayer`."""
-        super().lie_in(keys, values, n, base)
+        super().put_into(layer)
+        layer.cumulative_length = self.n
+
+    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
+        """See `RowsLayer`."""
+        super().lie_in(tensors, n, base)
         self.is_alone = False
 
     def can_go_on_at(self, n: int) -> bool:
@@ -171,8 +176,7 @@ class WindowColumns:
                 parts.setdefault(layer_idx, {})[name] = part
         for layer in self._layers[sight]:
             if layer.layer_idx in parts:
-                of_layer = parts[layer.layer_idx]
-                layer.lie_in(of_layer["key"], of_layer["value"], n, base)
+                layer.lie_in(parts[layer.layer_idx], n, base)
         self._together[sight] = held
 
     def make(self, sight: Sight, shapes: Sequence[Shape], num_rows: int, n: int, wanted: int) -> None:

@@ -95,10 +95,10 @@ class BlockStore:
         self.has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
         self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
-        self.leases = Leases(self.allocator, self.windows)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
+        self.leases = Leases(self.allocator, self.windows, self.states)
         self.first_device = first_device
         self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
         self._measure_layers = measure_layers

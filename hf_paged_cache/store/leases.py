@@ -4,9 +4,12 @@ import threading
 from collections.abc import Collection, Sequence
 from weakref import WeakKeyDictionary
 
-from ..blocks import Allocation, BlockHash, PrefixCachingBlockAllocator, resumable
+from ..blocks import Allocation, BlockHash, Group, PrefixCachingBlockAllocator, resumable
 from ..blocks.allocation import Resumption
+from ..blocks.image_tokens import WholeImages
+from ..blocks.tokens import TokenIds
 from ..blocks.window_blocks import Changing
+from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
 
@@ -18,30 +21,42 @@ class Leases:
     Args:
         allocator: of the blocks.
         windows: whose window blocks are held with them.
+        states: the snapshots beside them.
     """
 
-    def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups) -> None:
-        self._allocator, self._windows = allocator, windows
+    def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, states: StateSnapshots) -> None:
+        self._allocator, self._windows, self._states = allocator, windows, states
         self._threads: WeakKeyDictionary[Allocation, int] = WeakKeyDictionary()  # lease -> ident of who took it
 
     def take(self, hashes: Sequence[BlockHash], salt: bytes) -> Allocation:
         """A lease of the leading blocks that are known; the caller frees it."""
         return self._noted(self._allocator.allocate(hashes, namespace=salt))
 
-    def take_resumable(self, hashes: Sequence[BlockHash], salt: bytes) -> Allocation:
-        """The same as far as layers with a window can resume, with their window blocks; free it by `give_back`."""
-        groups = self._windows.groups
-        with Changing(groups):
-            lease = self.take(hashes, salt)
-            size = self._allocator.block_size
-            num_tokens = resumable(groups, lease.block_ids, len(lease.block_ids) * size)
-            self._allocator.truncate(lease, num_tokens // size)
-            self.resume(lease)
-        return lease
+    def take_resumable(
+        self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int
+    ) -> tuple[Allocation, int, int]:
+        """The same as far as layers with a window or a state can resume, with their window blocks; free it by `give_back`.
 
-    def resume(self, lease: Allocation) -> None:
-        """Rows resume at the end of a lease: what layers with a window see there is held, as far as it is there."""
-        num_tokens = len(lease.block_ids) * self._allocator.block_size
+        Args:
+            tokens: of the row, from its first one on.
+            most: tokens after which rows resume at most.
+
+        Returns:
+            the lease, the tokens after which rows can resume, and how many are known whether they can resume there or not.
+        """
+        windows, size = self._windows.groups, self._allocator.block_size
+        groups: list[Group] = [*windows, WholeImages(tokens)]
+        groups += [self._states.kept] if self._states else []
+        with Changing(windows):
+            lease = self.take(hashes, salt)
+            num_matched = len(lease.block_ids) * size
+            num_tokens = resumable(groups, lease.block_ids, min(num_matched, most))
+            self._allocator.truncate(lease, -(-num_tokens // size))
+            self.resume(lease, num_tokens)
+        return lease, num_tokens, num_matched
+
+    def resume(self, lease: Allocation, num_tokens: int) -> None:
+        """Rows resume after so many tokens of a lease: what layers with a window see there is held, as far as it is there."""
         lease.resumption = Resumption.at(num_tokens)
         for group in self._windows.groups:
             group.hold(lease.block_ids[index] for index in group.seen(num_tokens))

@@ -26,8 +26,12 @@ def a_prompt(play: Player, seed: int = 1) -> list[int]:
 
 
 def known(play: Player, reused: int, at_least: int) -> dict[str, int]:
-    """What a call reuses: exactly that, or at least that where layers carry states."""
-    return {"at_least": at_least} if play.has_states else {"reused": reused}
+    """What a call reuses: exactly that; at least that where layers have windows, whose rows resume exactly where they are known; or where
+    they carry states, at least the other number.
+    """
+    if play.has_states:
+        return {"at_least": at_least}
+    return {"at_least": reused} if play.has_windows else {"reused": reused}
 
 
 def cold(play: Player) -> None:
@@ -69,7 +73,7 @@ def padded_batch(play: Player) -> None:
     if play.has_states:
         play.call(**rows(6, 7, 1), at_least=0)
     else:
-        play.hit(**rows(6, 7, 1), reused=7 * unit)
+        play.hit(**rows(6, 7, 1), **known(play, 7 * unit, 0))
     play.cache.reset()
     play.hit(**rows(8, 9, 1), **known(play, 7 * unit, 3 * unit))
 

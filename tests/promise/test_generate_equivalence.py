@@ -56,15 +56,15 @@ def partial_hit(num_common: int) -> Callable[[Player], None]:
 
 def padded_batch(play: Player) -> None:
     play.call(**batch(row((1, 40), (2, 10)), row((4, 36), (5, 4))), reused=0)
-    play.hit(**batch(row((1, 40), (6, 14)), row((4, 36), (7, 8))), reused=40 + 40 - 10)
+    play.hit(**batch(row((1, 40), (6, 14)), row((4, 36), (7, 8))), at_least=40 + 40 - 10)
     play.cache.reset()
-    play.hit(**batch(row((1, 40), (6, 14)), row((4, 36), (7, 8))), reused=42 + 42 - 10)
+    play.hit(**batch(row((1, 40), (6, 14)), row((4, 36), (7, 8))), at_least=42 + 42 - 10)
 
 
 def other_padding(play: Player) -> None:
     play.call(**batch(row((1, 54)), row((4, 44))))
     # Where positions follow the padding, the padding is part of the root.
-    play.hit(**batch(row((1, 54), (2, 6)), row((4, 44))), reused=54 + 54 - 16 if play.takes_positions else 16)
+    play.hit(**batch(row((1, 54), (2, 6)), row((4, 44))), at_least=54 + 54 - 16 if play.takes_positions else 16)
 
 
 def known_and_unknown_rows(play: Player) -> None:

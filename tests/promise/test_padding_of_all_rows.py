@@ -148,19 +148,6 @@ def test_rows_that_share_a_prefix_computed_ahead_of_them_give_the_same(kinds: st
     assert_same(run(model, **given), run(model, PagedPrefixCache(store, attention="gather"), **given))
 
 
-def test_before_any_layer_has_written_all_have_the_columns_that_were_skipped() -> None:
-    model = build("gemma3")
-    cache = PagedPrefixCache(model, block_size=4)
-    lengths: list[list[int]] = []
-    model.model.layers[0].register_forward_pre_hook(
-        lambda *_: lengths.append([cache.get_seq_length(index) for index in range(len(cache.layers))])
-    )
-    given = padded(PROMPTS["one row"])
-    run(model, cache, **given, max_new_tokens=1)
-    assert lengths == [[PADDED] * len(cache.layers)]
-    assert cache.get_seq_length(len(cache.layers) + 5) == 0  # no layer that writes
-
-
 class _SkippedWhileEmpty(LlamaDecoderLayer):
     """As a cross attention of transformers 5.17 without an image."""
 

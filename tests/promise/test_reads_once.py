@@ -58,7 +58,8 @@ def test_rows_that_share_give_the_same_logits_cold_warm_and_from_blocks_alone(
         assert_same(reference, run(model, cache, **call))
         cache.check()
     assert all(served)
-    assert bool(served) == (name in SERVED)
+    # rows with states start where these were kept, which are other columns of rows of other lengths
+    assert bool(served) == (name in SERVED and (name, what) != ("lfm2", "8 rows"))
     cache.reset()
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, **call))

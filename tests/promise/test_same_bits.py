@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.call import prepare
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call.scheduled_forward import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
+from hf_paged_cache.integration.opening import Opening
 from tests.differential.kinds import build
 
 from ..internals import always_worth_it, reused_of_chunks
@@ -149,18 +149,6 @@ def test_with_other_threads_nothing_is_taken() -> None:
     assert cache.last_call.reused_tokens == 0
 
 
-def test_a_call_that_does_not_fit_leaves_the_rows_of_the_last_one() -> None:
-    model = tiny()
-    cache = PagedPrefixCache(model, num_blocks=8)
-    assert is_same(model, cache, [PROMPT])
-    held = cache.get_seq_length()
-    with pytest.raises(OutOfBlocksError):
-        logits(model, cache, [row((1, 70), (2, 90))])
-    assert cache.get_seq_length() == held
-    assert is_same(model, cache, [PROMPT])
-    cache.check()
-
-
 def test_a_call_without_a_cache_of_its_own_layers_gives_the_same_bits() -> None:
     model = tiny()
     cache = PagedPrefixCache(model, num_blocks=7, on_full="bypass")
@@ -198,8 +186,8 @@ def test_a_chunk_size_that_is_none_is_refused() -> None:
 
 def anywhere(patch: pytest.MonkeyPatch) -> None:
     """Hits end at any token."""
-    cut = prepare._end_of_known_chunks
-    patch.setattr(prepare, "_end_of_known_chunks", lambda store, rows, size, column: cut(store, rows, 1, column))
+    known = Opening._known_together
+    patch.setattr(Opening, "_known_together", lambda self, *given: known(self, *given[:5], 1))
 
 
 def any_shape(patch: pytest.MonkeyPatch) -> None:
@@ -217,9 +205,9 @@ def all_committed(patch: pytest.MonkeyPatch) -> None:
 def test_each_rule_is_needed(without: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch)
     model = tiny()
-    cache = PagedPrefixCache(model, block_size=4)
     found = []
     for size in (None, SIZE):
+        cache = PagedPrefixCache(model, block_size=4)
         given = {"max_new_tokens": 60, "eos_token_id": None, "prefill_chunk_size": size}
         answered = model.generate(**batch(row((4, 20))), past_key_values=cache, **given).tolist()
         found += [is_same(model, cache, [tokens]) for tokens in (*answered, row((1, 70)), row((1, 60), (2, 17)))]

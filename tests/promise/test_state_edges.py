@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from ..conformance import zoo
-from ..internals import SNAPSHOT_COPIES, lose_window_blocks, make_forwards_cheap
+from ..internals import SNAPSHOT_COPIES, blocks_of_the_last_row, lose_window_blocks, make_forwards_cheap
 from ..model.test_support import FROM_5_23
-from ..reference import TOLERANCE, Forwards, assert_same, batch, row, run
+from ..reference import TOLERANCE, assert_same, batch, row, run
 from .test_states import play
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
@@ -148,15 +147,15 @@ def test_rows_may_be_in_their_padding_for_several_forwards(name: str, monkeypatc
 
 
 @NAMES
-def test_rows_that_were_cut_back_generate_over_the_places_of_snapshots_again(name: str) -> None:
+def test_rows_that_would_be_cut_back_are_refused_and_go_on(name: str) -> None:
     model = zoo.build(name)
     cache = PagedPrefixCache(model)
-    whole = run(model, cache, **batch(row((1, 70))), max_new_tokens=150).sequences[0].tolist()[:-1]
-    cache.crop(-(len(whole) - 100))
-    new, kept = row((2, 3)), whole[:100]
-    mask = torch.ones(1, 103, dtype=torch.long)
-    output = run(model, cache, input_ids=torch.tensor([new]), attention_mask=mask, max_new_tokens=80)
-    assert_same(run(model, input_ids=torch.tensor([kept + new]), max_new_tokens=80), output)
+    whole = run(model, cache, **batch(row((1, 70))), max_new_tokens=5).sequences
+    with pytest.raises(CacheArgumentError, match="cannot take back 3 tokens: layers with a state"):
+        cache.crop(-3)
+    new, mask = torch.tensor([row((2, 3))]), torch.ones(1, 77, dtype=torch.long)
+    output = run(model, cache, input_ids=new, attention_mask=mask)
+    assert_same(run(model, input_ids=torch.cat((whole[:, :-1], new), 1)), output)
     cache.check()
 
 
@@ -176,31 +175,6 @@ def test_a_call_that_fits_is_not_refused_for_what_it_has_computed_ahead(name: st
     cache = PagedPrefixCache(model, block_size=16, num_blocks=16)
     rows = batch(row((1, 200)), row((1, 200)))  # 13 blocks, and one more for the second row
     play(model, cache, **rows, max_new_tokens=2)
-
-
-@NAMES
-def test_a_call_that_goes_on_is_refused_before_anything_is_computed(name: str) -> None:
-    model = zoo.build(name)
-    cache = PagedPrefixCache(model, block_size=16, num_blocks=16)
-    run(model, cache, **batch(row((1, 140))), max_new_tokens=1)
-    mask = torch.ones(1, 210, dtype=torch.long)
-    with Forwards(model) as shapes, pytest.raises(OutOfBlocksError):
-        run(model, cache, input_ids=torch.tensor([row((2, 70))]), attention_mask=mask, max_new_tokens=70)
-    assert shapes == []
-    cache.check()
-
-
-@NAMES
-def test_a_copy_of_rows_that_does_not_fit_goes_on_without_the_store(name: str) -> None:
-    model = zoo.build(name)
-    cache = PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=20), on_full="bypass")
-    whole = run(model, cache, **batch(row((1, 40)))).sequences
-    twin = copy.deepcopy(cache)
-    new = torch.tensor([row((2, 2))])
-    wanted = run(model, input_ids=torch.cat((whole[:, :-1], new), 1), max_new_tokens=70)
-    mask = torch.ones(1, whole.shape[1] + 1, dtype=torch.long)
-    assert_same(wanted, run(model, twin, input_ids=new, attention_mask=mask, max_new_tokens=70))
-    assert twin.stats().num_bypassed_calls == 1
 
 
 def test_rows_of_convolutions_go_on_after_drafts_were_recorded() -> None:
@@ -254,34 +228,12 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
         assert most + held <= budget
 
 
-@pytest.mark.parametrize("name", ["inkling_text", "zaya"])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
-def test_no_window_is_refused_for_what_was_computed_ahead(name: str, how: dict[str, Any]) -> None:
-    """Rows that resume see a window and leave one, which takes more room than rows that begin."""
-    model = zoo.build(name)
-    rows, budgets = batch(row((1, 60)), row((2, 40))), range(20_000, 220_000, 20_000)
-    are_refused = []
-    for max_bytes in budgets:
-        cache = PagedPrefixCache(model, block_size=4, max_bytes=max_bytes)
-        try:
-            output = run(model, cache, **rows, **how)
-        except OutOfBlocksError:
-            are_refused.append(True)
-            assert cache.stats().num_cached_blocks == 0  # nothing was computed
-        else:
-            are_refused.append(False)
-            assert_same(run(model, **rows, **how), output)
-        cache.check()
-    assert are_refused == sorted(are_refused, reverse=True)
-    assert set(are_refused) == {True, False}
-
-
 def partly_lost(name: str, lengths: tuple[int, ...], lost: range) -> PagedPrefixCache:
     """Knows a prompt of 60 tokens; states behind all but these lengths are dropped, and windows of those blocks lost."""
     cache = PagedPrefixCache(zoo.build(name), block_size=1, num_blocks=1000)
     for length in (*lengths, 60):
         play(cache.store.model, cache, **batch(row((1, 60))[:length]), max_new_tokens=1)
-    block_ids = [*cache.call.rows.distinct[0].table.block_ids]
+    block_ids = blocks_of_the_last_row(cache)
     for num_tokens in {*range(5, 61)} - {*lengths[1:]}:
         cache.store.blocks.states.drop(block_ids, num_tokens)
     cache.reset()

@@ -1,0 +1,98 @@
+"""A layer of sparse attention that chooses its keys by an index: index keys are one more stream beside its keys and values."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicIndexedLayer
+
+from ..kv.recycled_memory import zeros
+from .layers import RowsLayer, room_for
+
+INDEX = "indexer_key"
+
+
+class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
+    """Keys and values of one layer, [R, H, columns, D], and index keys, [R, columns, D].
+
+    A layer may have none, where it uses another layer's. What rows share is never held once of such layers.
+    """
+
+    _index: Tensor | None = None  # [R, 1, room, D]
+    _num_indexed = 0  # columns of it
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Append new index keys, [R, T, D]; returns those of all columns."""
+        new = indexer_key_states.detach().unsqueeze(1)
+        at = self._num_indexed
+        stop, held = at + new.shape[2], self._index
+        if held is None or stop > held.shape[2] or held.dtype != new.dtype or held.device != new.device:
+            made = zeros((*new.shape[:2], room_for(stop, self.wanted), new.shape[3]), new.dtype, new.device)
+            if held is not None and at:
+                made[:, :, :at] = held[:, :, :at]
+            self._index = held = made
+            self.indexer_dtype, self.indexer_device, self.is_own = new.dtype, new.device, True
+        held.narrow(2, at, new.shape[2]).copy_(new)
+        self._num_indexed = stop
+        return held.narrow(2, 0, stop).squeeze(1)
+
+    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
+        """See `RowsLayer`."""
+        super().lie_in(tensors, n, base)
+        self._index, self._num_indexed = tensors.get(INDEX), n
+        if self._index is not None:
+            self.indexer_dtype, self.indexer_device = self._index.dtype, self._index.device
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        """See `RowsLayer`."""
+        return super().named() + ([] if self._index is None else [(INDEX, self._index)])
+
+    def put_into(self, layer: Any) -> None:
+        """See `RowsLayer`."""
+        super().put_into(layer)
+        if self._index is not None:
+            layer.update_indexer(self._index[:, 0, : self.n])
+            layer.indexer_position_ids = self.indexer_position_ids
+
+    @property
+    def is_indexer_initialized(self) -> bool:  # type: ignore[override]
+        """Whether the rows have index keys here."""
+        return self._index is not None and self.n > 0
+
+    @property
+    def indexer_keys(self) -> Tensor | None:  # type: ignore[override]
+        """[R, columns, D]. None without rows, or where the layer has no index."""
+        return None if self._index is None or not self.n else self._index[:, 0, : self.n]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions of all columns so far, [3, R, columns], by which one model weighs index keys: those of plain tokens. None without rows."""
+        owner = self._owner()
+        return None if owner is None or self._index is None else owner.positions(self._index.device)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        """Nothing: they follow from the rows, which may have begun with what was known."""
+
+    def lazy_initialization_indexer(self, indexer_key_states: Tensor) -> None:
+        """Nothing: memory is made when index keys come."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last `-tokens_to_remove` columns."""
+        RowsLayer.crop(self, tokens_to_remove)
+        self._num_indexed = min(self._num_indexed, self.n)
+
+    def reset(self) -> None:
+        """Drop what is held."""
+        RowsLayer.reset(self)
+        self._index, self._num_indexed = None, 0
+
+
+def positions_of(pads: list[int], firsts: list[int], n: int, device: torch.device) -> Tensor | None:
+    """Positions of the columns of rows, [3, R, n]; None of no columns."""
+    if not n or not pads:
+        return None
+    columns = torch.arange(n, device=device)
+    rows = [(columns - pad).clamp_(min=0) + first for pad, first in zip(pads, firsts, strict=True)]
+    return torch.stack(rows).expand(3, -1, -1)

@@ -1,0 +1,67 @@
+"""Which layers a model has, as its rows hold them: all columns, a window of them, states, or states and columns."""
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..blocks.sight import Sight
+from ..model.support import has_index, has_keys, has_state, holds_nothing
+from .indexed import IndexedLayer
+from .layers import Owner, PlaceholderLayer, RowsLayer
+from .states import StatePlaces, StatesAloneLayer, StatesAndColumnsLayer, StatesAndWindowLayer
+from .windows import WindowLayer
+
+
+class LayerKinds(NamedTuple):
+    """The layers of a model.
+
+    Attributes:
+        num_layers: of the model.
+        sights: layer index -> its window, for the layers that have one.
+        margin: see `WindowLayer`.
+        num_states: layer index -> how many states it carries, for the layers that carry some.
+        without_columns: indices of those of them that have no columns.
+        indexed: indices of those that choose keys by an index.
+        placeholders: indices of layers that hold nothing, for they read what another layer holds, or nothing.
+        places: where states are kept.
+    """
+
+    num_layers: int
+    sights: Mapping[int, Sight] = MappingProxyType({})
+    margin: int = 0
+    num_states: Mapping[int, int] = MappingProxyType({})
+    without_columns: frozenset[int] = frozenset()
+    indexed: frozenset[int] = frozenset()
+    placeholders: frozenset[int] = frozenset()
+    places: StatePlaces = StatePlaces(1)
+
+    def make(self, owner: Callable[[], Owner | None]) -> list[Any]:
+        """Layers that hold nothing."""
+        return [self._layer(layer_idx, owner) for layer_idx in range(self.num_layers)]
+
+    def _layer(self, layer_idx: int, owner: Callable[[], Owner | None]) -> Any:
+        if layer_idx in self.placeholders:
+            return PlaceholderLayer()
+        sight, num_states = self.sights.get(layer_idx), self.num_states.get(layer_idx)
+        if layer_idx in self.indexed:
+            return IndexedLayer(layer_idx, owner)
+        if num_states is None:
+            return RowsLayer(layer_idx, owner) if sight is None else WindowLayer(layer_idx, owner, sight, self.margin)
+        if layer_idx in self.without_columns:
+            return StatesAloneLayer(num_states)
+        if sight is None:
+            return StatesAndColumnsLayer(layer_idx, owner, num_states)
+        return StatesAndWindowLayer(layer_idx, owner, sight, self.margin, num_states)
+
+
+def kinds_of(layers: Sequence[Any], places: StatePlaces) -> LayerKinds:
+    """Of the layers of a `DynamicCache` of the model, but for their windows, which follow its config."""
+    carry = {layer_idx: layer for layer_idx, layer in enumerate(layers) if has_state(layer)}
+    return LayerKinds(
+        len(layers),
+        num_states={layer_idx: layer.number_of_states for layer_idx, layer in carry.items()},
+        without_columns=frozenset(layer_idx for layer_idx, layer in carry.items() if not has_keys(layer)),
+        indexed=frozenset(layer_idx for layer_idx, layer in enumerate(layers) if has_index(layer)),
+        placeholders=frozenset(layer_idx for layer_idx, layer in enumerate(layers) if holds_nothing(layer)),
+        places=places,
+    )

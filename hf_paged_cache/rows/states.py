@@ -1,0 +1,203 @@
+"""Owns what layers carry of a call's rows, convolutions' last inputs and recurrent states, and copies of it at the places where it is kept.
+
+States are written in place, by the model. So those of the rows count only between forwards, and none if one has died.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from ..blocks.sight import Sight
+from ..kv.states import LiveStates, StateLayer, States, copied, row_of
+from .layers import Owner, RowsLayer
+from .windows import WindowLayer
+
+
+class StatePlaces(NamedTuple):
+    """Where states are kept.
+
+    Attributes:
+        align: they are kept after multiples of so many tokens of a row.
+        are_recorded: convolutions alone carry them: one forward shows them at all of its columns.
+        clamps_one_token: one token is computed otherwise than several.
+        most: places of one forward that are recorded at most.
+    """
+
+    align: int
+    are_recorded: bool = False
+    clamps_one_token: bool = False
+    most: int = 0
+
+
+class StatesAloneLayer(LinearAttentionLayer):
+    """A layer that carries states, and has no columns."""
+
+    n = base = room = wanted = filled = 0
+    held = reads = keys = values = None
+    is_own = is_sliding = is_initialized = False
+
+    def get_seq_length(self) -> int:
+        """No columns."""
+        return 0
+
+
+class StatesAndColumnsLayer(RowsLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc]
+    """A layer that carries states, and whose attention sees all columns."""
+
+    is_compileable = False
+    is_croppable = LinearAttentionLayer.is_croppable
+
+    def __init__(self, layer_idx: int, owner: Callable[[], Owner | None], number_of_states: int) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        RowsLayer.__init__(self, layer_idx, owner)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of states alone."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class StatesAndWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc]
+    """A layer that carries states, and whose attention sees a window."""
+
+    is_compileable = False
+    is_croppable = LinearAttentionLayer.is_croppable
+
+    def __init__(
+        self, layer_idx: int, owner: Callable[[], Owner | None], sight: Sight, margin: int, number_of_states: int
+    ) -> None:
+        LinearAttentionLayer.__init__(self, number_of_states)
+        WindowLayer.__init__(self, layer_idx, owner, sight, margin)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of states alone."""
+        if kwargs:
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)
+
+
+class RowStates:
+    """The states of one call's rows.
+
+    Args:
+        layers: index -> layer, for those that carry states.
+
+    Attributes:
+        are_whole: the layers carry what is after all columns of the rows: no forward runs, and none has died.
+        taken: of each row: tokens -> what layers carried after so many, where that is to be kept with the row's blocks.
+    """
+
+    def __init__(self, layers: Mapping[int, StateLayer], places: StatePlaces) -> None:
+        self.live, self._places = LiveStates(layers), places
+        self.are_whole = True
+        self.taken: list[dict[int, States]] = []
+        self._next = 0  # the first column after which the states of some row may be taken
+        self._is_step = False
+
+    def num_needed(self, num_columns: int, *, is_padding: bool) -> int:
+        """So many of a prompt's last columns run in the forward over all rows.
+
+        Args:
+            is_padding: a row has nothing but padding in them; of one column, models do not look whether it is padding.
+        """
+        return 2 if num_columns > 1 and (is_padding or self._places.clamps_one_token) else 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what layers carry, and of what was taken."""
+        held = [self.live.read(), *(states for taken in self.taken for states in taken.values())]
+        return sum(each.nbytes for states in held for each in states.values())
+
+    def begin(self, num_rows: int) -> None:
+        """So many rows begin."""
+        self.taken, self._next = [{} for _ in range(num_rows)], 0
+
+    def put(self, states: States) -> None:
+        """The rows begin with these states, which nobody else has."""
+        self.live.put(states)
+        self.are_whole = True
+
+    def start_forward(self, pads: Sequence[int], start: int, stop: int) -> None:
+        """A forward of the columns `[start, stop)` begins."""
+        self.are_whole, self._is_step = False, start > 0 and stop - start == 1
+        align, recorder = self._places.align, self.live.recorder
+        if not self._places.are_recorded or stop - start < align:
+            recorder.start_forward()
+            return
+        found = [
+            (row, num_tokens)
+            for row, pad in enumerate(pads)
+            for num_tokens in range(align, stop - pad, align)
+            if num_tokens + pad > start
+        ][-self._places.most :]
+        recorder.start_forward(stop - start, found, [num_tokens + pads[row] - start for row, num_tokens in found])
+
+    def end_forward(self, pads: Sequence[int], n: int) -> None:
+        """It has returned: what is wanted of the states is taken."""
+        self.are_whole, recorder = True, self.live.recorder
+        for at, (row, num_tokens) in enumerate(recorder.places if recorder.recorded else ()):
+            self.taken[row][num_tokens] = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
+        recorder.start_forward()
+        if n >= self._next:
+            self._take(pads, n)
+
+    def _take(self, pads: Sequence[int], n: int) -> None:
+        """Take the states of rows that are at a place; those of a step take the place of what was taken of the row before."""
+        align = self._places.align
+        self._next = min((n + align - (n - pad) % align for pad in pads), default=0)
+        at = [row for row, pad in enumerate(pads) if n > pad and (n - pad) % align == 0]
+        if not at or (self._is_step and self._places.clamps_one_token):
+            return
+        held = self.live.read()
+        with suppress(torch.OutOfMemoryError):  # then a prompt that would resume there is computed
+            for row in at:
+                states = copied(row_of(held, row))
+                if self._is_step:
+                    self.taken[row].clear()
+                self.taken[row][n - pads[row]] = states
+
+    def select(self, index: Tensor) -> None:
+        """Row `i` continues as row `index[i]`."""
+        if self.are_whole:
+            sources = index.tolist()
+            self.are_whole = False  # interrupted, some layers have changed
+            self.live.select(sources)
+            self.taken = [{**self.taken[source]} for source in sources] if self.taken else []
+            self.are_whole = True
+
+    def can_crop(self, num_columns: int) -> bool:
+        """Whether columns can be taken back."""
+        return self.are_whole and self.live.can_crop(num_columns)
+
+    def crop(self, num_columns: int, n: int, pads: Sequence[int]) -> bool:
+        """Take columns back; whether that could be done.
+
+        Args:
+            n: columns that are left.
+        """
+        is_whole, self.are_whole = self.are_whole, False
+        self.are_whole = is_whole and (self.live.crop(num_columns) or not num_columns)
+        for pad, taken in zip(pads, self.taken, strict=False):
+            for num_tokens in [each for each in taken if each > n - pad]:
+                del taken[num_tokens]
+        self._next = 0
+        return self.are_whole
+
+    def copy_to(self, other: "RowStates") -> None:
+        """Let other rows have the same states in memory of their own."""
+        other.begin(len(self.taken))
+        other.put(copied(self.live.read()))
+        other.are_whole, other.taken = self.are_whole, [{**taken} for taken in self.taken]
+
+    def clear(self) -> None:
+        """The rows are dropped."""
+        self.live.clear()
+        self.live.recorder.start_forward()
+        self.taken, self.are_whole, self._next = [], True, 0
