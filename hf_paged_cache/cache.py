@@ -37,6 +37,7 @@ from .integration.ranks import Ranks
 from .integration.roads import takes_rows
 from .integration.session import Session
 from .integration.side_forward import SideForwards
+from .integration.side_rows import SideRows
 from .integration.without_store import LayersWithoutStore, LayersWithRows
 from .model.cache_adapters import cache_argument
 from .model.probing import hold_as
@@ -139,6 +140,7 @@ class PagedPrefixCache(Cache):
             self.store.placeholders,
             ranks,
         )
+        self._side_rows = SideRows(side, partial(PagedPrefixCache, self.store, cache_salt=cache_salt))
         takes_positions = reader.takes_positions
         self._capturing = Capturing(conditioning, capture, self.store.arena, takes_positions=takes_positions)
         self._calls.capture(self._capturing)
@@ -227,6 +229,7 @@ class PagedPrefixCache(Cache):
     @contextlib.contextmanager
     def running(self, rows: Rows) -> Iterator[None]:
         """The span of a `generate` on rows: whatever ends it, what is complete is kept, and the rows stay."""
+        self.store.blocks.running.add(rows)
         try:
             yield
         except torch.OutOfMemoryError:
@@ -237,6 +240,7 @@ class PagedPrefixCache(Cache):
             self._ranks.tell_refusal(error)
             raise
         finally:
+            self.store.blocks.running.discard(rows)
             previous = rows.previous
             self._calls.close(rows)
             if rows.is_open and rows.state is not None and rows.state.counts:
@@ -287,7 +291,8 @@ class PagedPrefixCache(Cache):
         blocks = self.store.blocks
         with blocks.lock:
             blocks.follow_dtype(self.store.model.dtype, self.call)
-            blocks.follow_windows(self._calls.opening.sights(), self.call)
+            if blocks.windows.may_change and not self._ranks.are_several:
+                blocks.follow_windows(self.store.conditioning.sights_now(), self.call)
 
     def _takes_loop(self) -> bool:
         return takes_rows(asked=bool(self._capture))

@@ -6,7 +6,7 @@ from ..call.call import Call
 from ..integration.current import Current
 from ..integration.ranks import Ranks
 from ..integration.session import Session
-from ..integration.side_forward import SideForwards
+from ..integration.side_rows import SideRows
 from ..prefix_store import PrefixStore
 from ..stats import CacheStats
 
@@ -20,7 +20,7 @@ class AskedCache(Protocol):
         _current: its rows, where calls run on rows of their own.
         _session: what a forward would mean for them now.
         _ranks: the processes that share its model.
-        _side: runs forwards on caches of the same store and salt, so that its rows stay as they are.
+        _side_rows: runs forwards on rows of their own, so that its rows stay as they are.
         _num_looks: blocks that `verify` has looked at in turn.
     """
 
@@ -30,7 +30,7 @@ class AskedCache(Protocol):
     _session: Session
     _current: Current
     _ranks: Ranks
-    _side: SideForwards
+    _side_rows: SideRows
     _num_looks: int
 
     def stats(self) -> CacheStats: ...

@@ -74,7 +74,7 @@ def prefill(
         prompts.append(Prompt(asked.row.root, cache.cache_salt, asked.token_ids, asked.inputs))
     prefill = Prefill(
         cache.store.blocks,
-        cache._side,
+        cache._side_rows,
         chunk_size=chunk_size,
         by_length=cache.store.conditioning.rope.depends_on_length,
         looks=not cache._ranks.are_several,

@@ -62,6 +62,6 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
     if not isinstance(given["input_ids"], Tensor) or given["input_ids"].dim() != 2:
         raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
     with cache.store.conditioning.rope.put_back():
-        request = cache._side.request_of(given)
+        request = cache._side_rows.request_of(given)
     (row,) = request.rows
     return AskedPrompt(row, given, request.bypass or session.why_bypassed())

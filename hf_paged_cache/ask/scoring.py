@@ -6,7 +6,6 @@ model's weights stay in step.
 """
 
 import math
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
@@ -18,9 +17,10 @@ from torch import Tensor
 from ..blocks.arguments import int_of_at_least
 from ..call.scheduled_forward import RowInput
 from ..errors import CacheArgumentError
-from ..integration.side_forward import SideForwards
+from ..integration.side_rows import SideRows, row_of
 from ..integration.token_input import in_vocabulary
 from ..model.support import takes
+from ..rows.rows import Rows
 from ..stats import RowCount
 from .asked import AskedCache
 from .prompts import asked_prompt
@@ -128,12 +128,12 @@ def score(
         ([4, 6], True)
     """
     vocabulary_size, placeholders = _vocabulary_size(cache), cache.store.placeholders
-    inputs = context if isinstance(context, Mapping) else None
+    inputs, shift = context if isinstance(context, Mapping) else None, 0
     if inputs is None:
         prompt = in_vocabulary("the context", context, vocabulary_size)
         placeholders.require_text("the context", prompt)
     else:
-        prompt = _prompt_of(cache, inputs, prefill_chunk_size)
+        prompt, shift = _prompt_of(cache, inputs, prefill_chunk_size)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
         raise CacheArgumentError(
             f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
@@ -148,20 +148,20 @@ def score(
     if not wanted:
         return []
     if prefill_chunk_size is None:
-        return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size, inputs=inputs)[0]
+        return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size, inputs=inputs, shift=shift)[0]
     cache.store.conditioning.digest()  # reads what rope the model has now
-    side, rope = cache._side, cache.store.conditioning.rope
+    rope = cache.store.conditioning.rope
     num_tokens = [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted]
-    scorer = _Scorer(side, num_tokens, torch.float32)
+    scorer = _Scorer(cache._side_rows, num_tokens, torch.float32)
     for number, tokens in enumerate(wanted):
-        with side.sibling() as row, rope.put_back():
-            scorer.run_chunks(row, number, prompt, tokens, prefill_chunk_size)
+        with rope.put_back():
+            scorer.run_chunks(number, prompt, tokens, prefill_chunk_size)
     cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
     return scorer.scores()
 
 
-def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> Tokens:
-    """The tokens of a context with more than token ids.
+def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> tuple[Tokens, int]:
+    """The tokens of a context with more than token ids, and how far its images move the positions of what follows.
 
     Raises:
         CacheArgumentError: it cannot be scored so; naming why.
@@ -177,13 +177,13 @@ def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size:
     asked = asked_prompt(cache, "the context", inputs)
     if asked.row.shift is None:
         raise CacheArgumentError(f"at which positions tokens follow the context is not known: {asked.why_whole}")
-    return tuple(asked.token_ids)
+    return tuple(asked.token_ids), asked.row.shift
 
 
 def may_score_together(cache: AskedCache) -> bool:
     """Whether contexts of several lengths run in one batch: padding on their left is to show nowhere."""
     return (
-        cache._side.takes_positions
+        cache._side_rows.takes_positions
         and not cache.store.conditioning.rope.depends_on_length
         and not cache.store.blocks.states
     )
@@ -196,6 +196,7 @@ def score_contexts(
     batch_size: int | None,
     dtype: torch.dtype | None = torch.float32,
     inputs: Mapping[str, Any] | None = None,
+    shift: int = 0,
 ) -> list[list[Score]]:
     """`score` of several contexts, each with continuations of its own, as one call: the contexts run in one batch.
 
@@ -204,9 +205,10 @@ def score_contexts(
             where `may_score_together`.
         dtype: in which logits become log-probabilities; None: in their own.
         inputs: of the one context, where it has more than token ids.
+        shift: how far its images move the positions of what follows.
     """
     cache.store.conditioning.digest()  # reads what rope the model has now
-    side, rope = cache._side, cache.store.conditioning.rope
+    side, rope = cache._side_rows, cache.store.conditioning.rope
     max_tokens = max(1, _MAX_LOGITS // _vocabulary_size(cache))
     lengths = [[len(prompt) + len(tokens) for tokens in continuations] for prompt, continuations in wanted]
     # what runs whole, where frequencies depend on its length, runs its last token, too, and shares nothing
@@ -214,9 +216,11 @@ def score_contexts(
     if rope.depends_on_length:
         ((prompt, continuations),) = wanted
         for rows, readings, _ in plan_by_length(continuations, batch_size=batch_size, max_tokens=max_tokens):
-            with side.sibling() as whole, rope.put_back():
-                whole_rows = [RowInput(array("q", prompt + row), 0, 0) for row in rows]
-                scorer.run(whole, whole_rows, readings, [0] * len(rows), num_logits=1 + len(rows[0]))
+            with rope.put_back():
+                inputs_of_rows = [row_of(prompt + row) for row in rows]
+                whole = side.begin("score")
+                scorer.run(whole, inputs_of_rows, readings, [0] * len(rows), num_logits=1 + len(rows[0]))
+                side.close(whole)
     else:
         can_keep = takes(side.model, "logits_to_keep") and inputs is None
         trunks, of_trunks, branches = plan(
@@ -227,26 +231,26 @@ def score_contexts(
         )
         stems = [prompt + trunk for (prompt, _), trunk in zip(wanted, trunks, strict=True)]
         pads = [max(map(len, stems)) - len(stem) for stem in stems]
-        with side.sibling() as running:
-            rows_of_stems = [RowInput(array("q", stem), pad, 0) for stem, pad in zip(stems, pads, strict=True)]
-            contexts = range(len(stems))
-            scorer.run(running, rows_of_stems, of_trunks, contexts, num_logits=1 + max(map(len, trunks)), inputs=inputs)
-            shifts = [row.shift for row in running.call.rows.in_batch()]
-            for rows, readings, of_stems in branches:
-                with side.sibling(running.call.fork_rows()) as branch:
-                    branch.batch_select_indices(torch.tensor(of_stems, device="cpu"))
-                    tails = [
-                        RowInput(array("q", row), pads[stem], 0, shift=shifts[stem])
-                        for row, stem in zip(rows, of_stems, strict=True)
-                    ]
-                    scorer.run(branch, tails, readings, of_stems, num_logits=max(map(len, rows)))
+        rows_of_stems = [row_of(stem, pad) for stem, pad in zip(stems, pads, strict=True)]
+        if inputs is None:
+            running = side.begin("score")
+            scorer.run(running, rows_of_stems, of_trunks, range(len(stems)), num_logits=1 + max(map(len, trunks)))
+            side.close(running)
+        else:
+            logits, running = side.generate(inputs)
+            scorer.read_first(running, logits, rows_of_stems, of_trunks)
+        for rows, readings, of_stems in branches:
+            tails = [row_of(row, pads[stem], shift) for row, stem in zip(rows, of_stems, strict=True)]
+            branch = side.fork(running, of_stems)
+            scorer.run(branch, tails, readings, of_stems, num_logits=max(map(len, rows)))
+            side.close(branch)
     cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
     scores = iter(scorer.scores())
     return [[next(scores) for _ in of_one] for of_one in lengths]
 
 
 def _vocabulary_size(cache: AskedCache) -> int:
-    size: int = cache._side.model.config.get_text_config(decoder=True).vocab_size
+    size: int = cache.store.model.config.get_text_config(decoder=True).vocab_size
     return size
 
 
@@ -361,7 +365,7 @@ class _Scorer:
         dtype: see `score_contexts`.
     """
 
-    def __init__(self, side: SideForwards, num_tokens: Sequence[int], dtype: torch.dtype | None) -> None:
+    def __init__(self, side: SideRows, num_tokens: Sequence[int], dtype: torch.dtype | None) -> None:
         self._side, self._dtype = side, dtype
         self.counts = [RowCount(number, stopped="") for number in num_tokens]  # of each continuation, with the context
         self.peak_kv_bytes = 0
@@ -374,46 +378,58 @@ class _Scorer:
 
     def run(
         self,
-        cache: Any,
-        rows: list[RowInput],
-        readings: list[Reading],
+        rows: Rows,
+        inputs: Sequence[RowInput],
+        readings: Sequence[Reading],
         contexts: Sequence[int],
         *,
         num_logits: int,
-        inputs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Run rows after what the cache holds, each of one of the contexts, and read the logits of the last columns.
+        """Run tokens after what rows hold, each of one of the contexts, and read the logits of the last columns."""
+        begins, held = not rows.is_open, [max(0, rows.n - row.pad) for row in inputs]
+        logits = self._side.run(rows, inputs, num_logits=num_logits)
+        counts = rows.state.counts if begins else [RowCount(computed_tokens=len(row.token_ids)) for row in inputs]
+        if begins:
+            self._note_found(rows, contexts)
+        self._took(rows, logits, readings, inputs, counts, held)
 
-        Args:
-            inputs: of the one row, where it has more than token ids.
-        """
-        num_columns = cache.call.num_columns
-        if inputs is None:
-            logits = self._side.run(cache, rows, num_logits=num_logits)
-        else:
-            logits = self._side.generate(cache, inputs)
-        self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+    def _note_found(self, rows: Rows, contexts: Sequence[int]) -> None:
+        """What a later forward finds beyond what the first one of a context did, the score has computed itself."""
+        keys = [(context, prompt.root) for context, prompt in zip(contexts, rows.prompts, strict=False)]
+        pairs = [*zip(keys, rows.state.counts, strict=False)]
+        first = {key: max(count.matched_tokens for other, count in pairs if other == key) for key in keys}
+        self._found = first | self._found
+        for key, count in pairs:
+            count.reused_tokens = min(count.reused_tokens, self._found[key])
+            count.matched_tokens = min(count.matched_tokens, self._found[key])
+
+    def read_first(self, rows: Rows, logits: Tensor, inputs: Sequence[RowInput], readings: Sequence[Reading]) -> None:
+        """Read the logits of a prompt that has run in these rows."""
+        self._took(rows, logits, readings, inputs, rows.state.counts, [0] * len(inputs))
+
+    def _took(
+        self,
+        rows: Rows,
+        logits: Tensor,
+        readings: Sequence[Reading],
+        inputs: Sequence[RowInput],
+        counts: Sequence[RowCount],
+        held: Sequence[int],
+    ) -> None:
+        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
         self._read(logits, readings)
-        members: list[dict[int, None]] = [{} for _ in rows]
+        members: list[dict[int, None]] = [{} for _ in inputs]
         for read in readings:
             members[read.row][read.continuation] = None
-        counts = cache.call.counters.rows
-        keys = [(context, row.root) for context, row in zip(contexts, cache.call.rows.in_batch(), strict=True)]
-        found = {
-            key: max(count.matched_tokens for other, count in zip(keys, counts, strict=True) if other == key)
-            for key in keys
-        }
-        self._found = found | self._found
-        for key, count, row, of_row in zip(keys, counts, rows, members, strict=True):
-            self._count(count, self._found[key], max(0, num_columns - row.pad), len(row.token_ids), [*of_row])
+        for count, row, of_row, num_held in zip(counts, inputs, members, held, strict=True):
+            self._count(count, num_held, len(row.token_ids), [*of_row])
 
-    def run_chunks(self, cache: Any, number: int, prompt: Tokens, tokens: Tokens, size: int) -> None:
+    def run_chunks(self, number: int, prompt: Tokens, tokens: Tokens, size: int) -> None:
         """Run one continuation after its context, in chunks from the context's start, and read its logits."""
-        row = RowInput(array("q", prompt + tokens[:-1]), 0, 0)
-        logits = self._side.run_chunks(cache, row, size, len(tokens))
-        self.peak_kv_bytes = max(self.peak_kv_bytes, cache.call.peak_kv_bytes)
+        logits, rows = self._side.run_chunks(row_of(prompt + tokens[:-1]), size, len(tokens))
+        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
         self._read(logits, [Reading(0, column, number, token) for column, token in enumerate(tokens)])
-        (self.counts[number],) = cache.call.counters.rows
+        (self.counts[number],) = rows.state.counts
 
     def _read(self, logits: Tensor, readings: Sequence[Reading]) -> None:
         index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
@@ -424,20 +440,15 @@ class _Scorer:
             self._log_probs[read.continuation].append(log_prob)
             self._is_greedy[read.continuation] &= best
 
-    def _count(self, row: RowCount, num_found: int, num_held: int, num_tokens: int, members: Sequence[int]) -> None:
-        """Count a row that ran `num_tokens` tokens after those held: computed for the first that has them all, reused by each.
-
-        Args:
-            num_found: most tokens that were there before the score; what a later forward finds beyond, it has computed itself.
-        """
+    def _count(self, row: RowCount, num_held: int, num_tokens: int, members: Sequence[int]) -> None:
+        """Count a row that ran `num_tokens` tokens after those held: computed for the first that has them all, reused by each."""
         num_computed = min(row.computed_tokens, num_tokens)  # the others fill it up
-        num_reused = min(row.reused_tokens, num_found, num_tokens - num_computed)
         payer = next(i for i in members if self.counts[i].prompt_tokens >= num_held + num_tokens)
         self.counts[payer].computed_tokens += num_computed
         for i in members:
             count = self.counts[i]
-            count.reused_tokens += min(num_reused, count.prompt_tokens - num_held)
-            count.matched_tokens += min(row.matched_tokens, num_found, count.prompt_tokens - num_held)
+            count.reused_tokens += min(row.reused_tokens, num_tokens - num_computed, count.prompt_tokens - num_held)
+            count.matched_tokens += min(row.matched_tokens, count.prompt_tokens - num_held)
             count.host_tokens += row.host_tokens
             count.disk_tokens += row.disk_tokens
             count.stopped = count.stopped or row.stopped

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import BlockHash, resumable
+from ..blocks import BlockHash, HashChain, resumable
 from ..blocks.arguments import int_of_at_least
 from ..blocks.hashing import digest_behind, tokens_of
 from ..blocks.image_tokens import hold_images
 from ..blocks.roots import RootFacts
-from ..call.rows import Row, Rows, gather_rows
+from ..blocks.tokens import TokenIds
+from ..call.stored import read_blocks
 from ..errors import UnsupportedModelError
 from ..integration.ranks import Ranks
 from ..integration.without_store import put_rows
@@ -175,6 +176,14 @@ def _on_all_ranks(ranks: Ranks, known: dict[bytes, _Known], num_blocks: int | No
             common.append(waiting.pop())
 
 
+class _Sequence(NamedTuple):
+    """A sequence whose blocks are held."""
+
+    block_ids: Sequence[int]
+    token_ids: TokenIds
+    first_position: int
+
+
 class Look:
     """Recomputes blocks, one sequence after the other, each from the last place before them where all layers can resume.
 
@@ -208,23 +217,26 @@ class Look:
                     self._recompute(row, path, wanted)
 
     @contextmanager
-    def _held(self, path: Sequence[bytes]) -> Iterator[Row]:
+    def _held(self, path: Sequence[bytes]) -> Iterator[_Sequence]:
         """What calls find of a sequence now, which nobody can evict until the block is left."""
         blocks, first = self._blocks, self._known[path[0]]
+        tokens = tokens_of(b"".join(self._known[name].block_hash.token_bytes for name in path))
+        chain = HashChain(first.root, blocks.block_size)
+        chain.extend(tokens)
         with blocks.lock:
-            table = blocks.new_table(first.root, self._salt)
-            table.hold_prefix(tokens_of(b"".join(self._known[name].block_hash.token_bytes for name in path)))
+            lease = blocks.leases.take(chain.hashes_of(0, chain.num_full_blocks), self._salt)
             blocks.pool.join_streams()
         try:
-            yield Row(table, 0, first.root, first.first_position)
+            held = len(lease.block_ids) * blocks.block_size
+            yield _Sequence(lease.block_ids, tokens[:held], first.first_position)
         finally:
             with blocks.lock:
-                table.free()
+                blocks.leases.give_back(lease)
 
-    def _recompute(self, row: Row, path: Sequence[bytes], wanted: set[bytes]) -> None:
+    def _recompute(self, row: _Sequence, path: Sequence[bytes], wanted: set[bytes]) -> None:
         size, least = self._blocks.block_size, 2 if self._blocks.states.rules.clamps_one_token else 1
         with self._blocks.lock:
-            places = [at for at in range(0, row.table.num_tokens + 1, size) if self._goes_on(row, at)]
+            places = [at for at in range(0, len(row.token_ids) + 1, size) if self._goes_on(row, at)]
         missing = [number * size for number, name in enumerate(path) if name in wanted and name not in self.seen]
         start = max(at for at in places if at <= missing[0])
         end = next((at for at in places if at > missing[-1]), places[-1])
@@ -237,22 +249,22 @@ class Look:
                 return
             for at, name, is_other in zip(range(start, stop, size), path[start // size :], differ, strict=False):
                 if is_other and name not in self.seen:
-                    self.differing.append((at, tuple(row.table.token_ids[at : at + size])))
+                    self.differing.append((at, tuple(row.token_ids[at : at + size])))
                 self.seen.add(name)
             start = stop
 
-    def _goes_on(self, row: Row, num_tokens: int) -> bool:
+    def _goes_on(self, row: _Sequence, num_tokens: int) -> bool:
         """Whether all layers have what a sequence needs to resume there. The store's lock is held."""
-        return resumable(self._blocks.groups, row.table.block_ids, num_tokens) == num_tokens
+        return resumable(self._blocks.groups, row.block_ids, num_tokens) == num_tokens
 
-    def _inputs(self, row: Row) -> dict[str, Tensor]:
-        ids = torch.tensor(row.table.token_ids, dtype=torch.int64, device=input_device(self._model))[None]
+    def _inputs(self, row: _Sequence) -> dict[str, Tensor]:
+        ids = torch.tensor(row.token_ids, dtype=torch.int64, device=input_device(self._model))[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if takes(self._model, "position_ids"):
             inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None] + row.first_position
         return inputs
 
-    def _loaded(self, row: Row, num_tokens: int) -> Any:
+    def _loaded(self, row: _Sequence, num_tokens: int) -> Any:
         """A cache of transformers with the first tokens of a row as they are stored; None where they are there no more."""
         stored, dynamic = self._stored(row, 0, num_tokens), dynamic_cache(self._model)
         if stored is None:
@@ -267,7 +279,7 @@ class Look:
                 layer.indexer_position_ids = (columns + row.first_position).expand(3, 1, -1)
         return dynamic
 
-    def _stored(self, row: Row, start: int, stop: int) -> tuple[dict[int, dict[str, Tensor]], States] | None:
+    def _stored(self, row: _Sequence, start: int, stop: int) -> tuple[dict[int, dict[str, Tensor]], States] | None:
         """What layers hold of a row's tokens from `start` to `stop`, and carry after them; None where it is there no more."""
         blocks = self._blocks
         with blocks.lock:
@@ -275,11 +287,10 @@ class Look:
                 return None
             if not stop:
                 return {}, {}
-            rows = Rows([row], [0], stop)
-            held = {index: gather_rows(blocks, index, rows, start) for index in blocks.pool.layer_indices}
-            return held, copied(blocks.states.use(row.table.block_ids, stop)) if blocks.states else {}
+            held = read_blocks(blocks, row.block_ids, start, stop)
+            return held, copied(blocks.states.use(row.block_ids, stop)) if blocks.states else {}
 
-    def _compare(self, row: Row, dynamic: Any, start: int, stop: int) -> list[bool] | None:
+    def _compare(self, row: _Sequence, dynamic: Any, start: int, stop: int) -> list[bool] | None:
         """Of each block of `[start, stop)` whether it differs; None where one is there no more."""
         stored, size, answers = self._stored(row, start, stop), self._blocks.block_size, []
         if stored is None:

@@ -58,6 +58,8 @@ def keep(
     ):
         if ends:
             tokens = _until_end(tokens, ends, max(0, prompt_columns - prompt.pad))
+        if prompt.most_kept is not None:
+            tokens = tokens[: prompt.most_kept]
         num_blocks = len(tokens) // size
         has_more = (taken and taken[number]) or prompt.image_end is not None
         if num_blocks * size <= prompt.kept and not (num_blocks and has_more):

@@ -33,14 +33,15 @@ def look_up(call: Call, new: RowInput, last: Sequence[PreviousRow] = ()) -> tupl
     most = max(0, num_tokens - call.num_needed_of(num_tokens))
     found = prefix_match.look_up_row(store, new, _previous(call), most, num_at_end)
     closest, num_common = PreviousRows(last).closest(new)
+    begins_otherwise = closest is not None and not num_common and closest.num_true_tokens
     if closest is not None:
         num_common = whole_images(new.token_ids, num_common)
-        if closest.is_exact and not closest.can_go_on_at(num_common := min(num_common, most)):
+        if closest.is_exact and not closest.can_go_on_at(min(num_common, most)):
             num_common = 0
     if closest is not None and num_common > found.num_tokens:
         why = why_stopped(num_common, new.token_ids, store.block_size, closest.num_true_tokens)
         found = Found(num_common, why)
-    elif closest is not None and not found.num_tokens and closest.num_true_tokens:
+    elif begins_otherwise and not found.num_tokens:
         found = found._replace(stopped=found.stopped + ", and the last call's begin otherwise")
     below = store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
     if below is None or below[0] <= found.num_tokens:

@@ -67,6 +67,7 @@ class Known:
         ahead: rows that were computed first for this call, the number of one of them, and how many tokens of it this row has.
         num_in_blocks: tokens that blocks hold.
         num_tokens: leading tokens that are known, wherever.
+        num_found: those that could be reused, if the row might start anywhere.
         num_matched: tokens of which blocks are known, whether layers with a state can resume after them or not.
         states: what layers with a state carry after those in blocks.
         brought: lower tier -> tokens in blocks that have come from there for this call.
@@ -75,7 +76,7 @@ class Known:
 
     __slots__ = (
         *("ahead", "brought", "chain", "lease", "num_common", "num_in_blocks", "num_matched", "num_tokens", "previous"),
-        *("states", "stopped"),
+        *("num_found", "states", "stopped"),
     )
 
     def __init__(
@@ -93,12 +94,11 @@ class Known:
         self.previous, self.num_common = None if previous is None else previous.number, num_common
         self.ahead: tuple[Rows, int, int] | None = None
         self.num_tokens = self.num_matched = num_in_blocks
-        num_previous = None
+        num_previous: int | None = None
         if previous is not None and num_common > num_in_blocks:
             self.num_tokens, num_previous = num_common, len(previous.true_token_ids)
+        self.num_found = self.num_tokens
         self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
-        if previous is not None and not self.num_tokens and previous.true_token_ids:
-            self.stopped += ", and the last call's begin otherwise"
 
     def forget(self) -> None:
         """The row begins anew, whatever is known of it."""
@@ -138,33 +138,20 @@ def match(
     Returns:
         of each row; its lease is the caller's to give back.
     """
-    before, found, size = PreviousRows(previous), [], store.block_size
+    before, found = PreviousRows(previous), []
     for row in new:
-        chain = _chain_of(row, store.block_size, chains)
         closest, num_common = before.closest(row)
-        num_common, lease, num_held, num_matched = whole_images(row.token_ids, max(0, num_common)), None, 0, 0
-        most = len(row.token_ids)
-        if latest is not None:
-            most = max(0, latest - row.pad)
-            num_common = whole_images(row.token_ids, min(num_common, most))
-            if closest is not None and not closest.can_go_on_at(num_common):
-                closest, num_common = None, 0
-            hashes = chain.hashes_of(0, min(chain.num_full_blocks, -(-most // size)))
-            lease, num_held, num_matched = store.leases.take_resumable(hashes, row.salt, row.token_ids, most)
-        elif len(new) > 1 or num_common % size == 0 or _is_known(store, chain, num_common, row.salt):
-            lease = store.leases.take(chain.hashes_of(0, chain.num_full_blocks), row.salt)
-            num_matched = len(lease.block_ids) * size
-            num_held = whole_images(row.token_ids, num_matched)
-        if lease is not None and hold_images(row.token_ids):
-            lease, num_held = _up_to_an_image(store, row, lease, num_held, num_matched, latest)
-        known = Known(chain, lease, num_held, closest, num_common)
-        if store.states:
-            _find_states(store, known, num_matched, most)
-        elif latest is not None and known.num_tokens < (shown := whole_images(row.token_ids, min(num_matched, most))):
-            known.stopped = f"a window no longer shows what is before token {shown}, up to which blocks are cached"
-        if brought and lease is not None:
-            tokens = Counter(brought[block_id] for block_id in lease.block_ids if block_id in brought)
-            known.brought = {name: number * store.block_size for name, number in tokens.items()}
+        chain = _chain_of(row, store.block_size, chains)
+        if latest is None:
+            known = _anywhere(store, row, chain, closest, max(0, num_common), is_alone=len(new) == 1)
+        else:
+            known = _exactly(store, row, chain, closest, max(0, num_common), latest)
+        if not known.num_tokens and closest is not None and not num_common and closest.true_token_ids:
+            known.stopped += ", and the last call's begin otherwise"
+        if brought and known.lease is not None:
+            size = store.block_size
+            tokens = Counter(brought[block_id] for block_id in known.lease.block_ids if block_id in brought)
+            known.brought = {name: number * size for name, number in tokens.items()}
         found.append(known)
     return found
 
@@ -183,7 +170,7 @@ def _up_to_an_image(
     chain = HashChain(row.root, store.block_size)
     chain.extend(filled_up(row.token_ids, end, store.block_size))
     hashes = chain.hashes_of(0, chain.num_full_blocks)
-    longer, num_tokens, _ = store.leases.take_resumable(hashes, row.salt, row.token_ids, end)
+    longer, num_tokens, _, _ = store.leases.take_resumable(hashes, row.salt, row.token_ids, end)
     if num_tokens < end:
         store.leases.give_back(longer)
         return lease, num_held
@@ -191,17 +178,48 @@ def _up_to_an_image(
     return longer, end
 
 
-def _find_states(store: BlockStore, known: Known, num_matched: int, most: int) -> None:
-    """Let a row have what layers carry after the tokens of its lease, and say where they could not resume.
+def _anywhere(
+    store: BlockStore, row: RowInput, chain: HashChain, closest: PreviousRow | None, num_common: int, *, is_alone: bool
+) -> Known:
+    """What is known of a row that may start after any of its tokens, but for those of an image."""
+    num_common, lease, num_held, size = whole_images(row.token_ids, num_common), None, 0, store.block_size
+    if not is_alone or num_common % size == 0 or _is_known(store, chain, num_common, row.salt):
+        lease = store.leases.take(chain.hashes_of(0, chain.num_full_blocks), row.salt)
+        num_matched = len(lease.block_ids) * size
+        num_held = whole_images(row.token_ids, num_matched)
+        if hold_images(row.token_ids):
+            lease, num_held = _up_to_an_image(store, row, lease, num_held, num_matched, None)
+    return Known(chain, lease, num_held, closest, num_common)
 
-    Args:
-        most: tokens after which it resumes at most.
-    """
+
+def _exactly(
+    store: BlockStore, row: RowInput, chain: HashChain, closest: PreviousRow | None, num_common: int, latest: int
+) -> Known:
+    """What is known of a row that starts exactly where it is known: where its layers can resume."""
+    most = max(0, latest - row.pad)
+    num_there = whole_images(row.token_ids, min(num_common, most))
+    if closest is None or not closest.can_go_on_at(num_there):
+        closest, num_there, num_common = None, 0, 0
+    hashes = chain.hashes_of(0, chain.num_full_blocks)
+    lease, num_held, num_whole, num_matched = store.leases.take_resumable(hashes, row.salt, row.token_ids, most)
+    if hold_images(row.token_ids):
+        lease, num_held = _up_to_an_image(store, row, lease, num_held, num_matched, latest)
+    known = Known(chain, lease, num_held, closest, num_there)
     known.num_matched = num_matched
-    if known.lease is not None and known.lease.block_ids:
-        known.states = store.states.use(known.lease.block_ids, known.num_in_blocks)
-    if known.num_tokens < min(num_matched, most // known.chain.block_size * known.chain.block_size):
-        known.stopped = f"blocks are cached up to token {num_matched}, but no state after token {known.num_tokens}"
+    if store.states:
+        if known.lease is not None and num_held:
+            known.states = store.states.use(lease.block_ids, num_held)
+        if known.num_tokens < min(num_matched, most // store.block_size * store.block_size):
+            known.stopped = f"blocks are cached up to token {num_matched}, but no state after token {known.num_tokens}"
+            return known
+        num_whole = num_matched
+    known.num_found = max(num_whole, num_common, known.num_tokens)
+    by_previous = closest is not None and (num_there > num_held or num_common > num_whole)
+    num_previous = closest.num_true_tokens if closest is not None and by_previous else None
+    known.stopped = why_stopped(known.num_found, row.token_ids, store.block_size, num_previous)
+    if known.num_found < (shown := whole_images(row.token_ids, num_matched)):
+        known.stopped = f"a window no longer shows what is before token {shown}, up to which blocks are cached"
+    return known
 
 
 def _is_known(store: BlockStore, chain: HashChain, token: int, salt: bytes) -> bool:

@@ -8,6 +8,7 @@ Refuses nothing for want of blocks. What is unusual about a call is a bypass: it
 """
 
 import contextlib
+import copy
 import logging
 import math
 import threading
@@ -16,6 +17,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from ..call.admission import UNLIMITED
 from ..call.call_state import CallState
@@ -92,6 +94,7 @@ class Calls:
         self.store, self.conditioning, self.salt, self.counters = store, conditioning, salt, counters
         self.looks, self.model = looks, conditioning.model
         self.keeping = Keeping(store, conditioning, salt)
+        self._images = image_inputs
         self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         self.opening = self._opening = Opening(
             self,
@@ -130,6 +133,32 @@ class Calls:
             if chunked is not None:
                 self._opening.begin_chunks(rows, chunked, given)
         return rows
+
+    def begin_side(self, kind: str) -> Rows:
+        """A call of ours begins, of this kind; returns the rows that its forwards are to run on."""
+        rows = self._opening.new_rows()
+        rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False, runs_only_forwards=True)
+        rows.state.counts_more = False
+        return rows
+
+    def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
+        """Rows that go on beside these, row `i` from row `sources[i]`, and read what these hold where that pays."""
+        index = memory.as_index(sources)
+        if rows.why_bypassed is None:
+            shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
+            forked = rows.forked(index, shared)
+        else:
+            forked = copy.deepcopy(rows)
+            forked.apply(index)
+        forked.in_generate, forked.calls = True, self
+        if forked.state is not None:
+            forked.state.counts_more = False
+        return forked
+
+    def count_with(self, counters: PromptCounters) -> None:
+        """Calls are counted here from now on."""
+        self.counters = counters
+        self._opening.count_with(counters)
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
         """A loop of forwards begins, or a `generate` that was looked up before the cache was attached: the rows that it runs on.
@@ -217,6 +246,10 @@ class Calls:
 
     # What rows ask.
 
+    def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
+        """See `ImageInputs.of_generate`."""
+        return self._images.of_generate(self.model, passed)
+
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """The first forward of rows: see `Opening.open`."""
         return self._opening.open(rows, arguments)
@@ -256,7 +289,7 @@ class Calls:
         if rows.why_bypassed is None:
             if not rows.in_generate:
                 self.keeping.keep(rows, rows.n, held=True)  # as was looked when the last forward had returned
-            request, why, _ = self._opening.read(rows, arguments, running_rows(rows))
+            request, why, _ = self._opening.read(rows, arguments, running_rows(rows), rows.state.images)
             if rows.chunks is not None:
                 self._go_on_in_chunks(rows, request, why)
             if not rows.in_generate:
@@ -278,7 +311,10 @@ class Calls:
             if not rows.in_generate:
                 self._opening.require_filled(arguments, rows.get_seq_length())
             num_rows, num_new = shape_of(arguments, rows.get_seq_length())
-            self._count_more(rows, [num_new] * num_rows)
+            self._count_more(rows, _shown(arguments, num_rows, num_new))
+            if rows.chunks is not None:  # the next chunk comes
+                stop = rows.get_seq_length() + num_new
+                rows.reads_next = stop < rows.state.limits.num_prompt_columns
         return arguments
 
     def _go_on_in_chunks(self, rows: Rows, request: ForwardRequest, why_bypassed: str | None) -> None:
@@ -391,3 +427,12 @@ class Calls:
             row.computed_tokens += more.computed_tokens
         state.pending = new, begins
         rows.must_confirm = True
+
+
+def _shown(arguments: Mapping[str, Any], num_rows: int, num_new: int) -> list[int]:
+    """Tokens of each row that a mask shows among the new columns."""
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == num_rows and num_new:
+        counts: list[int] = (mask[:, -num_new:] != 0).sum(dim=1).tolist()
+        return counts
+    return [num_new] * num_rows

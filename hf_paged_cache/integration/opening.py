@@ -154,6 +154,10 @@ class Opening:
         rows.must_present = own_cache_class(self.conditioning.model) is not None
         return rows
 
+    def count_with(self, counters: PromptCounters) -> None:
+        """Calls are counted here from now on."""
+        self._counters = counters
+
     def sights(self) -> Mapping[int, Sight]:
         """Layer index -> its window. Ranks settle what each knows in tokens, without a look at windows, so there are none."""
         return {} if self._ranks.are_several else self.conditioning.sights()
@@ -213,9 +217,9 @@ class Opening:
         state.was_alone = not conditioning.may_change_in_a_forward()
         rows.escaped = rows.escaped or conditioning.learns  # a hook of others may keep them
         request, why, seen = self.read(rows, arguments, _NO_ROWS, state.images)
-        if why is None:
-            named, why = seen.named(request, self.store.block_size)
-            request = replace(request, rows=tuple(named), has_images=seen.images is not None)
+        named, why_unnamed = seen.named(request, self.store.block_size)
+        why = why or why_unnamed
+        request = replace(request, rows=tuple(named), has_images=seen.images is not None)
         adapters = conditioning.adapter_names()
         if why is None and not rows.kinds.sights == self.sights() == self.store.windows_now():
             why = "layers have other windows than before, or calls with the windows of before hold blocks"
@@ -304,7 +308,7 @@ class Opening:
         may_share = prompt.may_alias and may_run_ahead
         try:
             known = self._known(rows, running, previous, latest, brought)
-            num_found = [row.num_tokens for row in known]
+            num_found = [row.num_found for row in known]
             self._agree(rows, prompt, known)
             if rows.is_exact and (apart := _ends_apart(running, known)):
                 column, together = self._known_together(rows, running, previous, min(latest, *apart), brought)
@@ -462,6 +466,8 @@ class Opening:
             num_rows = len(arguments["input_ids"])
             images, state.images = state.images, None
             arguments = {**arguments, ENCODED: images.encode(range(num_rows), num_rows)}
+        if begins and state.chunked is not None:
+            rows.reads_next = request.num_new_columns < state.limits.num_prompt_columns
         if begins:
             state.counts = count_bypassed(num_shown(request), why)
             state.pending = state.counts, True

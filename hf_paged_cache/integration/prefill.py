@@ -13,7 +13,7 @@ from ..call.scheduled_forward import RowInput
 from ..errors import OutOfBlocksError
 from ..stats import RowCount
 from ..store.block_store import BlockStore
-from .side_forward import SideForwards
+from .side_rows import SideRows
 
 
 class Prefilled(NamedTuple):
@@ -58,9 +58,7 @@ class Prefill:
             forwards.
     """
 
-    def __init__(
-        self, blocks: BlockStore, side: SideForwards, *, chunk_size: int, by_length: bool, looks: bool
-    ) -> None:
+    def __init__(self, blocks: BlockStore, side: SideRows, *, chunk_size: int, by_length: bool, looks: bool) -> None:
         self._blocks = blocks
         self._side = side
         self._chunk_size = -(-chunk_size // blocks.states.align) * blocks.states.align
@@ -97,19 +95,21 @@ class Prefill:
             known, is_all = self._look_up(prompt, touch=True) if self._looks else (0, not end)
         if is_all:
             return Prefilled(end, end, 0)
-        with self._side.sibling() as cache:
+        if prompt.inputs is None:
             stops = [num_tokens]
-            if prompt.inputs is None and not self._by_length:
-                num_needed = cache.call.num_needed_of(num_tokens)
+            rows = self._side.begin("prefill")
+            if not self._by_length:
+                num_needed = 1 if rows.states is None else rows.states.num_needed(num_tokens, is_padding=False)
                 stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
-            if prompt.inputs is None:
-                self._side.run(cache, [RowInput(prompt.token_ids, 0, 0)], stops)
-            else:
-                self._side.generate(cache, prompt.inputs)
-            (row,) = cache.call.rows.distinct
-            num_kept = row.table.num_committed_blocks * self._blocks.block_size
-            num_computed = sum(count.computed_tokens for count in cache.call.counters.rows)
-            self._peak_kv_bytes = max(self._peak_kv_bytes, cache.call.peak_kv_bytes)
+            self._side.run(rows, [RowInput(prompt.token_ids, 0, 0)], stops)
+            self._side.close(rows)
+        else:
+            stops, (_, rows) = [num_tokens], self._side.generate(prompt.inputs)
+        (count,) = rows.state.counts
+        num_computed = count.computed_tokens + stops[-1] - stops[0]
+        self._peak_kv_bytes = max(self._peak_kv_bytes, rows.state.peak_kv_bytes)
+        with self._blocks.lock, self._blocks.new_table(prompt.root, prompt.salt) as table:
+            num_kept = table.match_prefix(prompt.token_ids[:end]).num_matched_tokens
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
 
     def _marks(self, num_tokens: int, end: int, num_needed: int) -> list[int]:

@@ -428,7 +428,7 @@ class Session:
         digest = conditioning.digest()
         if conditioning.rope.depends_on_length:
             with self._store.lock:
-                if any(call.is_running for call in self._store.holders()):
+                if self._store.running or any(call.is_running for call in self._store.holders()):
                     raise CacheBusyError(
                         "rotary frequencies of this model depend on length; wait until no call is running"
                     )

@@ -85,8 +85,8 @@ class SharedPrefill:
         if latest <= 0:
             return Ahead(0)
         store = self._opening.store
-        carry_states = bool(store.states)
-        if len(inputs) == 1 and not carry_states:
+        are_cut = is_exact and (bool(store.states) or any(row.num_matched > row.num_tokens for row in known))
+        if len(inputs) == 1 and not are_cut:
             column = min(inputs[0].pad + known[0].num_tokens, latest)
             return Ahead(column if column > inputs[0].pad else 0)
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
@@ -99,7 +99,7 @@ class SharedPrefill:
         if is_exact:
             for number in range(len(rows)) if found is None else found.cold:
                 known[number].forget()
-        if found is not None and may_share and carry_states and not store.states.rules.is_recorded:
+        if found is not None and may_share and are_cut:
             found = self._cut(found, rows, known, bounds)
         if found is None or not found.runs:
             if not is_exact:
@@ -136,7 +136,7 @@ class SharedPrefill:
         )
 
     def _cut(self, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
-        """The same with forwards cut where states are to be kept."""
+        """The same with forwards cut where it is to be kept how rows resume."""
         with self._opening.store.lock:
             for number, (planned, of_row) in enumerate(zip(rows, known, strict=True)):
                 ahead = max((prefix.heirs.get(number, 0) for prefix in found.prefixes), default=0)
@@ -144,19 +144,23 @@ class SharedPrefill:
         return cut(found, rows, bounds)
 
     def _wanted(self, planned: PlannedRow, known: Known, ahead: int, bounds: Bounds) -> tuple[int, ...]:
-        """Tokens of a row after which states are wanted: the last place before the prompt's end, where it parts from
-        what is known, and in a long prompt, as long as there is room, places in between.
+        """Tokens of a row after which it is to be kept how it resumes: where it parts from what is known. Of states, unless a forward
+        shows them everywhere, also the last place before the prompt's end, and in a long prompt, as long as there is room, places in
+        between.
 
         Args:
             ahead: tokens of the longest prefix that is computed for it.
         """
         states, most = self._opening.store.states, bounds.latest - planned.pad
-        align, last = states.align, max(known.num_tokens, ahead)
+        if not states or states.rules.is_recorded:
+            parts_at = min(known.num_matched, most) // states.align * states.align
+            return (parts_at,) if parts_at > max(known.num_tokens, ahead) and self._opening.store.windows else ()
+        align, first, last = states.align, max(known.num_tokens, ahead), max(known.num_in_blocks, ahead)
         wanted = {most // align * align, min(known.num_matched, most) // align * align}
-        grid = range(last // states.grid * states.grid + states.grid, most, states.grid)
+        grid = range(first // states.grid * states.grid + states.grid, most, states.grid)
         if len(grid) + len(wanted) <= states.kept.num_free:
             wanted.update(grid)
-        least = last + _LEAST_GAIN if last else 1
+        least = max(first + 1, last + _LEAST_GAIN if last else 1)
         return tuple(sorted(place for place in wanted if place >= least))
 
 

@@ -28,7 +28,7 @@ from .forward_arguments import ArgumentReader, InputValues, KnownInputs, MaskVal
 from .generate_arguments import GenerateArguments
 
 # What a `generate` is passed that runs a prompt, whatever the model's generation config says.
-_FIRST_TOKEN: dict[str, Any] = {
+FIRST_TOKEN: dict[str, Any] = {
     **{"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "use_cache": True},
     **dict.fromkeys(("prefill_chunk_size", "prompt_lookup_num_tokens", "cache_implementation", "stop_strings")),
     **{"return_dict_in_generate": True, "output_logits": True},
@@ -148,7 +148,7 @@ class SideForwards:
             OutOfBlocksError: it does not fit; nothing was computed.
         """
         with self._deltas.unchanged(), torch.no_grad():
-            output = self.model.generate(**{**inputs, **_FIRST_TOKEN, "past_key_values": cache})
+            output = self.model.generate(**{**inputs, **FIRST_TOKEN, "past_key_values": cache})
         logits: Tensor = output.logits[0][:, None]
         return logits
 
@@ -202,6 +202,10 @@ class SideForwards:
         finally:
             del bracket
         return torch.cat(found, dim=1)
+
+    def arguments_after(self, rows: Sequence[RowInput], held: int, start: int, stop: int) -> dict[str, Tensor]:
+        """What a forward of the columns `[start, stop)` is passed, where the rows' tokens begin after `held` columns."""
+        return self._passed(rows, held, start, stop)[0]
 
     def arguments_of(self, rows: Sequence[RowInput], start: int, stop: int) -> dict[str, Tensor]:
         """What a forward of the columns `[start, stop)` of rows is passed, of which all tokens are given."""

@@ -192,6 +192,12 @@ class Conditioning:
             self._windows = self._settings, sights_of(cache_layers(self.model))
         return self._windows[1]
 
+    def sights_now(self) -> dict[int, Sight]:
+        """The same as the config says now."""
+        self._configs = _configs(self.model)
+        self._settings = _settings(self._configs)
+        return self.sights()
+
     def changes_with(self, output_flag: str) -> bool:
         """Whether keys and values may be others where a call asks for this output, as of the last `digest`."""
         flags = self._output_flags

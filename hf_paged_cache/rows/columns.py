@@ -41,20 +41,22 @@ class Prompt:
         first_position: of its first token.
         shift: how far images have moved the positions of the text after them; None: not known.
         kept: tokens whose blocks need not be kept any more.
+        most_kept: tokens that are kept at most: others fill the row up.
         image_end: tokens up to the end of its last image, within a block that is to be kept up to there; None: there is none.
     """
 
-    __slots__ = ("first_position", "image_end", "kept", "pad", "root", "shift")
+    __slots__ = ("first_position", "image_end", "kept", "most_kept", "pad", "root", "shift")
 
     def __init__(self, root: bytes = b"", pad: int = 0, first_position: int = 0, shift: int | None = 0) -> None:
         self.root, self.pad, self.first_position, self.shift = root, pad, first_position, shift
         self.kept = 0
         self.image_end: int | None = None
+        self.most_kept: int | None = None
 
     def copy(self) -> "Prompt":
         """The same for another row."""
         copied = Prompt(self.root, self.pad, self.first_position, self.shift)
-        copied.kept, copied.image_end = self.kept, self.image_end
+        copied.kept, copied.image_end, copied.most_kept = self.kept, self.image_end, self.most_kept
         return copied
 
 

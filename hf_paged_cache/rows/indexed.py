@@ -61,9 +61,17 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         return self._index is not None and self.n > 0
 
     @property
-    def indexer_keys(self) -> Tensor | None:  # type: ignore[override]
+    def indexer_keys(self) -> Tensor | None:
         """[R, columns, D]. None without rows, or where the layer has no index."""
         return None if self._index is None or not self.n else self._index[:, 0, : self.n]
+
+    @indexer_keys.setter
+    def indexer_keys(self, states: Tensor | None) -> None:
+        self._index = None if states is None else states.unsqueeze(1)
+        self._num_indexed = 0 if states is None else states.shape[1]
+        self.is_own = True
+        if states is not None and (owner := self._owner()) is not None:
+            owner.note_shown()
 
     @property
     def indexer_position_ids(self) -> Tensor | None:

@@ -8,7 +8,7 @@ from ..blocks.sight import Sight
 from ..model.support import has_index, has_keys, has_state, holds_nothing
 from .indexed import IndexedLayer
 from .layers import Owner, PlaceholderLayer, RowsLayer
-from .states import StatePlaces, StatesAloneLayer, StatesAndColumnsLayer, StatesAndWindowLayer
+from .states import StatePlaces, StatesAndColumnsLayer, StatesAndWindowLayer, states_alone
 from .windows import WindowLayer
 
 
@@ -48,7 +48,7 @@ class LayerKinds(NamedTuple):
         if num_states is None:
             return RowsLayer(layer_idx, owner) if sight is None else WindowLayer(layer_idx, owner, sight, self.margin)
         if layer_idx in self.without_columns:
-            return StatesAloneLayer(num_states)
+            return states_alone(num_states)
         if sight is None:
             return StatesAndColumnsLayer(layer_idx, owner, num_states)
         return StatesAndWindowLayer(layer_idx, owner, sight, self.margin, num_states)

@@ -27,7 +27,7 @@ from .columns import Prompt, RowsColumns
 from .ids import Begins, IdsStream
 from .kinds import LayerKinds
 from .layers import SPARE, RowsLayer
-from .shared import Looks
+from .shared import Looks, SharedColumns
 from .states import RowStates
 
 _VERSION = attrgetter("_version")
@@ -54,6 +54,8 @@ class RunsRows(Protocol):
     def keeping(self) -> KeepsRows: ...
 
     def begin_from(self, rows: "Rows", model: Any, given: Any) -> "Rows": ...
+
+    def images_of_generate(self, passed: Mapping[str, Any]) -> Any: ...
 
     def open(self, rows: "Rows", arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
 
@@ -114,7 +116,8 @@ class Rows(RowsColumns):
         is_behind_handle: forwards are passed that in place of the rows, and return it.
         state: what `calls` remembers of them.
         chunks: the prompt comes in these, and what comes in others is not kept; None: it comes as it comes.
-        lacks_windows: a forward died, and layers with a window have nothing more of what the next token sees.
+        lacks_windows: a forward died, and layers with a window have nothing more of what the next token sees; of a bypassed call also what
+            layers carry is lost.
         must_present: the model takes a cache of a class of its own alone.
         thread: ident of the one that ran them last.
         captured: runs their forwards by graphs, and has them lie in the arena; None: nothing does.
@@ -195,6 +198,8 @@ class Rows(RowsColumns):
             arguments = self.calls.go_on(self, arguments)
         if self.why_bypassed is not None:
             self.roll_back()
+            if self.lacks_windows:
+                self._require_not_lost()
             self._lengths = [layer.get_seq_length() if has_keys(layer) else 0 for layer in self.layers]
             return arguments
         if self.prompt_end and self.n >= self.prompt_end:
@@ -273,6 +278,7 @@ class Rows(RowsColumns):
     def roll_back(self) -> None:
         """Take back a forward that died; after the first one the rows begin again."""
         if self._lengths is not None:
+            self.lacks_windows = bool(self.kinds.num_states or self.kinds.sights)
             lengths, self._lengths = self._lengths, None
             for layer, num in zip(self.layers, lengths, strict=False):
                 if has_keys(layer) and layer.get_seq_length() > num:
@@ -364,12 +370,11 @@ class Rows(RowsColumns):
 
     def _require_not_lost(self) -> None:
         """Raises ForwardMismatchError: what layers with a window or a state had of the rows is lost."""
-        if not self.n:
+        if not self.n and self.why_bypassed is None:
             return
         self.is_running = False
-        what = "a window see" if self.lacks_windows else "a state carry"
         raise ForwardMismatchError(
-            f"what layers with {what} of these rows is lost, because a forward died in the middle of it, and it cannot be computed "
+            "what layers with a window see of these rows, or what layers carry of them, is lost, because a forward died in the middle of it, and it cannot be computed "
             "again here; reset() the cache, or pass the whole prompt to generate again"
         )
 
@@ -497,6 +502,10 @@ class Rows(RowsColumns):
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
 
+    def images_of_generate(self, model: Any, passed: Mapping[str, Any]) -> Any:
+        """The images that a `generate` on these rows is not to be passed."""
+        return self.calls.images_of_generate(passed)
+
     def reset(self) -> None:
         """Drop the rows."""
         if self.why_bypassed is not None:
@@ -584,38 +593,74 @@ class Rows(RowsColumns):
                     "gradients flow through the rows of this cache, and would not through a copy of them; copy it after "
                     "forwards in torch.no_grad()"
                 )
-        copied = type(self)(self.calls, self.kinds, self.looks)
+        if self.why_bypassed is None:
+            copied = self.forked(
+                torch.arange(self.num_rows, device="cpu"), None if self.shared is None else self.shared.copy()
+            )
+        else:
+            copied = self._begun_alike()
+            copied.layers[:] = copy.deepcopy(self.layers, memo)
         memo[id(self)] = copied
-        for name in (
-            "n",
-            "judged",
-            "trust_end",
-            "is_open",
-            "in_generate",
-            "why_bypassed",
-            "num_forwards",
-            "records_drafts",
-        ):
+        return copied
+
+    def _begun_alike(self) -> "Rows":
+        """Other rows of the same call, without columns."""
+        copied = type(self)(self.calls, self.kinds, self.looks)
+        for name in _COPIED:
             setattr(copied, name, getattr(self, name))
         copied.state = None if self.state is None else self.state.copy()
         copied.is_whole = self.is_whole and not self.is_edited
-        copied.may_be_lazy = self.may_be_lazy
         copied.prompts, copied.ids = [prompt.copy() for prompt in self.prompts], self.ids.copy()
-        if self.why_bypassed is not None:
-            copied.layers[:] = copy.deepcopy(self.layers, memo)
-            return copied
-        index = torch.arange(self.num_rows, device="cpu")
+        return copied
+
+    def forked(self, index: Tensor, shared: SharedColumns | None) -> "Rows":
+        """Other rows that go on by themselves, row `i` where row `index[i]` of these stands. None of them is bypassed.
+
+        Args:
+            shared: what they have in common; None: each has all of its columns.
+        """
+        self.roll_back()
+        copied, n = self._begun_alike(), self.n
+        copied.ids.select(index)
+        copied.prompts = [copied.prompts[number].copy() for number in index.tolist()]
         held = self.all_memory()
-        if self.shared is not None:
-            made = memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE)
-            copied.share(self.shared.copy(), made, self.n)
-        elif held and self.n:
-            copied.take(memory.selected(held, index, self.n - self.base, self.n - self.base + SPARE), self.n, self.base)
+        if shared is not None:
+            first = shared.plan.first_own
+            made = (
+                memory.selected(held, index, n - first, n - first + SPARE)
+                if first < n
+                else memory.make(memory.shapes_of_rows(held), len(index), SPARE)
+            )
+            copied.share(shared, made, n)
+        elif self.shared is not None:
+            made = memory.make(memory.shapes_of_rows(held), len(index), n + SPARE)
+            for row, source in enumerate(index.tolist()):
+                pad = self.prompts[source].pad
+                self.copy_columns(source, pad, n, made, row, pad)
+            copied.take(made, n)
+        elif held and n:
+            copied.take(memory.selected(held, index, n - self.base, n - self.base + SPARE), n, self.base)
         if self.windows is not None and copied.windows is not None:
-            self.windows.copy_to(copied.windows, self.num_rows, self.n)
+            self.windows.copy_to(copied.windows, index, n)
             copied.note_writes()
         if self.states is not None and copied.states is not None:
-            self.states.copy_to(copied.states)
+            self.states.copy_to(copied.states, index)
         for layer, of in zip(copied.layers, self.layers, strict=True):
             layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied
+
+
+_COPIED = (
+    *(
+        "n",
+        "judged",
+        "trust_end",
+        "is_open",
+        "in_generate",
+        "why_bypassed",
+        "num_forwards",
+        "records_drafts",
+        "may_be_lazy",
+    ),
+    *("chunks", "must_present", "lacks_windows"),
+)

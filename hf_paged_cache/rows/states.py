@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 )
 
 from ..blocks.sight import Sight
-from ..kv.states import LiveStates, StateLayer, States, copied, row_of
+from ..kv.states import LiveStates, StateLayer, States, copied, row_of, select_rows
 from .layers import Owner, RowsLayer
 from .windows import WindowLayer
 
@@ -37,16 +37,13 @@ class StatePlaces(NamedTuple):
     most: int = 0
 
 
-class StatesAloneLayer(LinearAttentionLayer):
-    """A layer that carries states, and has no columns."""
-
-    n = base = room = wanted = filled = 0
-    held = reads = keys = values = None
-    is_own = is_sliding = is_initialized = False
-
-    def get_seq_length(self) -> int:
-        """No columns."""
-        return 0
+def states_alone(num_states: int) -> LinearAttentionLayer:
+    """A layer that carries states, and has no columns: of transformers' very class, for its type is how callers tell it from the others."""
+    layer = LinearAttentionLayer(num_states)
+    vars(layer).update(dict.fromkeys(("n", "base", "room", "wanted", "filled"), 0))
+    vars(layer).update(dict.fromkeys(("held", "reads", "keys", "values")))
+    vars(layer).update(dict.fromkeys(("is_own", "is_sliding", "is_initialized"), False))
+    return layer
 
 
 class StatesAndColumnsLayer(RowsLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc]
@@ -190,11 +187,12 @@ class RowStates:
         self._next = 0
         return self.are_whole
 
-    def copy_to(self, other: "RowStates") -> None:
-        """Let other rows have the same states in memory of their own."""
-        other.begin(len(self.taken))
-        other.put(copied(self.live.read()))
-        other.are_whole, other.taken = self.are_whole, [{**taken} for taken in self.taken]
+    def copy_to(self, other: "RowStates", index: Tensor) -> None:
+        """Let row `i` of other rows have the states of row `index[i]` in memory of its own."""
+        sources = index.tolist()
+        other.begin(len(sources))
+        other.put(select_rows(self.live.read(), sources))
+        other.are_whole, other.taken = self.are_whole, [{**self.taken[source]} for source in sources]
 
     def clear(self) -> None:
         """The rows are dropped."""

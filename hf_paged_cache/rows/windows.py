@@ -93,6 +93,14 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         self.held, self.base, self.n, self.room = (made[0], made[1]), stop - num_kept, stop, made[0].shape[2]
         return read[0], read[1]
 
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        """Columns written, those that the window has passed included."""
+        return self.n
+
+    def activate_past_recording(self) -> None:
+        """Nothing: a margin before the window is held in any case."""
+
     is_alone = False  # `held` is this layer's alone; `is_own` says so of layers without a window
 
     def put_into(self, layer: Any) -> None:
@@ -210,9 +218,8 @@ class WindowColumns:
             else:
                 self.lie_in(sight, memory.selected(held, index, n - base, held[0].tensor.shape[3]), n, base)
 
-    def copy_to(self, other: "WindowColumns", num_rows: int, n: int) -> None:
-        """Let other rows have the same columns in memory of their own."""
-        index = torch.arange(num_rows, device="cpu")
+    def copy_to(self, other: "WindowColumns", index: Tensor, n: int) -> None:
+        """Let row `i` of other rows have the columns of row `index[i]` in memory of its own."""
         for sight in self._layers:
             held, base = self.of(sight)
             if held:

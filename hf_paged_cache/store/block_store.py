@@ -117,6 +117,7 @@ class BlockStore:
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # None: of all salts
         self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
+        self.running: WeakSet[Any] = WeakSet()  # rows of calls of `generate`
         self.left: deque[Any] = deque()  # last rows of collected caches; appended to by finalizers
         self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
         self._holders: WeakSet[Holder] = WeakSet()

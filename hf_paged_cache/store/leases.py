@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from ..blocks import Allocation, BlockHash, Group, PrefixCachingBlockAllocator, resumable
@@ -11,6 +12,22 @@ from ..blocks.tokens import TokenIds
 from ..blocks.window_blocks import Changing
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
+
+
+class Resumable(NamedTuple):
+    """What is known of a row whose layers have windows, or carry states.
+
+    Attributes:
+        lease: of the blocks up to where it resumes.
+        num_tokens: after which it resumes.
+        num_whole: after which it could resume, if it might do so anywhere.
+        num_matched: that blocks are known of, whether it could resume there or not.
+    """
+
+    lease: Allocation
+    num_tokens: int
+    num_whole: int
+    num_matched: int
 
 
 class Leases:
@@ -32,17 +49,13 @@ class Leases:
         """A lease of the leading blocks that are known; the caller frees it."""
         return self._noted(self._allocator.allocate(hashes, namespace=salt))
 
-    def take_resumable(
-        self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int
-    ) -> tuple[Allocation, int, int]:
+    def take_resumable(self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int) -> Resumable:
         """The same as far as layers with a window or a state can resume, with their window blocks; free it by `give_back`.
 
         Args:
             tokens: of the row, from its first one on.
             most: tokens after which rows resume at most.
 
-        Returns:
-            the lease, the tokens after which rows can resume, and how many are known whether they can resume there or not.
         """
         windows, size = self._windows.groups, self._allocator.block_size
         groups: list[Group] = [*windows, WholeImages(tokens)]
@@ -50,10 +63,12 @@ class Leases:
         with Changing(windows):
             lease = self.take(hashes, salt)
             num_matched = len(lease.block_ids) * size
-            num_tokens = resumable(groups, lease.block_ids, min(num_matched, most))
+            num_whole = num_tokens = resumable(groups, lease.block_ids, num_matched)
+            if num_tokens > most:
+                num_tokens = resumable(groups, lease.block_ids, most)
             self._allocator.truncate(lease, -(-num_tokens // size))
             self.resume(lease, num_tokens)
-        return lease, num_tokens, num_matched
+        return Resumable(lease, num_tokens, num_whole, num_matched)
 
     def resume(self, lease: Allocation, num_tokens: int) -> None:
         """Rows resume after so many tokens of a lease: what layers with a window see there is held, as far as it is there."""

@@ -326,7 +326,7 @@ COUNTS = [
     _both("launches, decode step, 2 layers, 1 row", _launches(plain_model, 1), _steps("launch")),
     _both(
         "launches, decode step, 3 layers, windows",
-        _launches(windowed_model),
+        _launches(windowed_model, 1),
         _steps("launch", make_model=windowed_model),
     ),
     Count("blocks held after a prompt of 20 tokens, num_blocks=20000", 64, None, Counter.held_blocks),

@@ -24,7 +24,6 @@ from hf_paged_cache import (
 from hf_paged_cache.call.admission import CallLimits
 from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.integration.prefill import stops_of
-from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
@@ -246,34 +245,6 @@ def test_what_is_cached_of_prompts_must_have_room_beside_what_is_new() -> None:
     running.reset()
     assert cache.prefill(prompts) == (64, 32, 32)
     assert [cache.lookup(prompt).num_tokens for prompt in prompts] == [32, 32]
-
-
-@pytest.mark.way("pool")
-def test_between_two_chunks_nobody_takes_the_blocks_of_those_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, begun = PrefixStore(tiny("llama"), block_size=4, num_blocks=33), []
-    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
-    passed = SideForwards._passed
-
-    def ask_before_the_second(*given: Any) -> Any:
-        begun.append(given)
-        if len(begun) == 2:
-            with pytest.raises(OutOfBlocksError, match="are reserved for running calls"):
-                run(store.model, other, **batch(row((2, 60))))
-        return passed(*given)
-
-    monkeypatch.setattr(SideForwards, "_passed", ask_before_the_second)
-    assert cache.prefill(row((1, 100)), chunk_size=40).num_tokens == 100
-    assert len(begun) == 3
-
-
-def test_a_prefill_whose_window_does_not_fit_is_refused_and_nothing_changes() -> None:
-    store = PrefixStore(tiny("mistral"), block_size=4, num_blocks=10)
-    running, cache = PagedPrefixCache(store), PagedPrefixCache(store)
-    run(store.model, running, **batch(row((1, 30))), max_new_tokens=2)
-    before = all_blocks(cache)
-    with pytest.raises(OutOfBlocksError):
-        cache.prefill(row((2, 60)))
-    assert all_blocks(cache) == before
 
 
 def test_what_nobody_may_reuse_is_not_computed() -> None:

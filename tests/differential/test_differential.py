@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_paged_cache import UnsupportedModelError
-from hf_paged_cache.call import prepare
+from hf_paged_cache.integration.opening import Opening
 from tests.differential.__main__ import draw, play_drawn
 from tests.differential.comparing import DifferenceError, compare
 from tests.differential.kinds import build
@@ -55,8 +55,8 @@ def test_random_calls_in_chunks_give_the_same_bits(kind: str) -> None:
 
 
 def test_hits_inside_a_chunk_are_seen_in_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = prepare._end_of_known_chunks
-    monkeypatch.setattr(prepare, "_end_of_known_chunks", lambda store, rows, size, column: cut(store, rows, 1, column))
+    known = Opening._known_together
+    monkeypatch.setattr(Opening, "_known_together", lambda self, *given: known(self, *given[:5], 1))
     assert any(play_drawn("bits:llama", seed).failure for seed in range(SEED, SEED + 20))
 
 

@@ -130,6 +130,7 @@ def test_a_layer_is_initialized_only_if_it_was_written(tiny_llama: Any) -> None:
     assert cache.get_seq_length(1) == 0
 
 
+@pytest.mark.way("pool")
 def test_a_layer_with_an_index_answers_like_an_indexed_one() -> None:
     model = build_type("glm_moe_dsa")
     ours, theirs = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
@@ -280,6 +281,7 @@ def test_a_cache_says_of_each_layer_whether_it_records_the_past(name: str) -> No
         assert any(answers[0]) == is_activated
 
 
+@pytest.mark.way("pool")
 def test_a_state_layer_tells_its_cache_to_drop_the_rows() -> None:
     ours, _ = both("bamba", IDS)
     state = next(layer for layer in ours.layers if type(layer) is LinearAttentionLayer)

@@ -354,6 +354,7 @@ def test_images_come_back_from_a_lower_tier(tmp_path: Path) -> None:
     held.check()
 
 
+@pytest.mark.way("pool")
 def test_a_pool_that_is_full_of_images_stays_right_and_a_bypassed_call_is_right() -> None:
     model, _ = tiny("qwen2_vl")
     held = PagedPrefixCache(model, block_size=8, num_blocks=12, on_full="bypass")
@@ -415,16 +416,3 @@ def test_explain_shows_an_image_by_its_placeholders() -> None:
     said = str(held.explain([*TEXT, *FIRST]))
     assert "24 of 54 tokens are known" in said
     assert " -" not in said.replace(" - ", ""), "no number of ours"
-
-
-def test_rows_resume_where_the_next_turn_leaves_the_image_out() -> None:
-    model, _ = tiny("qwen2_vl")
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask("qwen2_vl", [TEXT, 1, FIRST])
-    output = run(model, held, **given)
-    longer = torch.cat([output.sequences, torch.tensor([SECOND])], dim=1)
-    types = torch.nn.functional.pad(given["mm_token_type_ids"], (0, longer.shape[1] - given["input_ids"].shape[1]))
-    whole = {**given, "input_ids": longer, "mm_token_type_ids": types, "attention_mask": torch.ones_like(longer)}
-    reference = run(model, **whole)
-    text = {name: whole[name] for name in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    assert_same(reference, run(model, held, **text))

@@ -72,6 +72,7 @@ def test_a_layer_is_to_transformers_what_that_of_a_dynamic_cache_is(
                 assert_close(got, wanted)
 
 
+@pytest.mark.way("pool")
 @WAYS
 @NAMES
 def test_what_a_layer_hands_over_is_what_a_dynamic_cache_does(
@@ -175,6 +176,7 @@ def test_columns_are_taken_back_however_many(num_taken: int, name: str, attentio
     cache.check()
 
 
+@pytest.mark.way("pool")
 @WAYS
 def test_to_take_back_more_than_windows_still_hold_is_refused_and_changes_nothing(attention: str) -> None:
     model = build("mistral", sliding_window=32)
@@ -224,6 +226,7 @@ def test_a_wrong_block_of_a_window_is_found_out(name: str, attention: str) -> No
     assert cache.last_call.reused_tokens == 0
 
 
+@pytest.mark.way("pool")
 @WAYS
 @NAMES
 @pytest.mark.parametrize("columns", [20, WINDOW, WINDOW + 1, 60])
@@ -303,6 +306,7 @@ def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(w
                 assert all(held <= 2 * allowed(250, window) * token_bytes for held in in_all.seen.values())
 
 
+@pytest.mark.way("pool")
 def test_a_pool_of_a_few_windows_serves_a_long_generation() -> None:
     model = build("mistral", sliding_window=64, max_position_embeddings=8192)
     prompt = row((1, 300))
@@ -316,6 +320,7 @@ def test_a_pool_of_a_few_windows_serves_a_long_generation() -> None:
         assert cache.last_call.reused_tokens == 299
 
 
+@pytest.mark.way("pool")
 def test_a_place_where_prompts_part_is_kept_when_it_is_seen_a_second_time() -> None:
     """With room for few windows: what is in the middle of a prompt is not kept, until another prompt parts there."""
     model = build("mistral", sliding_window=64, max_position_embeddings=1024)
@@ -445,6 +450,7 @@ def test_rows_of_a_plain_forward_leave_each_other_their_windows() -> None:
     cache.check()
 
 
+@pytest.mark.way("pool")
 def test_a_long_prompt_leaves_room_for_a_call_that_comes_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, cache = windowed(40)
     other, asked = PagedPrefixCache(cache.store), []
@@ -471,6 +477,7 @@ def test_a_look_at_a_cached_block_does_not_take_its_window_block(num_blocks: int
     assert reused == [0, *[199] * 5]
 
 
+@pytest.mark.way("pool")
 def test_a_batch_that_fits_into_an_empty_pool_fits_into_one_that_knows_a_row() -> None:
     model, cache = windowed(16)
     run(model, cache, **batch(row((1, 960))))

@@ -1,0 +1,44 @@
+"""What blocks hold of a sequence, as tensors: for whoever compares it."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ..kv.block_pool import Slab
+from ..rows import memory
+from ..rows.memory import Streams
+from ..store.block_store import BlockStore
+
+
+def read_blocks(store: BlockStore, block_ids: Sequence[int], start: int, stop: int) -> dict[int, dict[str, Tensor]]:
+    """Layer -> name -> [1, H, tokens, D]: copies of the tokens `[start, stop)` of a sequence; of a layer with a window, of those of them that
+    the next token sees. The store's lock is held, and the window blocks of `stop` are there.
+    """
+    found = _read(store.slabs(), block_ids, store.block_size, start, stop)
+    slabs = store.window_slabs()
+    for group in store.windows.groups:
+        first = max(start, group.sight.handed_from(stop))
+        places = {index: group.places[block_ids[index]] for index in group.seen(stop)}
+        at = [places.get(index, 0) for index in range(-(-stop // store.block_size))]
+        found |= _read(slabs[group.sight], at, store.block_size, min(first, stop), stop)
+    return found
+
+
+def _read(
+    slabs: Sequence[Slab],
+    block_ids: Sequence[int],
+    size: int,
+    start: int,
+    stop: int,
+) -> dict[int, dict[str, Tensor]]:
+    first = start // size
+    made: list[Streams] = memory.make(memory.shapes_of_slabs(slabs), 1, max(0, stop - start))
+    if stop > start:
+        memory.load_blocks(
+            made, slabs, [0], 0, block_ids[first : -(-stop // size)], stop - first * size, start - first * size
+        )
+    found: dict[int, dict[str, Tensor]] = {}
+    for tensor, names in made:
+        for (layer_idx, name), part in zip(names, tensor, strict=True):
+            found.setdefault(layer_idx, {})[name] = part
+    return found

@@ -1,0 +1,149 @@
+"""Forwards that we run ourselves, for scores and prefills, each on rows of its own: no cache of a user is touched.
+
+What they compute is kept like that of any call, and counted by whoever asks.
+"""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..call.admission import CallLimits
+from ..call.counters import PromptCounters
+from ..call.scheduled_forward import ForwardRequest, RequestRead, RowInput
+from ..model.cache_adapters import cache_argument
+from ..model.rope import RopeDeltas
+from ..rows.rows import Rows
+from .generate_arguments import GenerateArguments
+from .side_forward import FIRST_TOKEN, SideForwards
+
+
+class SideRows:
+    """Runs forwards on rows of its own.
+
+    Args:
+        side: makes the arguments of forwards.
+        make_cache: another cache on the same store.
+    """
+
+    def __init__(self, side: SideForwards, make_cache: Callable[[], Any]) -> None:
+        self.model, self.takes_positions = side.model, side.takes_positions
+        self._side, self._make_cache = side, make_cache
+        self._deltas = RopeDeltas(side.model)
+
+    def _cache(self) -> Any:
+        cache = self._make_cache()
+        cache._calls.count_with(PromptCounters())  # counted by the call that it is run for
+        return cache
+
+    def begin(self, kind: str) -> Rows:
+        """Rows of a call of this kind, before their first forward."""
+        rows: Rows = self._cache()._calls.begin_side(kind)
+        rows.state.is_in_step = kind == "prefill"  # its forwards are cut already
+        return rows
+
+    def run(self, rows: Rows, inputs: Sequence[RowInput], stops: Sequence[int] = (), *, num_logits: int = 1) -> Tensor:
+        """Run tokens after those that the rows hold, without gradients.
+
+        Shorter rows are filled up on the right, where no other token sees them, with tokens of their own.
+
+        Args:
+            inputs: what each row runs; without roots.
+            stops: columns at which forwards end, the lower ones first; none: one forward, of all tokens.
+            num_logits: how many of the last columns' logits are wanted.
+
+        Returns:
+            logits of the last columns of the last forward, [R, num_logits, vocabulary].
+        """
+        start, side = rows.n, self._side
+        stops = stops or [max(max(start, row.pad) + len(row.token_ids) for row in inputs)]
+        always: dict[str, Any] = {cache_argument(self.model): rows, "use_cache": True, "return_dict": True}
+        if side.takes_logits_to_keep:
+            always["logits_to_keep"] = num_logits
+        elif num_logits > 1:
+            rows.records_drafts = True  # the logits of all columns are wanted
+        with torch.no_grad():
+            for span in pairwise((start, *stops)):
+                output = self.model(**always, **side.arguments_after(inputs, start, *span))
+        for prompt, row in zip(rows.prompts, inputs, strict=False):
+            prompt.most_kept = max(0, start - row.pad) + len(row.token_ids)
+        logits: Tensor = output.logits[:, -num_logits:]
+        return logits
+
+    def run_chunks(self, row: RowInput, size: int, num_logits: int) -> tuple[Tensor, Rows]:
+        """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`: the same bits, whatever
+        is known. All logits of a forward are computed where one of them is wanted.
+
+        Returns:
+            logits of the last columns, [1, num_logits, vocabulary]; and the rows, which are closed.
+        """
+        num_tokens, side, calls = len(row.token_ids), self._side, self._cache()._calls
+        given = GenerateArguments(
+            limits=CallLimits(num_prompt_columns=num_tokens, max_columns=num_tokens, num_rows=1),
+            num_masked=num_tokens,
+            num_given=num_tokens,
+            passed=side.arguments_of([row], 0, num_tokens),
+            chunk_size=size,
+            num_logits=num_logits,
+        )
+        rows = calls.begin(given, None)
+        always: dict[str, Any] = {cache_argument(self.model): rows, "use_cache": True, "return_dict": True}
+        found, first = [], num_tokens - num_logits
+        with torch.no_grad():
+            for start in range(rows.n, num_tokens, size):
+                stop = min(num_tokens, start + size)
+                if side.takes_logits_to_keep:
+                    always["logits_to_keep"] = 1 if stop <= first else 0
+                logits = self.model(**always, **side.arguments_of([row], start, stop)).logits
+                if stop > first:
+                    found.append(logits[:, max(0, first - start) :])
+        calls.close(rows)
+        return torch.cat(found, dim=1), rows
+
+    def generate(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Rows]:
+        """Run a prompt as `generate` does, whatever it has besides token ids, and keep the blocks that it fills.
+
+        Effects: what modules keep of images is as before.
+
+        Args:
+            inputs: as a processor returns them, of one prompt.
+
+        Returns:
+            logits of its last token, [1, 1, vocabulary]; and the rows.
+        """
+        cache = self._cache()
+        with self._deltas.unchanged(), torch.no_grad():
+            output = self.model.generate(**{**inputs, **FIRST_TOKEN, "past_key_values": cache})
+        logits: Tensor = output.logits[0][:, None]
+        return logits, cache._current.take()
+
+    def request_of(self, inputs: Mapping[str, Any]) -> ForwardRequest:
+        """What `generate` asks of a cache for a prompt, whatever it has besides token ids. Nothing runs, nothing is changed.
+
+        Args:
+            inputs: see `generate`.
+        """
+        cache = self._cache()
+        cache._calls.opening.reads_only = True
+        try:
+            with self._deltas.unchanged(), torch.no_grad():
+                self.model.generate(**{**inputs, **FIRST_TOKEN, "past_key_values": cache})
+        except RequestRead as read:
+            return read.request
+        raise AssertionError("generate ran no forward")
+
+    def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
+        """Rows that go on beside these, row `i` from row `sources[i]`."""
+        return self._cache()._calls.fork(rows, sources)  # type: ignore[no-any-return]
+
+    def close(self, rows: Rows) -> None:
+        """The call is over: keep what is complete."""
+        rows.calls.close(rows)
+
+
+def row_of(tokens: Sequence[int], pad: int = 0, shift: int | None = 0) -> RowInput:
+    """A row that runs these tokens."""
+    return RowInput(array("q", tokens), pad, 0, shift=shift)
