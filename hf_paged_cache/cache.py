@@ -70,9 +70,9 @@ class PagedPrefixCache(Cache):
             attention to torch, a copy of each row. Later forwards overwrite it (not while gradients are on), so clone
             what you keep. "gather" copies each layer's rows for the moment of its attention: memory is the blocks and
             one layer's rows.
-        on_full: what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError. "bypass" runs it
-            as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`.
-            `score` refuses always.
+        on_full: with attention="gather", what becomes of a call that does not fit into the pool. "refuse" raises OutOfBlocksError.
+            "bypass" runs it as `DynamicCache` would, without the store; its rows stay so until the next `generate`, or `reset()`. All
+            other calls fit: they keep what there is room for.
         capture: "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of the model's own forward, where all layers of
             the model see all tokens, it is on a CUDA device and that pays; `last_call.captured` says why they did not. It is an
             early form, and not the default until it has been measured. "dry": all but the graphs, on any device, for tests.
@@ -149,7 +149,7 @@ class PagedPrefixCache(Cache):
             self._calls, WeakMethod(self._show)
         )  # the rows of the last call, or of the running loop
         finalize(self, blocks.left.append, self._current).atexit = False
-        self._may_take_rows = attention == "paged" and self.store.why_in_pool is None
+        self._may_take_rows = attention == "paged"
         self._capture = capture
         self._records_past = False  # from the first forward of a loop on
         if self._may_take_rows and capture:
@@ -583,7 +583,7 @@ class PagedPrefixCache(Cache):
         """Why calls of this cache run in the pool, or why one did."""
         if self.attention == "gather":
             return 'with attention="gather" calls run in the pool'
-        return self.store.why_in_pool or "it ran in the pool, as chunks of a prompt, scores and prefills do"
+        return "it ran in the pool"
 
     def release(self) -> None:
         """Give back the memory of static rows, and all graphs; the next call that pays captures anew. For all caches of the store.

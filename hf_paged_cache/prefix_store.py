@@ -23,7 +23,6 @@ from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.image_inputs import ImageInputs
-from .integration.roads import why_in_pool
 from .integration.token_input import are_several, one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
@@ -161,11 +160,6 @@ class PrefixStore:
         if options.max_bytes is not None:
             arena.most_bytes = partial(self.blocks.bytes_left_of, options.max_bytes)
             self.blocks.bytes_of_static_rows = lambda: arena.num_bytes
-        self.why_in_pool = why_in_pool(
-            model,
-            rank_groups=conditioning.rank_groups,
-            placeholders=self.placeholders.kinds,
-        )
         attach(model)
 
     def __repr__(self) -> str:

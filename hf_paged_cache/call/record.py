@@ -38,7 +38,7 @@ def count_prompt(
             count.stopped = f"; {ahead[number]} of its tokens were computed first, alone"
         else:
             count.stopped = ""
-        if of_row.num_tokens - skipped > request.num_logits_needed:
+        if of_row.num_found - skipped > request.num_logits_needed:
             why = request.keep_columns or "another row's hit is shorter"
             count.stopped += f"; cached from {skipped} on, but computed again: {why}"
     for member, number in enumerate(copies):

@@ -79,6 +79,10 @@ class StatesAndWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttention
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
+    def get_max_length(self) -> int:
+        """None, as transformers' layer says."""
+        return -1
+
 
 class RowStates:
     """The states of one call's rows.

@@ -98,6 +98,10 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         """Columns written, those that the window has passed included."""
         return self.n
 
+    def get_max_length(self) -> int:
+        """The window, as `DynamicSlidingWindowLayer` says."""
+        return self.sight.size
+
     def activate_past_recording(self) -> None:
         """Nothing: a margin before the window is held in any case."""
 

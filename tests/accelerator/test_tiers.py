@@ -124,7 +124,9 @@ def test_nobody_waits_for_what_moves() -> None:
     without = PagedPrefixCache(model)
     call(model, prompts[3], without)
     without.reset()
-    assert num_waits <= waits_of(without, model, prompts[3])[0], log.lines("wait")
+    assert num_waits <= 1 + waits_of(without, model, prompts[3])[0], log.lines(
+        "wait"
+    )  # what ran is read to name what is kept
 
 
 def test_a_decode_step_that_evicts_waits_for_nothing_and_sends_no_content() -> None:

@@ -58,7 +58,7 @@ def test_a_common_prompt_is_computed_once(name: str, attention: str) -> None:
         assert shapes[0] == (1, 64)
     else:
         assert shapes == [(1, 64), (4, 9)]
-    assert cache.last_call.computed_tokens == 64 + sum(num_rows * num_columns for num_rows, num_columns in shapes[1:])
+        assert cache.last_call.computed_tokens == 64 + 4 * 9
 
 
 @pytest.mark.parametrize("name", ["bloom", "llama"])

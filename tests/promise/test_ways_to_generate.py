@@ -187,9 +187,9 @@ def hidden_states_and_attentions(play: Player) -> None:
 def assisted(play: Player) -> None:
     helper = {"assistant_model": tiny("llama", 1), "max_new_tokens": 8, "num_assistant_tokens": 3}
     play.call(**batch(PROMPT), **helper, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
-    play.hit(**batch(PROMPT), **helper, num_assistant_tokens_schedule="heuristic", at_least=40)
-    play.hit(**batch(row((1, 45), (2, 5))), **helper, do_sample=True, at_least=40)
-    play.hit(**batch(PROMPT), **helper, assistant_ensemble_weight=0.9, at_least=40)
+    play.hit(**batch(PROMPT), **helper, num_assistant_tokens_schedule="heuristic", at_least=32)
+    play.hit(**batch(row((1, 45), (2, 5))), **helper, do_sample=True, at_least=32)
+    play.hit(**batch(PROMPT), **helper, assistant_ensemble_weight=0.9, at_least=32)
 
 
 def universal_assisted(play: Player) -> None:
@@ -202,16 +202,16 @@ def universal_assisted(play: Player) -> None:
         "suppress_tokens": UNWRITTEN,
     }
     play.call(**batch(TEXT), **helper, assistant_model=other_assistant(samples=False))
-    play.hit(**batch(TEXT), **helper, assistant_model=other_assistant(samples=False), at_least=40)
+    play.hit(**batch(TEXT), **helper, assistant_model=other_assistant(samples=False), at_least=32)
     sampling = {"assistant_model": other_assistant(samples=True), "do_sample": True}
-    play.hit(**batch([*TEXT[:45], 9, 9]), **helper, **sampling, at_least=40)
+    play.hit(**batch([*TEXT[:45], 9, 9]), **helper, **sampling, at_least=32)
 
 
 def guidance(play: Player) -> None:
     play.call(**batch(PROMPT), guidance_scale=1.5, output_scores=True)
     play.hit(**batch(PROMPT), guidance_scale=1.5, output_scores=True, reused=49)
     against = {"negative_prompt_ids": torch.tensor([row((5, 9))])}
-    play.hit(**batch(row((1, 40), (2, 9))), guidance_scale=2.0, **against, output_scores=True, reused=40)
+    play.hit(**batch(row((1, 40), (2, 9))), guidance_scale=2.0, **against, output_scores=True, at_least=32)
     against = {"negative_prompt_ids": torch.tensor([row((5, 9)), row((6, 9))])}
     against["negative_prompt_attention_mask"] = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
     play.hit(**batch(PROMPT, row((1, 48), (3, 4))), guidance_scale=2.0, **against, output_scores=True, at_least=90)

@@ -192,12 +192,12 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
     mask = torch.ones(2, cache.get_seq_length() + 2, dtype=torch.long)
     generate(input_ids=pair[:, :2], attention_mask=mask, max_new_tokens=1)(model, cache)  # the last call's rows resumed
     endings.append(cache.last_call.rows[0].stopped)
-    windowed = PagedPrefixCache(build("mistral"), num_blocks=8)
+    windowed = PagedPrefixCache(build("mistral"))
     for question in (other, other.flip(1)):  # a window no longer shows what is before token
-        ids = torch.cat((IDS, IDS + 1, IDS + 2, question), dim=1)
+        ids = torch.cat((IDS, IDS + 1, IDS + 2, question, question, question), dim=1)
         generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(windowed.store.model, windowed)
     endings.append(windowed.last_call.rows[0].stopped)
-    windowed = PagedPrefixCache(windowed.store.model, num_blocks=10)
+    windowed = PagedPrefixCache(windowed.store.model, num_blocks=10, attention="gather")
     for ids in (torch.cat((IDS, IDS), dim=1), torch.cat((pair, pair), dim=1)):
         generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(windowed.store.model, windowed)
         windowed.reset()

@@ -237,6 +237,7 @@ def test_beams_and_samples_behind_what_comes_up_are_the_same(given: dict[str, An
     cache.check()
 
 
+@pytest.mark.way("pool")
 def test_what_is_evicted_for_a_copy_on_write_comes_back_as_it_was(tmp_path: Path) -> None:
     """The pool has room for one chat that ended and the prompt of another: the copies of its last block evict, and are made at once."""
     model, prompts = tiny("llama"), chats(2)
