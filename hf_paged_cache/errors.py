@@ -77,23 +77,23 @@ class CacheArgumentError(PagedCacheError, ValueError):
     """Raised when an argument is outside what its text allows; the message says what was given and what is allowed.
 
     Examples:
-        >>> PagedPrefixCache(model, attention="fast")
+        >>> PagedPrefixCache(model, eviction="fifo")
         Traceback (most recent call last):
-        hf_paged_cache.errors.CacheArgumentError: attention is 'fast'; give 'paged' or 'gather'
+        hf_paged_cache.errors.CacheArgumentError: eviction is 'fifo'; give 'reuse' or 'lru'
     """
 
 
 class PoolArgumentError(PagedCacheError, ValueError):
-    """Raised when the pool is given a tensor of the wrong shape or type, or asked for a layer it has not; the message says what was expected.
+    """Raised when the pool is given a tensor of the wrong shape or type; the message says what was expected.
 
     Examples:
         >>> from hf_paged_cache.kv.block_pool import BlockPool
         >>> pool = BlockPool(block_size=16)
         >>> try:
-        ...     pool.gather(7, None)
+        ...     pool.tensor_for(7, "key", torch.zeros(2, 3))
         ... except PoolArgumentError as error:
         ...     print(error)
-        layer 7 was never written; layers written are []
+        layer 7 key: expected [rows, heads, tokens, head_dim], got (2, 3)
     """
 
 
@@ -130,7 +130,7 @@ class SavedBlocksError(PagedCacheError):
 
 
 class ForwardMismatchError(PagedCacheError):
-    """Raised when a forward writes other than was scheduled for it; run the model through its `__call__`.
+    """Raised when a forward writes that was not announced, or otherwise than it was; run the model through its `__call__`.
 
     Examples:
         >>> try:

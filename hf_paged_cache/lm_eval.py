@@ -61,7 +61,7 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
             )
         program = running_program()
         cache = None if program is None else program.cache_of(self.model)
-        self.cache = PagedPrefixCache(self.model, on_full="bypass") if cache is None else cache
+        self.cache = PagedPrefixCache(self.model) if cache is None else cache
         if self.world_size > 1 and self.cache.store.conditioning.rank_groups:
             raise CacheArgumentError(
                 "processes share this model's weights and get requests of their own, so each would run another number of "

@@ -66,8 +66,7 @@ class PrefixStore:
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: the most blocks, one of which is reserved; of layers with a window as many, apart from the others'.
         max_bytes: instead of `num_blocks`, the most bytes of keys, values, snapshots and static rows, as a number or as "4GB" or "4GiB"; a
-            forward of one token measures what a block needs. Without either: blocks, and the copies of running rows that
-            attention reads, take at most half of the memory that is free on each device with layers of the model (on a host:
+            forward of one token measures what a block needs. Without either: blocks take at most half of the memory that is free on each device with layers of the model (on a host:
             available, or left of the container's limit), less what other stores of this process may still take. That is read
             after the first forward; where the first call may get more than 1,024 tokens, before it, and then, too, a forward of
             one token measures what a block needs.
@@ -179,7 +178,7 @@ class PrefixStore:
         currents = begin_to_forget(blocks, None)
         with blocks.lock:
             blocks.settle()
-            blocks.drop_rows()
+            blocks.begin_to_forget()
             blocks.reset_prefix_cache()
         for each in currents:
             each.end()
@@ -250,8 +249,7 @@ class PrefixStore:
         """Read what `save` has written, so that the next call finds it.
 
         Read is what was computed by a model with the same weights, dtype, settings and code, under the same versions of transformers
-        and torch; all of it is checked first. What is cached already is not read again, and what running calls have
-        reserved is left to them.
+        and torch; all of it is checked first. What is cached already is not read again.
 
         Cost: as `save`.
 
@@ -287,15 +285,14 @@ class PrefixStore:
     def stats(self) -> CacheStats:
         """Tokens of all calls on this store, those of collected caches too, and all blocks now; prints as a table.
 
-        For whoever owns the store: it counts what all tenants do. `kv_bytes` has the copies of all caches; the most it
+        For whoever owns the store: it counts what all tenants do. `kv_bytes` has the rows of all caches; the most it
         was is a cache's to say.
         """
         blocks = self.blocks
         drain(blocks)
         with blocks.lock:
             blocks.settle()
-            copied_bytes = sum(call.view.num_bytes for call in blocks.holders())
-            copied_bytes += sum(0 if each.rows is None else each.rows.kv_bytes for each in [*blocks.currents])
+            copied_bytes = sum(0 if each.rows is None else each.rows.kv_bytes for each in [*blocks.currents])
             return stats_of(blocks, blocks.call_totals, b"", self.arena, copied_bytes, None, None)
 
     def check(self) -> None:

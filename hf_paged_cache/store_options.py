@@ -2,15 +2,18 @@
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from os import PathLike, fspath
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
 from .blocks.arguments import check_eviction, file_mode, int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
-_OF_CACHES = ("cache_salt", "attention", "on_full", "capture")  # options of a cache alone
-ATTENTIONS = ("paged", "gather")
+_OF_CACHES = ("cache_salt", "capture")  # options of a cache alone
+_GONE = {  # option of before -> what to do instead
+    "attention": "each call has its own keys and values now, and what rows share is read once; leave it out",
+    "on_full": "no call is refused for want of blocks: what does not fit is not kept; leave it out",
+}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -70,8 +73,9 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     """Those that say something: None is as if it were left out, and so is no host memory.
 
     Raises:
-        TypeError: naming one that no store has.
+        TypeError: naming one that no store has, or has no more.
     """
+    require_not_gone(sizes)
     for name in sizes:
         if name not in _DEFAULTS:
             close = difflib.get_close_matches(name, [*_DEFAULTS, *_OF_CACHES], 1)
@@ -81,6 +85,17 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
                 f"{', '.join(_OF_CACHES)}"
             )
     return {name: size for name, size in sizes.items() if size is not None and (name, size) != ("host_bytes", 0)}
+
+
+def require_not_gone(given: Iterable[str]) -> None:
+    """Refuse options of before by name, and say what to do instead.
+
+    Raises:
+        TypeError: naming the first.
+    """
+    for name in given:
+        if name in _GONE:
+            raise TypeError(f"{name} is an option no more: {_GONE[name]}")
 
 
 @shows_store_options
@@ -116,9 +131,3 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
     if disk_folder is None and disk_mode is not None:
         raise CacheArgumentError(f"disk_mode is {disk_mode:#o} without disk_folder; say of which folder's files")
     return options
-
-
-def require_attention(attention: Any) -> None:
-    """Refuse a way to read keys and values that there is not."""
-    if attention not in ATTENTIONS:
-        raise CacheArgumentError(f"attention is {attention!r}; give {' or '.join(map(repr, ATTENTIONS))}")

@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-from ..call.call import Call
+from ..call.counters import PromptCounters
+from ..integration.calls import Calls
 from ..integration.current import Current
 from ..integration.ranks import Ranks
-from ..integration.session import Session
 from ..integration.side_rows import SideRows
 from ..prefix_store import PrefixStore
 from ..stats import CacheStats
@@ -16,18 +16,19 @@ class AskedCache(Protocol):
 
     Attributes:
         store: its blocks, and their model.
-        call: its rows.
-        _current: its rows, where calls run on rows of their own.
-        _session: what a forward would mean for them now.
+        cache_salt: the namespace of its blocks; b"": none.
+        _counters: of its calls.
+        _calls: opens them.
+        _current: the rows of the last one.
         _ranks: the processes that share its model.
         _side_rows: runs forwards on rows of their own, so that its rows stay as they are.
         _num_looks: blocks that `verify` has looked at in turn.
     """
 
     store: PrefixStore
-    call: Call
     cache_salt: bytes
-    _session: Session
+    _counters: PromptCounters
+    _calls: Calls
     _current: Current
     _ranks: Ranks
     _side_rows: SideRows

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..blocks.tokens import TokenIds
+from ..call.found import Found
 from ..call.look_up import continuation, look_up
 from ..call.match import previous_rows
-from ..call.prefix_match import Found
 from ..errors import CacheArgumentError
 from ..integration.current import drain
 from ..wording import counted
@@ -130,9 +130,13 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
     blocks, last = cache.store.blocks, previous_rows(cache._current.rows)
     drain(blocks)
+    num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
     with blocks.lock:
         blocks.settle()
-        found, below = (Found(0, asked.why_whole), None) if asked.why_whole else look_up(cache.call, asked.row, last)
+        if asked.why_whole:
+            found, below = Found(0, asked.why_whole), None
+        else:
+            found, below = look_up(blocks, asked.row, last, num_needed)
     num_blocks, tier = found.num_tokens // blocks.block_size, below or (_DEVICE if found.num_tokens else None)
     return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
 
@@ -174,7 +178,7 @@ def explain(
     found, last = _look_up(cache, asked), previous_rows(cache._current.rows)
     with blocks.lock:
         blocks.settle()
-        goes_on = continuation(cache.call, asked.row, found.num_tokens, last)
+        goes_on = continuation(blocks, asked.row, found.num_tokens, last)
         first = tokens[: blocks.block_size]
         is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
     return _explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)

@@ -62,7 +62,7 @@ def _picture_of(cache: AskedCache) -> Picture:
     stats, blocks = cache.stats(), cache.store.blocks
     with blocks.lock:
         calls, kinds = (
-            cache.call.counters.totals.metrics.recent,
+            cache._counters.totals.metrics.recent,
             blocks.allocator.kinds_of_blocks(cache.cache_salt or None),
         )
     facts = f"{counted(stats.num_calls, 'call')}, {stats.reused_tokens:,} of {stats.prompt_tokens:,} prompt tokens reused ({stats.hit_rate:.0%})"

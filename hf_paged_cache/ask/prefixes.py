@@ -81,7 +81,7 @@ def prefill(
     )
     done, rows, peak_kv_bytes = prefill.run(prompts)
     if done.num_computed:
-        cache.call.count_elsewhere("prefill", rows, peak_kv_bytes)
+        cache._counters.add_call("prefill", rows, peak_kv_bytes)
     return done
 
 
@@ -105,7 +105,7 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") 
     Raises:
         CacheArgumentError: nothing of it is cached, it is shorter than a block, or these are not the token ids of one
             sequence; nothing has changed.
-        OutOfBlocksError: running calls have reserved those blocks; nothing has changed.
+        OutOfBlocksError: there is no room for what layers with a window need of it; nothing has changed.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
 
     Examples:
@@ -121,10 +121,10 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") 
     ended = _up_to_an_image(cache, asked.token_ids)
     with blocks.lock:
         blocks.settle()
-        num_pinned = pins.pin(cache.cache_salt, root, asked.token_ids, blocks.num_obtainable_blocks(None))
+        num_pinned = pins.pin(cache.cache_salt, root, asked.token_ids)
         if ended:
             with suppress(CacheArgumentError, OutOfBlocksError):  # other text than pinned may then run the image again
-                pins.pin(cache.cache_salt, root, ended, blocks.num_obtainable_blocks(None))
+                pins.pin(cache.cache_salt, root, ended)
     return num_pinned
 
 

@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..blocks.roots import RootFacts
 from ..blocks.tokens import TokenIds
-from ..call.scheduled_forward import RowInput
-from ..errors import CacheArgumentError
+from ..call.request import RowInput
+from ..errors import CacheArgumentError, CacheBusyError
 from ..integration.token_input import one_sequence
 from .asked import AskedCache
 
@@ -43,12 +44,12 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
         CacheArgumentError: it is something else, or several rows, or has padding.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
     """
-    session = cache._session
+    opening = cache._calls.opening
     if not isinstance(given, Mapping):
         tokens = array("q", one_sequence(what, given))
         return AskedPrompt(
-            RowInput(tokens, 0, 0, session.root_of_prefix(len(tokens)), salt=cache.cache_salt),
-            why_whole=session.why_bypassed(),
+            RowInput(tokens, 0, 0, _root_of(cache, len(tokens)), salt=cache.cache_salt),
+            why_whole=opening.why_in_general(),
         )
     if "input_ids" not in given:
         raise CacheArgumentError(f"{what} has {', '.join(map(str, given)) or 'nothing'}; give it with its input_ids")
@@ -56,12 +57,28 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
     mask = given.get("attention_mask")
     if mask is not None and any(one == 0 for one in one_sequence(f"the attention_mask of {what}", mask)):
         raise CacheArgumentError(f"{what} has padding; give one row without it")
-    root = session.root_of_prefix(len(tokens))  # refuses where asking would change frequencies
+    root = _root_of(cache, len(tokens))  # refuses where asking would change frequencies
     if not cache.store.placeholders and not given.keys() - {"input_ids", "attention_mask"}:
-        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=session.why_bypassed())
+        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=opening.why_in_general())
     if not isinstance(given["input_ids"], Tensor) or given["input_ids"].dim() != 2:
         raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
     with cache.store.conditioning.rope.put_back():
         request = cache._side_rows.request_of(given)
     (row,) = request.rows
-    return AskedPrompt(row, given, request.bypass or session.why_bypassed())
+    return AskedPrompt(row, given, request.bypass or opening.why_in_general())
+
+
+def _root_of(cache: AskedCache, num_tokens: int) -> bytes:
+    """The root of a prompt of `num_tokens` tokens without padding, if it were run now. Disturbs no call.
+
+    Raises:
+        CacheBusyError: a call runs, and asking would change its rotary frequencies.
+    """
+    conditioning, blocks, regime = cache.store.conditioning, cache.store.blocks, b""
+    digest = conditioning.digest()
+    if conditioning.rope.depends_on_length:
+        with blocks.lock:
+            if blocks.running:
+                raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
+            regime = conditioning.rope.peek(max(0, num_tokens - 1))
+    return conditioning.roots.of(RootFacts(digest, cache.cache_salt, regime))

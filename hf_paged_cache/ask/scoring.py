@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.arguments import int_of_at_least
-from ..call.scheduled_forward import RowInput
+from ..call.request import RowInput
 from ..errors import CacheArgumentError
 from ..integration.side_rows import SideRows, row_of
 from ..integration.token_input import in_vocabulary
@@ -156,7 +156,7 @@ def score(
     for number, tokens in enumerate(wanted):
         with rope.put_back():
             scorer.run_chunks(number, prompt, tokens, prefill_chunk_size)
-    cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
+    cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes)
     return scorer.scores()
 
 
@@ -244,7 +244,7 @@ def score_contexts(
             branch = side.fork(running, of_stems)
             scorer.run(branch, tails, readings, of_stems, num_logits=max(map(len, rows)))
             side.close(branch)
-    cache.call.count_elsewhere("score", scorer.counts, scorer.peak_kv_bytes)
+    cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes)
     scores = iter(scorer.scores())
     return [[next(scores) for _ in of_one] for of_one in lengths]
 

@@ -16,16 +16,15 @@ from ..blocks.hashing import digest_behind, tokens_of
 from ..blocks.image_tokens import hold_images
 from ..blocks.roots import RootFacts
 from ..blocks.tokens import TokenIds
-from ..call.stored import read_blocks
 from ..errors import UnsupportedModelError
 from ..integration.ranks import Ranks
-from ..integration.without_store import put_rows
 from ..kv.states import LiveStates, States, copied
 from ..kv.transfers import read_together
 from ..model.probing import dynamic_cache, eps_computed_in, input_device, run_columns
 from ..model.support import has_state, takes
 from ..prefix_store import PrefixStore
 from .asked import AskedCache
+from .stored import put_rows, read_blocks
 
 # Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
 # computed in. In fp32 an unchanged model gives 1e-6 on a CPU, where one optimizer step at learning rate 1e-6 gives 4e-4. Kernels
@@ -110,7 +109,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
 
 
 def _require_comparable(cache: AskedCache) -> None:
-    why = cache._session.why_bypassed()
+    why = cache._calls.opening.why_in_general()
     if cache.store.conditioning.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
     elif not cache._ranks.may_run_more:
@@ -270,7 +269,7 @@ class Look:
         if stored is None:
             return None
         layers: list[Any] = dynamic.layers
-        put_rows(layers, stored[0].items(), stored[1], num_tokens)
+        put_rows(layers, *stored, num_tokens)
         for layer in layers:
             if getattr(layer, "sliding_window", None) == 1:
                 layer.record_past = True  # else transformers' layer shows all columns, and not the newest

@@ -13,7 +13,12 @@ tokens in it, and the same before it.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..kv.slot_mapping import RowLayout
+
+class BlockRow(NamedTuple):
+    """A row, by where its tokens lie."""
+
+    pad: int  # columns of left padding
+    block_ids: Sequence[int]  # of its full blocks, from the first token on; equal ones hold equal tokens
 
 
 class Segment(NamedTuple):
@@ -54,7 +59,7 @@ class Plan(NamedTuple):
         return kinds
 
 
-def find_segments(rows: Sequence[RowLayout], start: int, block_size: int, launch_tokens: float) -> Plan | None:
+def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_tokens: float) -> Plan | None:
     """The plan that reads least before column `start`; None where none reads less than each row by itself.
 
     What a plan costs is the tokens that it reads, and `launch_tokens` for each segment. Rows that share nothing get a
@@ -66,11 +71,7 @@ def find_segments(rows: Sequence[RowLayout], start: int, block_size: int, launch
         launch_tokens: how many tokens of one row are read in the time that one more launch takes.
 
     Examples:
-        >>> from array import array
-        >>> rows = [
-        ...     RowLayout(b"", 0, array("q", range(12)), [7, 3, 4]),
-        ...     RowLayout(b"", 0, array("q", range(12)), [7, 3, 5]),
-        ... ]
+        >>> rows = [BlockRow(0, [7, 3, 4]), BlockRow(0, [7, 3, 5])]
         >>> find_segments(rows, 11, block_size=4, launch_tokens=2).segments
         (Segment(rows=(0, 1), start=0, block_ids=(7, 3)),)
         >>> find_segments(rows, 11, block_size=4, launch_tokens=20) is None

@@ -53,7 +53,6 @@ class WindowBlocks:
         places: block id -> window block.
         copies: (source, destination) window blocks, to be copied in this order before the next write.
         most: window blocks that there can be.
-        num_to_come: of those, kept for running calls that do not need them yet.
         num_evictions: idle window blocks that were taken so far.
         on_evict: told of each of these: the group's name, its number, the hash and the namespace of its block. What it holds is
             there until the next write. None: nobody is.
@@ -70,7 +69,6 @@ class WindowBlocks:
         self.name, self.sight = sight.name, sight
         self.num_blocks = num_blocks
         self.most: float = num_blocks
-        self.num_to_come = 0
         self.places: dict[int, int] = {}
         self.copies: list[tuple[int, int]] = []
         self._allocator = allocator
@@ -109,7 +107,7 @@ class WindowBlocks:
     @property
     def num_spare(self) -> float:
         """Window blocks that may be given to what is not needed, so that running calls still get theirs."""
-        return self.most - 1 - self.num_needed - self.num_to_come
+        return self.most - 1 - self.num_needed
 
     @property
     def num_blocks_of_a_row(self) -> int:
@@ -200,7 +198,7 @@ class WindowBlocks:
         Raises:
             OutOfBlocksError: there are not enough; nothing has changed.
         """
-        required, num_needed = list(required), self.num_needed
+        required = list(required)
         num_copied = 0  # that leave their source's window block to others
         if copied is not None:
             num_copied = copied[0] in self.needed_by(self._allocator.allocations())
@@ -211,7 +209,6 @@ class WindowBlocks:
         for block_id in required:
             if block_id not in self.places:
                 self.places[block_id] = self._take()
-        self.num_to_come = max(0, self.num_to_come - self.num_needed + num_needed)
         for block_ids, may_take_ends in ((likely, True), (optional, False)):
             num_spare = self.num_spare if may_take_ends else self.num_spare / 2
             for block_id in block_ids:

@@ -6,7 +6,7 @@ from ..blocks import HashChain
 from ..kv.stopwatch import Stopwatch
 from ..rows.shared import Seen
 from ..stats import RowCount
-from .admission import CallLimits
+from .limits import CallLimits
 
 
 class CallState:

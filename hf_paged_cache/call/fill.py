@@ -11,7 +11,7 @@ from ..rows.rows import Rows
 from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
 from .match import Known
-from .scheduled_forward import RowInput
+from .request import RowInput
 from .share import share_known
 
 

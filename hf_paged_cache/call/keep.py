@@ -212,7 +212,7 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt
     # also those that another call is writing
     known = [allocator.hash_of_digest(each.digest) is not None for each in hashes]
     store.make_room(known.count(False))
-    left = min(store.num_obtainable_blocks(None), allocator.num_available_blocks - known.count(True))
+    left = min(store.num_obtainable_blocks(), allocator.num_available_blocks - known.count(True))
     num = 0
     while num < len(hashes) and (known[num] or left >= 1):
         left -= not known[num]

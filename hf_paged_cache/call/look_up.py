@@ -1,37 +1,26 @@
-"""What a call would find that began now. Effects: none; the store's lock is held by whoever asks.
-
-While a call runs, its own rows are nobody's previous ones: of what it computes only committed blocks are found.
-"""
+"""What a call would find that began now. Effects: none; the store's lock is held by whoever asks."""
 
 from collections.abc import Sequence
 
-from ..blocks.image_tokens import whole_images
-from ..blocks.tokens import TokenIds
+from ..blocks import BlockTable, Group, HashChain, resumable
+from ..blocks.image_tokens import WholeImages, end_of_image, filled_up, hold_images, whole_images
+from ..blocks.tokens import TokenIds, common_prefix_length
+from ..store.block_store import BlockStore
 from ..store.tier_load import Wanted
-from . import prefix_match
-from .call import Call
+from .found import Found, PreviousRows, why_stopped
 from .match import PreviousRow
-from .prefix_match import Found, PreviousRows, why_stopped
-from .rows import Row
-from .scheduled_forward import RowInput
+from .request import RowInput
 
 
-def look_up(call: Call, new: RowInput, last: Sequence[PreviousRow] = ()) -> tuple[Found, str | None]:
-    """What a call of one row would find, if it had room; and the furthest lower tier that some of it would come up from, if any.
+def look_up(store: BlockStore, new: RowInput, last: Sequence[PreviousRow], num_needed: int) -> tuple[Found, str | None]:
+    """What a call of one row would find; and the furthest lower tier that some of it would come up from, if any.
 
     Args:
-        last: the rows of the cache's last call, where that ran on rows of its own.
+        last: the rows of the cache's last call.
+        num_needed: of its last tokens, so many run in any case.
     """
-    store, num_tokens = call.store, len(new.token_ids)
-    are_running = bool(call.rows.alias) and call.states is not None and call.states.stands(call.rows)
-
-    def num_at_end(row: Row) -> int | None:
-        if are_running:
-            return row.num_confirmed
-        return None if row.origin is None else row.origin.num_tokens
-
-    most = max(0, num_tokens - call.num_needed_of(num_tokens))
-    found = prefix_match.look_up_row(store, new, _previous(call), most, num_at_end)
+    most = max(0, len(new.token_ids) - num_needed)
+    found = _in_pool(store, new, most)
     closest, num_common = PreviousRows(last).closest(new)
     begins_otherwise = closest is not None and not num_common and closest.num_true_tokens
     if closest is not None:
@@ -39,26 +28,57 @@ def look_up(call: Call, new: RowInput, last: Sequence[PreviousRow] = ()) -> tupl
         if closest.is_exact and not closest.can_go_on_at(min(num_common, most)):
             num_common = 0
     if closest is not None and num_common > found.num_tokens:
-        why = why_stopped(num_common, new.token_ids, store.block_size, closest.num_true_tokens)
-        found = Found(num_common, why)
+        found = Found(num_common, why_stopped(num_common, new.token_ids, store.block_size, closest.num_true_tokens))
     elif begins_otherwise and not found.num_tokens:
         found = found._replace(stopped=found.stopped + ", and the last call's begin otherwise")
     below = store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
     if below is None or below[0] <= found.num_tokens:
         return found, None
-    return prefix_match.found_below(store, new, below[0]), below[1]
+    return Found(below[0], why_stopped(below[0], new.token_ids, store.block_size, None)), below[1]
 
 
-def continuation(call: Call, new: RowInput, num_tokens: int, last: Sequence[PreviousRow] = ()) -> TokenIds:
-    """How the closest of what a call would find continues after a row's first `num_tokens` tokens.
+def _in_pool(store: BlockStore, new: RowInput, most: int) -> Found:
+    """What the pool's blocks hold of a row that may resume after `most` tokens at most."""
+    with store.new_table(new.root, new.salt) as table:
+        block_ids, num_tokens, num_matched = table.match_prefix(new.token_ids)
+        if hold_images(new.token_ids):
+            num_tokens = max(num_tokens, _end_of_image(table, new.token_ids, num_matched, store.block_size))
+    shown = whole_images(new.token_ids, num_matched)
+    if store.states:
+        groups: tuple[Group, ...] = (*store.groups, WholeImages(new.token_ids))
+        known = resumable(groups, block_ids, min(num_tokens, most))
+        if known < min(num_tokens, most // store.block_size * store.block_size):
+            return Found(known, f"blocks are cached up to token {num_tokens}, but no state after token {known}")
+    if num_tokens < shown:
+        return Found(
+            num_tokens, f"a window no longer shows what is before token {shown}, up to which blocks are cached"
+        )
+    return Found(num_tokens, why_stopped(num_tokens, new.token_ids, store.block_size, None))
+
+
+def _end_of_image(table: BlockTable, tokens: TokenIds, num_hit: int, block_size: int) -> int:
+    """The tokens up to the end of an image in the block after a hit, where that was kept; else 0."""
+    end = end_of_image(tokens, num_hit, num_hit + block_size)
+    if end is None:
+        return 0
+    filled = filled_up(tokens, end, block_size)
+    return end if table.match_prefix(filled).num_tokens == len(filled) else 0
+
+
+def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequence[PreviousRow]) -> TokenIds:
+    """How the closest of what a call would find continues after a row's first `num_tokens` tokens; empty where nothing does.
+
+    Cost: a SHA-256 for each block of the store.
 
     Args:
         last: see `look_up`.
     """
-    previous = PreviousRows(last) if last else _previous(call)
-    return prefix_match.continuation(call.store, new, previous, num_tokens)
-
-
-def _previous(call: Call) -> PreviousRows[Row]:
-    rows = call.rows if call.rows.alias else call.previous
-    return PreviousRows(() if call.is_in_use else rows.distinct)
+    row, num_common = PreviousRows(last).closest(new)
+    found = [row.true_token_ids[num_tokens:]] if row is not None and num_common >= num_tokens else []
+    if num_tokens % store.block_size == 0:
+        chain = HashChain(new.root, store.block_size)
+        chain.extend(new.token_ids[:num_tokens])
+        parent = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)[0].digest if num_tokens else new.root
+        found += store.allocator.continuations(parent, new.salt)
+    rest = new.token_ids[num_tokens:]
+    return max(found, key=lambda tokens: common_prefix_length(tokens, rest), default=rest[:0])

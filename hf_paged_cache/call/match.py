@@ -13,8 +13,8 @@ from ..blocks.tokens import TokenIds, common_prefix_length
 from ..kv.states import States
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
-from .prefix_match import PreviousRows, why_stopped
-from .scheduled_forward import RowInput
+from .found import PreviousRows, why_stopped
+from .request import RowInput
 
 
 class PreviousRow:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ..stats import RowCount
 from .match import Known
-from .scheduled_forward import ForwardRequest
+from .request import ForwardRequest
 
 
 def count_prompt(

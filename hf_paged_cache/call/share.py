@@ -3,23 +3,21 @@
 Rows share blocks that are known when they begin, and the whole prompt where one row has run it for several.
 """
 
-from array import array
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..attention import shared_reads
-from ..attention.segments import Plan, Segment, find_segments
+from ..attention import launches
+from ..attention.segments import BlockRow, Plan, Segment, find_segments
 from ..blocks import Allocation
 from ..kv.block_pool import Slab
-from ..kv.slot_mapping import RowLayout
 from ..rows import memory
 from ..rows.memory import Streams
 from ..rows.rows import Rows
 from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
 from .match import Known
-from .scheduled_forward import RowInput
+from .request import RowInput
 
 
 def share_known(
@@ -47,9 +45,7 @@ def share_known(
     for row, of_row in zip(inputs, known, strict=True):
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
         digests = [each.digest for each in of_row.chain.hashes_of(0, num_blocks)]
-        layouts.append(
-            RowLayout(b"", row.pad, array("q"), [numbers.setdefault(each, len(numbers)) for each in digests])
-        )
+        layouts.append(BlockRow(row.pad, [numbers.setdefault(each, len(numbers)) for each in digests]))
     launch = _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts), looks)
     plan = find_segments([layouts[source] for source in copies], start, size, launch)
     plan = None if plan is None else _of_sources(plan, copies)
@@ -76,7 +72,7 @@ def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
     return plan._replace(segments=tuple(segments), pads=pads, ends=ends)
 
 
-def layouts_padded(layouts: Sequence[RowLayout]) -> bool:
+def layouts_padded(layouts: Sequence[BlockRow]) -> bool:
     """Whether any row has padding."""
     return any(row.pad for row in layouts)
 
@@ -130,7 +126,7 @@ def _launch_tokens(tensors: Sequence[Tensor], are_padded: bool, looks: Looks) ->
         return 0
     num_bytes = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[-1] * tensor.dtype.itemsize for tensor in tensors)
     num_layers = max(1, sum(tensor.shape[0] for tensor in tensors) // 2)
-    return shared_reads.tokens_of_a_launch(tensors[0], num_bytes / num_layers, are_padded=are_padded)
+    return launches.tokens_of_a_launch(tensors[0], num_bytes / num_layers, are_padded=are_padded)
 
 
 def _where(

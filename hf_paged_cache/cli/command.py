@@ -11,16 +11,13 @@ from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
 from textwrap import shorten
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import PagedCacheError, UnsupportedModelError
 
-Attention = Annotated[
-    Literal["paged", "gather"], typer.Option(help="How keys and values are read; gather needs less memory.")
-]
 MaxBytes = Annotated[
     str | None,
     typer.Option(

@@ -22,7 +22,7 @@ from ..jobs.rows import digest_of, opened, require_prompts
 from ..jobs.summary import BatchSummary
 from ..store_options import StoreOptions, store_options
 from . import loading
-from .command import Attention, DiskFolder, MaxBytes, Mode, terminated_as_interrupted
+from .command import DiskFolder, MaxBytes, Mode, terminated_as_interrupted
 from .hub import known_folder
 from .loading import Device, Dtype, Revision
 
@@ -62,7 +62,6 @@ def generate(
         int | None, typer.Option(min=2, help="The most blocks, in place of --max-bytes.", show_default=False)
     ] = None,
     max_bytes: MaxBytes = None,
-    attention: Attention = "paged",
     host_bytes: Annotated[
         str | None,
         typer.Option(metavar="SIZE", help="Of host memory for evicted blocks, on an accelerator.", show_default=False),

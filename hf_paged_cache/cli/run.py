@@ -15,7 +15,7 @@ import typer
 from ..errors import CacheArgumentError
 from ..programs.options import RunOptions
 from ..store_options import store_options
-from .command import Attention, Command, DiskFolder, MaxBytes
+from .command import Command, DiskFolder, MaxBytes
 
 TAKES_A_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
@@ -31,7 +31,6 @@ def run(
         ),
     ] = None,
     max_bytes: MaxBytes = None,
-    attention: Attention = "paged",
     disk_folder: DiskFolder = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Of all blocks: a run with another one finds none of them.", show_default=False)
@@ -60,7 +59,7 @@ def run(
             stats.write_text("", encoding="utf-8")
         except OSError as error:
             raise CacheArgumentError(f"--stats {stats} cannot be written: {error.strerror}") from error
-    given |= {"attention": attention} | ({} if cache_salt is None else {"cache_salt": cache_salt})
+    given |= {} if cache_salt is None else {"cache_salt": cache_salt}
     options = RunOptions(given, None if stats is None else str(stats.absolute()), quiet, os.getpid())
     sys.stdout.flush()
     os.execvpe(command[0], command, options.environment(os.environ))

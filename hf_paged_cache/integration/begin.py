@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import CacheArgumentError
 from ..model.placeholders import Placeholders
@@ -11,7 +11,7 @@ from ..model.support import require_layer_adapters
 from ..rows.rows import Rows
 from .chunked_prompt import require_slices
 from .generate_arguments import GenerateArguments
-from .running_generate import another_model
+from .hooks import is_attached
 
 NO_CACHE_WANTED = (
     "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole prompt "
@@ -25,7 +25,6 @@ class RunningRow(NamedTuple):
     pad: int
     first_position: int
     num_tokens: int
-    commit_end: int | None
     shift: int | None
 
 
@@ -44,7 +43,7 @@ def running_rows(rows: Rows) -> RunningRows:
     """Rows that resume. One that has nothing but padding has as much as there are columns: a forward that brought more may have died."""
     n = rows.n
     return RunningRows(
-        n, [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), None, p.shift) for p in rows.prompts]
+        n, [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), p.shift) for p in rows.prompts]
     )
 
 
@@ -134,3 +133,18 @@ def require_continues(given: GenerateArguments, num_held: int) -> None:
             "the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is not "
             "among them)"
         )
+
+
+def another_model(own: Any, other: Any) -> CacheArgumentError:
+    """The error of a cache that another model was given."""
+    return CacheArgumentError(
+        f"this cache was built for another model ({type(own).__name__} elsewhere in memory); build "
+        f"one for this {type(other).__name__}: PagedPrefixCache(model)"
+    )
+
+
+def how_to_run(model: nn.Module) -> str:
+    """What to do so that a forward is announced."""
+    if not is_attached(model):
+        return "this cache is detached from its model; enter `with cache:`, or build another cache, to attach it again"
+    return "run the model that the cache was built for through its own __call__, not model.model(...)"

@@ -19,27 +19,25 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..call.admission import UNLIMITED
 from ..call.call_state import CallState
 from ..call.counters import PromptCounters
 from ..call.keep import lay_out
+from ..call.limits import UNLIMITED
 from ..call.record import count_bypassed
-from ..call.scheduled_forward import ForwardRequest
+from ..call.request import ForwardRequest
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.transfers import to_device
 from ..model.cache_adapters import cache_argument
-from ..model.conditioning import Conditioning
-from ..model.placeholders import Placeholders
 from ..model.rope import RopeDeltas
 from ..rows import memory
 from ..rows.columns import Prompt
 from ..rows.layers import SPARE
 from ..rows.rows import Rows
-from ..rows.shared import Looks, SharedColumns
-from ..store.block_store import BlockStore
+from ..rows.shared import SharedColumns
 from .begin import (
     NO_CACHE_WANTED,
+    another_model,
     continues,
     prepares_otherwise,
     require_continues,
@@ -50,14 +48,12 @@ from .begin import (
 from .capturing import Capturing
 from .chunked_prompt import chunked_prompt
 from .current import Current
-from .forward_arguments import ArgumentReader, shape_of
+from .forward_arguments import shape_of
 from .generate_arguments import GenerateArguments
-from .image_inputs import ImageInputs
 from .keeping import Keeping
 from .opening import GRADIENTS, Opening, num_shown
 from .ranks import Ranks
-from .running_generate import another_model
-from .side_forward import SideForwards
+from .store_parts import StoreParts
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -66,50 +62,19 @@ class Calls:
     """The calls of one cache. Holds no rows, so that a cache that nobody holds is collected at once.
 
     Args:
-        store: the blocks.
-        conditioning: the model, and what its keys and values depend on.
-        reader: of the forwards' arguments.
-        image_inputs: says which arguments are types of text.
+        parts: what they share with all calls of the store.
         salt: part of every root, and the namespace of the blocks.
         counters: of the cache.
-        side: makes the arguments of forwards of our own.
-        looks: whether the model looks at keys and values itself.
-        placeholders: of the model.
-        ranks: the processes that share it.
+        ranks: the processes that share the model.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        conditioning: Conditioning,
-        reader: ArgumentReader,
-        image_inputs: ImageInputs,
-        salt: bytes,
-        counters: PromptCounters,
-        side: SideForwards,
-        looks: Looks,
-        placeholders: Placeholders,
-        ranks: Ranks,
-    ) -> None:
-        self.store, self.conditioning, self.salt, self.counters = store, conditioning, salt, counters
-        self.looks, self.model = looks, conditioning.model
-        self.keeping = Keeping(store, conditioning, salt)
-        self._images = image_inputs
+    def __init__(self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks) -> None:
+        self.store, self.conditioning, self.salt, self.counters = parts.blocks, parts.conditioning, salt, counters
+        self.looks, self.model = parts.looks, parts.model
+        self.keeping = Keeping(self.store, self.conditioning, salt)
+        self._images = parts.image_inputs
         self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
-        self.opening = self._opening = Opening(
-            self,
-            store,
-            conditioning,
-            reader,
-            image_inputs,
-            salt,
-            side,
-            looks,
-            self.keeping,
-            counters,
-            placeholders,
-            ranks,
-        )
+        self.opening = self._opening = Opening(self, parts, salt, self.keeping, counters, ranks)
 
     def capture(self, capturing: Capturing) -> None:
         """Calls may run on static rows."""
@@ -374,11 +339,10 @@ class Calls:
                 if rows.why_bypassed is None and not self.store.writing_layers:
                     self.store.writing_layers = rows.written_streams()
                 bypassed = rows.why_bypassed is not None
-                self.counters.add_forward(state.kind, state.counts, new, begins=begins, bypassed=bypassed)
+                self.counters.add_forward(state, new, begins=begins, bypassed=bypassed)
                 in_use = self.store.kv_bytes_in_use(self.salt)
             state.peak_kv_bytes = max(state.peak_kv_bytes, in_use + rows.kv_bytes)
         if rows.handle is not None and (handle := rows.handle()) is not None:
-            handle.note_call(state)
             name = cache_argument(self.conditioning.model)
             if rows.is_behind_handle and getattr(output, name, None) is rows:
                 setattr(output, name, handle)

@@ -4,6 +4,7 @@ A forward gives the same bits if its shapes, its inputs and the machine's settin
 a root that names chunk size, rows and padding of the batch, and settings; and what is known is used in whole chunks alone.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from inspect import signature
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from ..blocks.hashing import root_hash
-from ..call.scheduled_forward import Chunks, ForwardRequest
+from ..call.request import Chunks, ForwardRequest
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..model.support import has_experts
 from .generate_arguments import GenerateArguments
@@ -138,7 +139,7 @@ def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None
     size, num_columns = given.chunk_size, given.limits.num_prompt_columns
     if not isinstance(size, int) or size < 1:
         return None
-    stop = int(num_columns) // size * size if given.limits.are_known else 0
+    stop = 0 if math.isinf(num_columns) else int(num_columns) // size * size
     return ChunkedPrompt(Chunks(size, stop), has_experts(model), given.num_logits)
 
 

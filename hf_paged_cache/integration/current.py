@@ -2,11 +2,10 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 from weakref import WeakMethod
 
-from ..call.call_state import CallState
 from ..errors import CacheBusyError
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
@@ -34,7 +33,7 @@ class Current:
         self._rows: Rows | None = None
         self.is_in_unseen_generate = False  # one that was looked up before the cache was attached has begun
         self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
-        self.last: CallState | None = None
+        self._around: list[int] = []  # idents of the threads in which functions run in the place of `generate`
         with calls.store.lock:
             calls.store.currents.add(self)
 
@@ -67,6 +66,38 @@ class Current:
             self._calls.close(self._aside)
 
     @property
+    def is_around(self) -> bool:
+        """Whether a function runs in the place of `generate`."""
+        return bool(self._around)
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """The span of such a function; what it runs is a `generate` as long as it tells nothing else.
+
+        Raises:
+            CacheBusyError: another one runs in another thread.
+        """
+        here = threading.get_ident()
+        with self._calls.store.lock:
+            if self._around and self._around[-1] != here:
+                raise CacheBusyError(
+                    "a generate call is running on this cache in another thread; use another cache on the same store for this one: "
+                    "PagedPrefixCache(cache.store)"
+                )
+            self._around.append(here)
+        try:
+            self.set_aside()
+            yield
+        finally:
+            self.is_in_unseen_generate = False
+            self._around.remove(here)
+            rows = self._rows
+            if rows is not None and not self.is_loop:
+                self._calls.close(rows)
+            elif rows is None and self._aside is not None:  # it has run no forward
+                self.rows, self._aside = self._aside, None
+
+    @property
     def is_loop(self) -> bool:
         """Whether the rows are a loop's of forwards, which may go on."""
         rows = self._rows
@@ -88,6 +119,7 @@ class Current:
 
     def lose_threads(self, idents: Collection[int]) -> None:
         """These threads ended with a fork: rows that one of them ran may be in the middle of anything, and are nobody's."""
+        self._around = [ident for ident in self._around if ident not in idents]
         rows = self._rows if self._rows is not None else self._aside
         if rows is not None and rows.is_lost(idents):
             self.take()

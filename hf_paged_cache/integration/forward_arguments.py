@@ -7,7 +7,7 @@ is named as the reason why the forward is computed without reuse. Inputs are sho
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from itertools import chain, repeat
+from itertools import repeat
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.tokens import TokenIds
-from ..call.held_steps import PassedStep, count_on
-from ..call.rows import Rows
-from ..call.scheduled_forward import ForwardRequest, RowInput
+from ..call.request import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_arrays, to_device
 from ..model.output_flags import OUTPUT_FLAGS
@@ -53,11 +51,6 @@ class RunningRow(Protocol):
 
     @property
     def num_tokens(self) -> int: ...  # that it has
-
-    @property
-    def commit_end(
-        self,
-    ) -> int | None: ...  # tokens from here on are not kept; 0: nor is padding what a model would compute
 
     @property
     def shift(
@@ -128,17 +121,6 @@ class InputValues(NamedTuple):
         return len(self.token_ids)
 
 
-class KnownInputs(NamedTuple):
-    """What a forward is about to be passed, by somebody who made it: nobody has to wait for its device to read it.
-
-    Attributes:
-        token_ids: the tensor; of a forward that is passed another, nothing is known.
-    """
-
-    token_ids: Tensor
-    values: InputValues
-
-
 @dataclass(frozen=True)
 class ArgumentReader:
     """Reads the arguments of one model's forwards.
@@ -176,7 +158,6 @@ class ArgumentReader:
         in_generate: bool,
         records_drafts: bool,
         by_default: Sequence[str] = (),
-        known: KnownInputs | None = None,
     ) -> ForwardRequest:
         """Read a forward's arguments. The roots of its rows are the caller's to add.
 
@@ -186,7 +167,6 @@ class ArgumentReader:
             in_generate: it is `generate` that calls, and trusts only the last logits.
             records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
             by_default: outputs that are computed unless the arguments say otherwise.
-            known: what is passed, where that is known; else it is read, which waits for its device.
 
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
@@ -198,18 +178,15 @@ class ArgumentReader:
                     "without past_key_values, or use generate, which then leaves this cache out"
                 )
         before, running = rows.num_columns, rows.in_batch()
-        if known is not None and known.token_ids is arguments.get("input_ids"):
-            given = known.values
-        else:
-            given = read_inputs(
-                arguments,
-                len(running),
-                before,
-                takes_positions=self.takes_positions,
-                booleans_hide=self.attention() == "sdpa",
-            )
-            if running and not self.sees_columns and arguments.get("attention_mask") is None:
-                given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
+        given = read_inputs(
+            arguments,
+            len(running),
+            before,
+            takes_positions=self.takes_positions,
+            booleans_hide=self.attention() == "sdpa",
+        )
+        if running and not self.sees_columns and arguments.get("attention_mask") is None:
+            given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
         num_new, mask = given.num_new_columns, given.mask
         if running:
             self._require_kept(arguments, running, mask)
@@ -245,36 +222,6 @@ class ArgumentReader:
             may_alias=bypass is None and all_outputs is None,
             max_position=given.max_position,
         )
-
-    def read_step(self, arguments: Mapping[str, Any], rows: Rows) -> list[int] | PassedStep | None:
-        """The token of each row, where a forward is a plain decode step of `generate`, which extends mask and positions.
-
-        Where to read would be to wait for a device, what was passed: it is a plain step by its shapes.
-
-        None for anything unusual; then `read` says what it is.
-        """
-        ids, mask, positions = map(arguments.get, ("input_ids", "attention_mask", "position_ids"))
-        running, before = rows.distinct, rows.num_columns
-        num_rows = len(running)
-        if not isinstance(ids, Tensor) or ids.shape != (num_rows, 1):
-            return None
-        if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (num_rows, before + 1)):
-            return None
-        if arguments.get("inputs_embeds") is not None or self._unread(arguments) is not None:
-            return None
-        if positions is None:
-            firsts = [row.first_position for row in running]
-            if self.takes_positions and self._first_by_default([row.pad for row in running]) != firsts:
-                return None
-        elif not isinstance(positions, Tensor) or positions.shape not in ((num_rows, 1), (1, 1)):
-            return None
-        if PassedStep.may_be_held(ids, mask, positions):
-            return PassedStep(before, ids, None if mask is None else mask.count_nonzero(dim=1), positions)
-        if mask is not None and not _shows_all(mask, [row.pad for row in running]):
-            return None
-        if positions is not None and not count_on([*chain.from_iterable(positions.tolist())], rows, before):
-            return None
-        return [*chain.from_iterable(ids.tolist())]
 
     def _unread(self, arguments: Mapping[str, Any]) -> str | None:
         """An argument that may condition keys and values and is none of those read here."""
@@ -405,7 +352,7 @@ class ArgumentReader:
         return None, 1
 
 
-def for_scheduled(
+def for_cut(
     arguments: Mapping[str, Any],
     forward: Cut,
     num_columns_before: int,
@@ -438,15 +385,7 @@ def for_scheduled(
 
 def lacks_padding(running: Sequence[RunningRow]) -> bool:
     """Whether rows have padding whose keys and values are not kept."""
-    return any(row.pad and row.commit_end != 0 for row in running)
-
-
-def _shows_all(mask: Tensor, pads: Sequence[int]) -> bool:
-    """Whether a mask shows all columns of each row but its padding."""
-    if len(pads) == 1 or not any(pads):  # then one number tells, which takes a fourth of the time
-        return mask.count_nonzero().item() == mask.numel() - sum(pads)
-    num_columns = mask.shape[1]
-    return mask.count_nonzero(dim=1).tolist() == [num_columns - pad for pad in pads]
+    return any(row.pad for row in running)
 
 
 def _mask_of(running: Sequence[RunningRow], before: int, num_new: int) -> MaskValues:

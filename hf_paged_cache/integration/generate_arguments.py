@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.admission import UNLIMITED, CallLimits
+from ..call.limits import UNLIMITED, CallLimits
 from ..model.output_flags import OUTPUT_FLAGS
-from .forward_arguments import KnownInputs
 from .prompt_images import PromptImages
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
@@ -47,13 +46,10 @@ class GenerateArguments:
         verifies_drafts: then transformers runs the whole prompt in one forward, whatever `chunk_size` is.
         calls_back: between its forwards code of its caller's runs.
         outputs: asked for beside logits, by flag.
-        inputs: of its first forward, where they are known.
-        passed: tensors and all else, by name, the ids among them as "input_ids"; empty for a call of ours.
-        is_ambient: the call does not bring the cache that it runs on.
+        passed: tensors and all else, by name, the ids among them as "input_ids".
         is_round: not transformers' `generate`, but a function that may call it, several times or never; nothing is
             known of its prompts.
         images: that its first forward is to run, taken from its arguments.
-        digest: the model's, where it has just been read, and the model needs no bypass and has no adapters by row; b"": unread.
     """
 
     limits: CallLimits = UNLIMITED
@@ -72,11 +68,8 @@ class GenerateArguments:
     verifies_drafts: bool = False
     calls_back: bool = False
     outputs: Mapping[str, bool] = field(default_factory=dict)
-    inputs: KnownInputs | None = None
     passed: Mapping[str, Any] = field(default_factory=dict)
-    is_ambient: bool = False
     is_round: bool = False
-    digest: bytes = b""
     images: PromptImages | None = None
 
 

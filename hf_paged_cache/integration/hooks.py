@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from ..call.admission import UNLIMITED
-from ..call.running import Bracket
-from ..errors import CacheArgumentError, CacheBusyError, PagedCacheError
+from ..call.limits import UNLIMITED
+from ..errors import CacheArgumentError, PagedCacheError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
 from ..model.conditioning import code_of_others
@@ -76,46 +75,33 @@ class GenerateBracket:
         needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens
         if why_not or (brought is None and needs_none):
             return self._generate()(*args, **kwargs)
-        if brought is None:
-            given = replace(given, is_ambient=True)
-            if cache.is_generating:
-                cache = cache.sibling()
+        if brought is None and cache.is_generating:
+            cache = cache.sibling()
         whole = kwargs
         if self.replaced is None:
             images = cache.images_of_generate(self.model, given.passed)
             if images is not None:
                 given = replace(given, images=images)
                 kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}
-        try:
-            rows = None if is_round else cache.begin_rows(self.model, given)
-        except PagedCacheError as error:
-            if not is_new:
-                raise
-            return self._without_cache(str(error), args, whole)
-        if rows is not None:
-            with cache.running(rows):
-                output = self._generate()(*args, **kwargs, **{cache_argument(self.model): rows})
-                rows.escaped = rows.escaped or getattr(output, cache_argument(self.model), None) is rows
+        name = cache_argument(self.model)
+        with ExitStack() as stack:
+            try:
+                if is_round:
+                    stack.enter_context(cache.around(self.model, given))
+                    passed = cache
+                else:
+                    passed = cache.begin_rows(self.model, given)
+                    stack.enter_context(cache.running(passed))
+            except PagedCacheError as error:
+                if not is_new:
+                    raise
+                refused = str(error)
+            else:
+                output = self._generate()(*args, **kwargs, **{name: passed})
+                if not is_round:
+                    passed.escaped = passed.escaped or getattr(output, name, None) is passed
                 return output
-        bracket = Bracket()
-        try:
-            with ExitStack() as stack:
-                refused = ""
-                try:
-                    stack.enter_context(cache.generating(self.model, given, ref(bracket)))
-                except PagedCacheError as error:
-                    if not is_new and (brought is not None or not isinstance(error, CacheBusyError)):
-                        raise
-                    refused = str(error)
-                if refused and is_new:
-                    return self._without_cache(refused, args, whole)
-                if refused:
-                    # one that runs but has no rows yet is busy, too: its rows would continue those of this call
-                    cache = cache.sibling()
-                    stack.enter_context(cache.generating(self.model, given, ref(bracket)))
-                return self._generate()(*args, **kwargs, **{cache_argument(self.model): cache})
-        finally:
-            del bracket
+        return self._without_cache(refused, args, whole)
 
     def _without_cache(self, refused: str, args: Any, kwargs: Any) -> Any:
         """A call runs without a cache that refuses it, and that nobody has asked for."""
@@ -200,7 +186,7 @@ def left_as_it_was(model: Any) -> Iterator[None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: schedule the forward on the cache it brings, and pass on what is to run."""
+    """Forward pre-hook: tell the cache of the forward that brings it, and pass on what is to run."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = arguments.get("past_key_values")
     if type(cache) is Rows and cache.is_open:  # nearly all forwards are steps
@@ -219,7 +205,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook: confirm the forward, and give its caller a row for each it passed."""
+    """Forward hook: tell the rows that it has returned, and give its caller a row for each it passed."""
     cache = kwargs.get("past_key_values")
     if type(cache) is Rows:
         return cache.after_forward(output)

@@ -14,8 +14,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from ..blocks.image_tokens import name_image
-from ..call.rows import Rows
-from ..call.scheduled_forward import ForwardRequest, RowInput
+from ..call.request import ForwardRequest, RowInput
 from ..model.placeholders import Placeholders
 from ..model.support import cache_layers, has_index
 from .forward_arguments import TOKEN_TYPES, RunningRows
@@ -151,26 +150,6 @@ class ImageInputs:
             for number, of_row in enumerate(places)
         ]
         return Seen(plain, images, shifts, details, why)
-
-    def see_step(self, arguments: Mapping[str, Any], rows: Rows) -> Mapping[str, Any] | None:
-        """The arguments of a decode step without types of text and with positions of one number; None where it must be looked at."""
-        if self._is_plain:
-            return arguments
-        positions, plain = arguments.get("position_ids"), dict(arguments)
-        shifts = [row.shift for row in rows.in_batch()]
-        for name in self._text_types & plain.keys():
-            value = plain[name]
-            if isinstance(value, Tensor) and value.device.type == "cpu" and not value.any():
-                del plain[name]
-        if isinstance(positions, Tensor) and (positions.dim() == 3 or any(shifts)):
-            if positions.device.type != "cpu":
-                return None  # nothing is held that is more than one number a token
-            placed = _placed(positions, None, [[] for _ in shifts], shifts)
-            if placed is None or placed[0] is None:
-                return None
-            plain["position_ids"] = placed[0]
-            plain = self._without_places(plain)
-        return plain
 
     def _without_places(self, plain: dict[str, Any]) -> dict[str, Any]:
         """Arguments without those that positions follow from, which are passed: the model does not look at them again."""

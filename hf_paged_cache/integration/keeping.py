@@ -3,8 +3,8 @@
 import math
 from functools import partial
 
-from ..call.admission import UNLIMITED
 from ..call.keep import keep
+from ..call.limits import UNLIMITED
 from ..model.conditioning import Conditioning
 from ..rows.rows import Rows
 from ..rows.shared import SharedColumns

@@ -9,43 +9,40 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..attention.shared_reads import IN_CHUNKS as READ_IN_CHUNKS
-from ..attention.shared_reads import MODEL_LOOKS
 from ..blocks.image_tokens import hold_images, whole_images
 from ..blocks.roots import RootFacts
 from ..blocks.sight import Sight
-from ..call.admission import UNLIMITED
 from ..call.call_state import CallState
 from ..call.counters import PromptCounters
 from ..call.fill import fill
+from ..call.limits import UNLIMITED
 from ..call.match import Known, match, previous_rows
 from ..call.record import count_bypassed, count_prompt
-from ..call.scheduled_forward import ForwardRequest, RequestRead, RowInput
+from ..call.request import ForwardRequest, RequestRead, RowInput
 from ..errors import CacheArgumentError
 from ..kv.stopwatch import Stopwatch
 from ..model.cache_adapters import own_cache_class
-from ..model.conditioning import Conditioning
-from ..model.placeholders import Placeholders
 from ..model.support import cache_layers
 from ..rows.kinds import kinds_of
 from ..rows.layers import SPARE
 from ..rows.rows import Rows, RunsRows
-from ..rows.shared import Looks
+from ..rows.shared import IN_CHUNKS as READ_IN_CHUNKS
+from ..rows.shared import MODEL_LOOKS
 from ..rows.states import StatePlaces
-from ..store.block_store import BlockStore
 from ..store.tier_load import Wanted
 from .begin import RunningRows
 from .capturing import Capturing
 from .chunked_prompt import IN_CHUNKS, ChunkedPrompt
 from .current import drain
-from .forward_arguments import ArgumentReader, for_scheduled
+from .forward_arguments import for_cut
 from .generate_arguments import GenerateArguments
-from .image_inputs import ImageInputs, Seen
+from .image_inputs import Seen
 from .keeping import Keeping
 from .prompt_images import ENCODED, PromptImages
 from .ranks import Ranks, tokens_as_bytes
 from .shared_prefill import SharedPrefill
 from .side_forward import SideForwards
+from .store_parts import StoreParts
 
 GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
@@ -104,46 +101,30 @@ class Opening:
 
     Args:
         calls: whose rows they are.
-        store: the blocks.
-        conditioning: the model, and what its keys and values depend on.
-        reader: of the forwards' arguments.
-        image_inputs: says which arguments are types of text.
+        parts: what they share with all calls of the store.
         salt: part of every root, and the namespace of the blocks.
-        side: makes the arguments of forwards of our own.
-        looks: whether the model looks at keys and values itself.
         keeping: keeps what runs ahead.
         counters: of the cache.
-        placeholders: of the model.
-        ranks: the processes that share it.
+        ranks: the processes that share the model.
 
     Attributes:
         reads_only: a first forward is not run, and what it asks for is raised as RequestRead.
     """
 
     def __init__(
-        self,
-        calls: RunsRows,
-        store: BlockStore,
-        conditioning: Conditioning,
-        reader: ArgumentReader,
-        image_inputs: ImageInputs,
-        salt: bytes,
-        side: SideForwards,
-        looks: Looks,
-        keeping: Keeping,
-        counters: PromptCounters,
-        placeholders: Placeholders,
-        ranks: Ranks,
+        self, calls: RunsRows, parts: StoreParts, salt: bytes, keeping: Keeping, counters: PromptCounters, ranks: Ranks
     ) -> None:
-        self._calls, self.store, self.conditioning, self.keeping = calls, store, conditioning, keeping
-        self._reader, self._image_inputs, self._salt, self._looks = reader, image_inputs, salt, looks
+        self.store = store = parts.blocks
+        self.conditioning = conditioning = parts.conditioning
+        self._calls, self.keeping, self._salt, self._looks = calls, keeping, salt, parts.looks
+        self._reader, self._image_inputs = parts.argument_reader, parts.image_inputs
         rules, states = store.states.rules, store.states
         places = StatePlaces(states.align, rules.is_recorded, rules.clamps_one_token, states.kept.most)
         kinds = kinds_of(cache_layers(conditioning.model), places)  # rows of a model that was changed since get more
         self._kinds = kinds._replace(margin=store.block_size + _MOST_TAKEN_BACK)
         self.capturing: Capturing | None = None
-        self._counters, self._placeholders, self.reads_only = counters, placeholders, False
-        self._ahead, self._ranks = SharedPrefill(self, side), ranks
+        self._counters, self._placeholders, self.reads_only = counters, parts.placeholders, False
+        self._ahead, self._ranks = SharedPrefill(self, SideForwards(parts.model, parts.argument_reader)), ranks
 
     def new_rows(self) -> Rows:
         """Rows that no forward has run yet."""
@@ -394,7 +375,7 @@ class Opening:
         if not self.store.tiers or latest <= 0:
             return {}
         below = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in rows if row.pad < latest]
-        return self.store.tiers.load(below, None)
+        return self.store.tiers.load(below)
 
     def _give_back(self, known: Sequence[Known]) -> None:
         for row in known:
@@ -430,7 +411,7 @@ class Opening:
             rows.reads_next = request.num_new_columns < rows.prompt_end
         rows.common_columns = request.num_new_columns if state.beams and are_aliased else 0
         if start or are_aliased:
-            arguments = for_scheduled(arguments, Cut(start, members, rows.copies), 0, self._image_inputs.whole)
+            arguments = for_cut(arguments, Cut(start, members, rows.copies), 0, self._image_inputs.whole)
         elif state.images is None:
             return arguments
         return self._encoded(state, arguments, prompt.seen.images, members, len(request.rows), start)
@@ -609,7 +590,7 @@ class Opening:
         for row in known:
             state.chains[row.chain.root] = row.chain
         with self.store.lock:
-            self._counters.add_forward(state.kind, state.counts, state.counts, begins=True, bypassed=False)
+            self._counters.add_forward(state, state.counts, begins=True, bypassed=False)
         rows.seen.dense = READ_IN_CHUNKS if len(known) > 1 else ""
         rows.previous, rows.reads_next = None, True
         rows.prompt_end = int(state.limits.num_prompt_columns)
@@ -639,11 +620,17 @@ class Opening:
         looks = self._looks.model_looks or rows.kinds.indexed or rows.chunks is not None  # chunks promise bits
         rows.may_be_lazy = self.conditioning.attention == "sdpa" and not looks
 
-    def _why_bypassed(self, adapters: list[str] | None, num_rows: int) -> str | None:
+    def why_in_general(self) -> str | None:
+        """Why rows reuse and keep nothing, as the model is now, whatever they are; None: they may."""
         if (why := self.conditioning.bypass()) is not None:
             return why
         if self.store.states and self._ranks.are_several:
             return "layers carry states, and other processes share the model"
+        return None
+
+    def _why_bypassed(self, adapters: list[str] | None, num_rows: int) -> str | None:
+        if (why := self.why_in_general()) is not None:
+            return why
         if adapters is not None and len(adapters) != num_rows:
             return f"{len(adapters)} adapter names were given for {num_rows} rows; pass one for each row"
         return GRADIENTS if torch.is_grad_enabled() else None

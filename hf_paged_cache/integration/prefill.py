@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..blocks import HashChain, resumable
 from ..blocks.tokens import TokenIds
-from ..call.scheduled_forward import RowInput
+from ..call.request import RowInput
 from ..errors import OutOfBlocksError
 from ..stats import RowCount
 from ..store.block_store import BlockStore
@@ -151,16 +151,16 @@ class Prefill:
             wanted |= {(block_hash, prompt.salt) for block_hash in chain.hashes()}
         found = [allocator.match_prefix((block_hash,), salt) for block_hash, salt in wanted]
         num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)
-        num_obtainable = self._blocks.num_obtainable_blocks(None)
+        num_obtainable = self._blocks.num_obtainable_blocks()
         if num_taken <= num_obtainable:
             return
         needs = f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds"
-        if any(prompt.salt for prompt in prompts):  # how many others hold or have reserved is not told
+        if any(prompt.salt for prompt in prompts):  # how many others hold is not told
             raise OutOfBlocksError(
                 f"{needs}, which cannot be had now; give fewer tokens, or ask the store's owner for more blocks"
             )
         raise OutOfBlocksError(
-            f"{needs}, but {max(0, int(num_obtainable))} can be had beside what is in use and reserved for running calls; give "
+            f"{needs}, but {max(0, int(num_obtainable))} can be had beside what is in use; give "
             "fewer tokens, unpin() or reset() what is no longer needed, or build the cache with a larger num_blocks or max_bytes"
         )
 

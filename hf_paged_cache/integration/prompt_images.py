@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.tokens import TokenIds
-from ..call.scheduled_forward import ForwardRequest
+from ..call.request import ForwardRequest
 from ..model.placeholders import Placeholders, kind_of
 
 ENCODED = "mm_encoder_outputs"

@@ -11,28 +11,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..call.admission import CallLimits
 from ..call.counters import PromptCounters
-from ..call.scheduled_forward import ForwardRequest, RequestRead, RowInput
+from ..call.limits import CallLimits
+from ..call.request import ForwardRequest, RequestRead, RowInput
 from ..model.cache_adapters import cache_argument
 from ..model.rope import RopeDeltas
 from ..rows.rows import Rows
 from .generate_arguments import GenerateArguments
 from .side_forward import FIRST_TOKEN, SideForwards
+from .store_parts import StoreParts
 
 
 class SideRows:
     """Runs forwards on rows of its own.
 
     Args:
-        side: makes the arguments of forwards.
+        parts: the model, and who reads its arguments.
         make_cache: another cache on the same store.
     """
 
-    def __init__(self, side: SideForwards, make_cache: Callable[[], Any]) -> None:
-        self.model, self.takes_positions = side.model, side.takes_positions
-        self._side, self._make_cache = side, make_cache
-        self._deltas = RopeDeltas(side.model)
+    def __init__(self, parts: StoreParts, make_cache: Callable[[], Any]) -> None:
+        self.model, self.takes_positions = parts.model, parts.argument_reader.takes_positions
+        self._side, self._make_cache = SideForwards(parts.model, parts.argument_reader), make_cache
+        self._deltas = RopeDeltas(parts.model)
 
     def _cache(self) -> Any:
         cache = self._make_cache()
@@ -67,7 +68,7 @@ class SideRows:
             rows.records_drafts = True  # the logits of all columns are wanted
         with torch.no_grad():
             for span in pairwise((start, *stops)):
-                output = self.model(**always, **side.arguments_after(inputs, start, *span))
+                output = self.model(**always, **side.arguments_of(inputs, *span, num_held=start))
         for prompt, row in zip(rows.prompts, inputs, strict=False):
             prompt.most_kept = max(0, start - row.pad) + len(row.token_ids)
         logits: Tensor = output.logits[:, -num_logits:]

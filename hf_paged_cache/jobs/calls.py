@@ -131,7 +131,6 @@ class BatchCalls:
             one, other: two token ids.
         """
         cache = PagedPrefixCache(self._model, block_size=4, num_blocks=64)
-        cache.view.read_once_whatever_it_costs()
         cache.store.looks.weighs_launches = False
         cache.prefill([one] * 8)
         with warnings.catch_warnings():

@@ -91,7 +91,6 @@ def generate_all(
     batch_size: int | None = None,
     max_new_tokens: int = 128,
     cache: PagedPrefixCache | PrefixStore | None = None,
-    attention: Literal["paged", "gather"] = "paged",
     seed: int = 0,
     overwrite: bool = False,
     progress: bool | None = None,
@@ -125,8 +124,6 @@ def generate_all(
             job's is resumed.
         progress: a bar on stderr, or where that is no terminal a line every 30 seconds and 5 % of the prompts, whichever is later;
             False: neither.
-        attention: of the new cache, see `PagedPrefixCache`; as are `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
-            `disk_folder`, `disk_bytes`, `disk_mode` and `eviction`.
         options: of `generate` by name, such as `do_sample=True`, `num_beams=4`, `stop_strings=["\\n"]`.
 
     Raises:
@@ -149,7 +146,6 @@ def generate_all(
         order=order,
         batch_size=batch_size,
         max_new_tokens=max_new_tokens,
-        attention=attention,
         seed=seed,
         overwrite=overwrite,
         progress=progress,

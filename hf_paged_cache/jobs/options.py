@@ -17,7 +17,7 @@ from transformers import GenerationConfig, GenerationMixin
 from ..blocks.arguments import int_of_at_least
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
-from ..store_options import StoreOptions, given_sizes, require_attention, store_options
+from ..store_options import StoreOptions, given_sizes, require_not_gone, store_options
 from .journal import ORDERS
 
 ALL = sys.maxsize  # tokens before the next one that an option reads: every one
@@ -83,7 +83,6 @@ class How:
     order: Literal["given", "done"] = "given"
     batch_size: int | None = None
     max_new_tokens: int = 128
-    attention: Literal["paged", "gather"] = "paged"
     seed: int = 0
     overwrite: bool = False
     progress: bool | None = None
@@ -105,7 +104,7 @@ class How:
             raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
         if self.order not in ORDERS:
             raise CacheArgumentError(f"order is {self.order!r}; give {' or '.join(map(repr, ORDERS))}")
-        require_attention(self.attention)
+        require_not_gone(self.options)
         store_options(**self._sizes)
 
     @property
@@ -115,8 +114,7 @@ class How:
     @property
     def of_cache(self) -> dict[str, Any]:
         """Of a new cache, those that are given."""
-        attention = {} if self.attention == "paged" else {"attention": self.attention}
-        return {**attention, **given_sizes(self._sizes)}
+        return given_sizes(self._sizes)
 
     @property
     def generation(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Owns the tensors of all keys and values that the cache holds, and their growth. Refuses states of another shape.
 
 Layers that need the same tokens are a group: its tensors hold as many blocks. Knows nothing of tokens, hashes, rows or who
-holds a block. Block ids and slots are trusted: a range check would synchronise an accelerator.
+holds a block. Block ids are trusted: a range check would synchronise an accelerator.
 """
 
 import contextlib
@@ -16,10 +16,9 @@ from torch import Tensor
 from ..blocks.sight import Sight
 from ..blocks.window_blocks import WindowBlocks
 from ..errors import PoolArgumentError
-from .recycled_memory import RecycledMemory, zeros
-from .slot_mapping import ReadSource, RowLayout, SlotMapping
 from .streams import StreamOrder
 from .transfers import Transfer
+from .zeroed import zeros
 
 _HOST = torch.device("cpu")
 _WITHOUT_STREAMS = ("cpu", "meta")
@@ -211,9 +210,9 @@ class GroupTensors:
 class BlockPool:
     """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
 
-    In memory the heads come first, so the slots of a head lie side by side over blocks that follow one another: attention
-    reads a run of blocks where it lies (`run_of`). Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
-    in head size, layers in anything. New tensors are zeroed: masked attention multiplies an unwritten slot by zero, and
+    In memory the heads come first, so the tokens of a head lie side by side over blocks that follow one another: a run of blocks is
+    one slice. Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
+    in head size, layers in anything. New tensors are zeroed: masked attention multiplies what was not written by zero, and
     it must not be a NaN.
 
     Whoever asks names blocks by the allocator's ids; layers with a window keep them where its `WindowBlocks` say.
@@ -232,9 +231,9 @@ class BlockPool:
         >>> pool = BlockPool(block_size=4)
         >>> pool.all.ensure_capacity(3)
         >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
-        >>> pool.write(0, {"key": new, "value": new}, pool.map_slots([4, 5, 6, 7, 8]))
-        >>> pool.gather(0, ReadSource(torch.tensor([[4, 5]]).to, 1, 2))["key"].shape
-        torch.Size([1, 2, 2, 8])
+        >>> pool.lay_out_together({(0, "key"): new, (0, "value"): new})
+        >>> pool.all.slabs()[0].tensor.shape
+        torch.Size([2, 2, 3, 4, 8])
 
     Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
     """
@@ -298,73 +297,11 @@ class BlockPool:
         if self.accelerators:
             self._streams.join(self.accelerators)
 
-    def release(self, tensors: Iterable[Tensor]) -> None:
-        """The pool's tensors, or copies of what is in them, are about to be released: see `StreamOrder.release`."""
-        if self.accelerators:
-            for tensor in tensors:
-                self._streams.release(tensor)
-
     def clear(self) -> None:
         """Give all memory back; the next write may have other shapes."""
         for group in self.groups.values():
             group.clear()
         self.num_layouts += 1
-
-    def map_slots(
-        self, slots: Sequence[int], sources: Sequence[int] | None = None, transfer: Transfer | None = None
-    ) -> SlotMapping:
-        """The slots that a forward writes, in all layers; see `SlotMapping`."""
-        mapping = SlotMapping(slots, sources, transfer)
-        if transfer is not None:  # what the windows' layers need on their devices goes along
-            for group in self.groups.values():
-                if group.placing is not None:
-                    mapping.of_group(group.placing, self.block_size)
-        return mapping
-
-    def rows_in(self, sight: Sight | None, rows: Sequence[RowLayout], start: int) -> Sequence[RowLayout]:
-        """The rows, with the places at which layers with this sight, or None, hold their blocks from column `start` on."""
-        group = self.all if sight is None else self.groups.get(sight.name, self.all)
-        if group.placing is None:
-            return rows
-        places, placed = group.placing.places, []
-        for row in rows:
-            first = min(len(row.block_ids), max(0, start - row.pad) // self.block_size)
-            held = [places.get(block_id, 0) for block_id in row.block_ids[first:]]
-            placed.append(row._replace(block_ids=[0] * first + held))
-        return placed
-
-    def write(self, layer_idx: int, states: Mapping[str, Tensor], slot_mapping: SlotMapping) -> None:
-        """Store new keys and values of one layer.
-
-        Shapes: R rows, H heads, T new columns, D head size.  Effects: the mapping's slots, nothing else.
-
-        Args:
-            layer_idx: the layer; its tensors are made at its first write.
-            states: name -> [R, H, T, D]. A dtype that the pool's cannot hold without loss widens the pool's.
-            slot_mapping: the slots, and which of the R * T tokens they take.
-
-        Raises:
-            PoolArgumentError: a tensor is not 4-D, or has other heads or head size than the layer was made with.
-        """
-        group = self._group_of.get(layer_idx, self.all)
-        if group.placing is not None:
-            slot_mapping = slot_mapping.of_group(group.placing, self.block_size)
-        group.num_blocks_used = max(group.num_blocks_used, -(-slot_mapping.end_slot // self.block_size))
-        for name, new in states.items():
-            held = self._follow(self.tensor_for(layer_idx, name, new))
-            if slot_mapping.num_slots == 0:
-                continue
-            if new.requires_grad:
-                new = new.detach()
-            if slot_mapping.is_run and new.shape[0] == 1:
-                _by_head(held).narrow(1, slot_mapping.slots[0], new.shape[2]).copy_(new[0])
-                continue
-            heads = held.shape[1]
-            tokens, sources = new.transpose(1, 2), slot_mapping.sources_on(held.device)
-            if sources is not None:
-                tokens = tokens.flatten(0, 1).index_select(0, sources)
-            index = slot_mapping.index_for(heads, held.shape[0] * self.block_size, held.device)
-            _by_head(held).flatten(0, 1).index_copy_(0, index, tokens.flatten(0, -2).to(held.dtype))
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
         """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
@@ -391,92 +328,6 @@ class BlockPool:
                 self.accelerators.add(device)
                 self._streams.move(device)
             self.num_layouts += 1
-
-    def write_blocks(
-        self, columns: Iterable[tuple[int, Mapping[str, Tensor]]], block_ids: Sequence[int], offset: int
-    ) -> None:
-        """Store columns of many layers that lie in one block of each row, at the same place: the blocks are all the index.
-
-        Shapes: R rows, H heads, T columns, D head size.
-
-        Args:
-            columns: layer index -> name -> [R, H, T, D], of the sizes that the layer was made with.
-            block_ids: row -> its block, no block twice.
-            offset: of the first column in all these blocks; `offset + T` is at most a block.
-
-        Raises:
-            torch.OutOfMemoryError: some are stored and some are not.
-        """
-        transfer, placed = Transfer(), {}
-        for group in self.groups.values():
-            places = block_ids if group.placing is None else [group.placing.places[block_id] for block_id in block_ids]
-            group.use(1 + max(places))
-            placed[group] = places, transfer.add(places)
-        for layer_idx, states in columns:
-            places, added = placed[self._group_of.get(layer_idx, self.all)]
-            for name, new in states.items():
-                held = self._follow(self.tensor_for(layer_idx, name, new))
-                part = held.narrow(2, offset, new.shape[2])
-                if len(places) == 1:
-                    part.narrow(0, places[0], 1).copy_(new)
-                else:
-                    part.index_copy_(0, transfer.on(held.device, added), new.to(held.dtype))
-
-    def gather(
-        self,
-        layer_idx: int,
-        source: ReadSource,
-        names: Iterable[str] | None = None,
-        memory: RecycledMemory | None = None,
-    ) -> dict[str, Tensor]:
-        """Copy the columns of `source` of one layer.
-
-        Shapes: R rows, C columns, H heads, D head size.  Effects: none.  Cost: reads R * C * H * D elements a tensor; by
-        block, the rest of the first and the last block, too.
-
-        Args:
-            layer_idx: a layer that was written.
-            names: the tensors wanted, each of which was written; None: all.
-            memory: for copies in host memory; None: new memory.
-
-        Returns:
-            name -> [R, H, C, D], the caller's, in the pool's dtype. Models may view it as [R * H, C, D]. By block it is
-            a part of [R, H, whole blocks, D].
-
-        Raises:
-            PoolArgumentError: the layer was never written.
-        """
-        layer = self.layer(layer_idx)
-        if not layer:
-            raise PoolArgumentError(f"layer {layer_idx} was never written; layers written are {self.layer_indices}")
-        gathered = {}
-        num_rows, num_columns, num_slots = source.num_rows, source.num_columns, source.num_slots(self.block_size)
-        for name in layer if names is None else names:
-            held = self._follow(layer[name])
-            capacity, heads, size, head_dim = held.shape
-            num_units, unit = (capacity, size * head_dim) if source.by_block else (capacity * size, head_dim)
-            chosen = source.index_for(heads, num_units, held.device)
-            units = held.transpose(0, 1).view(heads * num_units, unit)  # some layers have keys of no numbers
-            if memory is not None and held.is_cpu:
-                copied = memory.take((chosen.shape[0], units.shape[1]), held.dtype)
-                torch.index_select(units, 0, chosen, out=copied)
-            else:
-                copied = units.index_select(0, chosen)
-            strides = (heads * num_slots * head_dim, num_slots * head_dim, head_dim, 1)
-            shape = (num_rows, heads, num_columns, head_dim)
-            gathered[name] = copied.as_strided(shape, strides, source.skipped * head_dim)
-        return gathered
-
-    def run_of(self, layer_idx: int, name: str, first_block: int, num_blocks: int) -> Tensor:
-        """[1, H, tokens, D]: what blocks hold whose ids follow one another, where it lies. Not of a layer with a window."""
-        held, size = self._follow(self.all.layers[layer_idx][name]), self.block_size
-        return _by_head(held).narrow(1, first_block * size, num_blocks * size).unsqueeze(0)
-
-    def _follow(self, held: Tensor) -> Tensor:
-        """A layer's tensor, about to be used: see `StreamOrder.follow`."""
-        if self.accelerators:
-            self._streams.follow(held.device)
-        return held
 
     def tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
         """The tensor that takes `new`; made, widened or moved where needed.
@@ -523,45 +374,6 @@ def _zeroed(
 ) -> Tensor:
     """A layer's tensor, `[num_blocks, num_heads, block_size, head_dim]`, whose heads come first in memory."""
     return zeros((num_heads, num_blocks, block_size, head_dim), dtype, device).transpose(0, 1)
-
-
-def _by_head(held: Tensor) -> Tensor:
-    """A layer's tensor as [num_heads, slots, head_dim]."""
-    return held.transpose(0, 1).flatten(1, 2)
-
-
-def reorder_rows(tensors: Iterable[Tensor], sources: Sequence[int], index: Tensor | None = None) -> bool:
-    """In each tensor, [R, H, columns, D], row `i` becomes what row `sources[i]` was.
-
-    Args:
-        index: the sources as a tensor on some device, if there is one. On an accelerator rows that stay are copied, too:
-            which those are is not known there.
-
-    Returns:
-        whether there was memory for all columns of a tensor; else one after the other has moved.
-
-    Raises:
-        torch.OutOfMemoryError: nor was there for one. Rows of some tensors have moved, and those of others have not.
-    """
-    moved, transfer = [row for row, source in enumerate(sources) if source != row], Transfer()
-    of, to = transfer.add([sources[row] for row in moved]), transfer.add(moved)
-
-    def move(tensor: Tensor) -> None:
-        if index is None or index.is_cpu:
-            _copy(tensor, of, to, transfer)
-        else:
-            tensor[: len(sources)] = tensor.index_select(0, index.to(tensor.device))
-
-    has_memory = True
-    for tensor in tensors:
-        try:
-            move(tensor)
-            continue
-        except torch.OutOfMemoryError:  # while it is handled, it holds what the frames hold that it came through
-            has_memory = False
-        for column in tensor.chunk(tensor.shape[2], 2):
-            move(column)
-    return has_memory
 
 
 def copy_rows(

@@ -38,7 +38,7 @@ def options_of(environ: Mapping[str, str]) -> RunOptions | None:
     """The options of this process; None: it was not started by the command.
 
     Examples:
-        >>> options = RunOptions({"attention": "paged"}, None, False, 7)
+        >>> options = RunOptions({"cache_salt": "a"}, None, False, 7)
         >>> options_of(options.environment({})) == options, options_of({})
         (True, None)
     """

@@ -132,7 +132,7 @@ class Program:
             if run.refused or (bracket is not None and bracket.new_cache is not None):
                 return run
             given = dict(self._options.cache)
-            of_caches = {name: given.pop(name) for name in ("attention", "cache_salt") if name in given}
+            of_caches = {name: given.pop(name) for name in ("cache_salt",) if name in given}
             try:
                 store = PrefixStore(model, **given)
             except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
@@ -143,7 +143,7 @@ class Program:
             attach(model)
             bracket = bracket_of(model)
             if bracket is not None:
-                bracket.new_cache = partial(PagedPrefixCache, store, on_full="bypass", **of_caches)
+                bracket.new_cache = partial(PagedPrefixCache, store, **of_caches)
                 bracket.on_refusal = partial(self._count_refusal, run)
             run.accounts.append(Account(store.blocks.call_totals, store.blocks.tiers.compute, store.blocks.block_size))
             return run

@@ -15,7 +15,7 @@ from ..blocks.tokens import TokenIds
 
 
 class Begins(Protocol):
-    """A row that begins, as `call.scheduled_forward.RowInput` says it."""
+    """A row that begins, as `call.request.RowInput` says it."""
 
     @property
     def token_ids(self) -> TokenIds: ...

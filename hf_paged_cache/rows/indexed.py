@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
-from ..kv.recycled_memory import zeros
+from ..kv.zeroed import zeros
 from .layers import RowsLayer, room_for
 
 INDEX = "indexer_key"

@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..attention.lazy import as_dense
 from ..errors import ForwardMismatchError
-from ..kv.recycled_memory import zeros
+from ..kv.zeroed import zeros
 from .memory import Streams
 
 SPARE = 64  # columns more than are needed, where it is not known how many come

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kv.block_pool import Slab
-from ..kv.recycled_memory import zeros
+from ..kv.zeroed import zeros
 
 Stream: TypeAlias = tuple[int, str]  # layer index, "key" or "value"
 

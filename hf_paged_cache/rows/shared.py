@@ -14,11 +14,17 @@ from ..attention.causal import CausalSquare
 from ..attention.lazy import LazyStates
 from ..attention.segments import Plan
 from ..attention.shared import LayerReads, PlanOnDevices, SharedForward
-from ..attention.shared_reads import CALL_LOOKS, MODEL_LOOKS
 from ..blocks import Allocation
 from ..kv.transfers import Transfer
 from . import memory
 from .memory import Streams
+
+MODEL_LOOKS = "the model looks at keys and values itself, and does not leave all of attention to torch"
+CALL_LOOKS = (
+    "attention was asked for what cannot be read once: dropout, is_causal, a mask that hides more than padding, "
+    "or all of it by a compiled forward"
+)
+IN_CHUNKS = "prefill_chunk_size was given, and what is read in parts rounds otherwise"
 
 
 class Looks:

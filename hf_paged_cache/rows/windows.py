@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..blocks.sight import Sight
 from ..errors import ForwardMismatchError
-from ..kv.recycled_memory import zeros
+from ..kv.zeroed import zeros
 from . import memory
 from .layers import Owner, RowsLayer
 from .memory import Shape, Streams

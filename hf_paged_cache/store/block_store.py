@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakSet
 
 import torch
 
@@ -20,7 +20,6 @@ from ..kv.transfers import Transfer
 from ..locks import new_lock
 from ..tiers.base import Tier
 from .call_totals import CallTotals
-from .holder import Demand, Holder, LeftBehind
 from .leases import Leases
 from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes, lacks_room
@@ -104,23 +103,18 @@ class BlockStore:
         self._measure_layers = measure_layers
         self._unwritten_layers = unwritten_layers
         self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
-        self._budget_bytes: dict[torch.device, int] = {}  # of keys and values and copies of them, by what was free
-        self._copies = 0  # of a running row's columns, beside the pool
-        self._reserved: WeakKeyDictionary[Holder, int] = WeakKeyDictionary()  # call -> blocks that it may still take
+        self._budget_bytes: dict[torch.device, int] = {}  # of keys and values, by what was free
         self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
         self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
-        self._must_give_back = False  # not even one forward had the memory that it needed
         # (layer, name) of what every forward writes; empty before the first
         self.writing_layers: frozenset[tuple[int, str]] = frozenset()
-        self.left_behind: deque[LeftBehind] = deque()  # appended to by finalizers, which may run in any line of ours
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # None: of all salts
         self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
         self.running: WeakSet[Any] = WeakSet()  # rows of calls of `generate`
         self.left: deque[Any] = deque()  # last rows of collected caches; appended to by finalizers
         self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
-        self._holders: WeakSet[Holder] = WeakSet()
         self.bytes_of_static_rows: Callable[[], int] = int  # those that count in the same budget
         add_store(self)
 
@@ -154,51 +148,17 @@ class BlockStore:
         taken = math.ceil(num_bytes / max(1, self.pool.all.bytes_per_block))
         return max(self.allocator.num_blocks, most - taken)
 
-    def num_obtainable_blocks(self, holder: Holder | None) -> float:
-        """Blocks that `holder` can have now: free, cached or not managed yet, less what others have reserved."""
+    def num_obtainable_blocks(self) -> float:
+        """Blocks that can be had now: free, cached or not managed yet."""
         if self.max_num_blocks is None or self.windows.are_all:  # the windows say what there is
             return math.inf
         unmanaged = (self._most_beside_rows or 0) - self.allocator.num_blocks
-        reserved = self.num_reserved_blocks(holder) if self._reserved else 0
-        return self.allocator.num_available_blocks + unmanaged - reserved
-
-    def can_have(self, holder: Holder, demand: Demand) -> bool:
-        """Whether `holder` can have all of a demand now."""
-        if demand.num_blocks > self.num_obtainable_blocks(holder) + demand.num_released:
-            return False
-        return not demand.windows or self.windows.lacking(holder, demand.windows) is None
-
-    def reserve(self, holder: Holder, num_blocks: int, windows: tuple[int, ...] = ()) -> None:
-        """Reserve `num_blocks` for `holder`, in place of what it had reserved; nobody else gets them.
-
-        Args:
-            windows: of each group, window blocks at a time; none: what it has reserved of these stays.
-        """
-        if num_blocks > 0:
-            self._reserved[holder] = num_blocks
-        else:
-            self._reserved.pop(holder, None)
-        if windows:
-            self.windows.reserve(holder, windows)
-
-    def give_back_reservation(self, holder: Holder) -> None:
-        """Nothing is reserved for `holder` any more."""
-        self._reserved.pop(holder, None)
-        if self.windows.groups:
-            self.windows.reserve(holder, ())
-
-    def num_blocks_reserved_for(self, holder: Holder) -> int:
-        """Blocks reserved for `holder`."""
-        return self._reserved.get(holder, 0)
-
-    def num_reserved_blocks(self, holder: Holder | None) -> int:
-        """Blocks reserved for others than `holder`; None: for anybody."""
-        return sum(number for other, number in self._reserved.items() if other is not holder)
+        return self.allocator.num_available_blocks + unmanaged
 
     def make_room(self, num_blocks: int) -> None:
         """Grow within the budget until `num_blocks` blocks are free, so that nothing is evicted for them.
 
-        Where memory runs out, what is managed becomes the most there is: fewer may be there than were reserved.
+        Where memory runs out, what is managed becomes the most there is.
         """
         most, allocator = self._most_beside_rows, self.allocator
         if self.windows.are_all:  # a block costs no memory; one that nobody holds any more is as good as a new one
@@ -243,20 +203,15 @@ class BlockStore:
         """The blocks to manage more where so many are missing.
 
         On an accelerator an eighth of the pool at least, so that all growth copies at most 8 times what the pool ends with.
-        Beyond what is missing it takes what running calls have reserved, up to an eighth.
         """
         if self.pool.is_on_host:
             return max(missing, managed * (_GROWTH_ON_HOST - 1))
-        reserved = max(0, self.num_reserved_blocks(None) - self.allocator.num_free_blocks - missing)
-        spare = min(reserved, (managed + missing) // _SPARE_PART_ON_ACCELERATOR)
-        return max(managed // _SPARE_PART_ON_ACCELERATOR, missing + spare)
+        return max(managed // _SPARE_PART_ON_ACCELERATOR, missing)
 
     def _grow_tensors(self, tensors: GroupTensors, num_blocks: int) -> bool:
         """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""
         if lacks_room(tensors.bytes_to_grow(num_blocks)):
             return False
-        for holder in self.holders():
-            holder.view.let_go()
         try:
             with self.writing:
                 tensors.ensure_capacity(num_blocks)
@@ -279,13 +234,13 @@ class BlockStore:
     def affordable_blocks(self) -> float:
         """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written.
 
-        Each device holds its own layers, and a copy of those of all running rows where a view makes one.
+        Each device holds its own layers.
         """
         if self._promised_num_blocks is not None and self.max_num_blocks is not None:
             return self.max_num_blocks
         return 1 + min(
             (
-                self._budget_bytes.get(device, math.inf) // (num_bytes * (1 + self._copies))
+                self._budget_bytes.get(device, math.inf) // num_bytes
                 for device, num_bytes in self._bytes_per_block_on().items()
             ),
             default=math.inf,
@@ -307,12 +262,12 @@ class BlockStore:
         return total
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """Bytes of `device` that the most blocks, and copies of them, take beyond what the pool has taken."""
+        """Bytes of `device` that the most blocks take beyond what the pool has taken."""
         with self.lock:
             most, num_bytes = self.max_num_blocks, self._bytes_per_block_on().get(device, 0)
             if most is None or not num_bytes:
                 return 0
-            return int(most * num_bytes * (1 + self._copies)) - self.pool.bytes_on().get(device, 0)
+            return int(most * num_bytes) - self.pool.bytes_on().get(device, 0)
 
     def bytes_left_of(self, budget: int) -> int:
         """Bytes of a budget that blocks have not taken."""
@@ -348,9 +303,9 @@ class BlockStore:
             most: that other processes can have, too.
         """
         if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
-            admitted = self.allocator.num_blocks + sum(self._reserved.values())
+            admitted = self.allocator.num_blocks
             if self.windows.are_all:
-                admitted = max(group.num_blocks + group.num_to_come for group in self.windows.groups)
+                admitted = max(group.num_blocks for group in self.windows.groups)
             promised = max(admitted, int(affordable) if most is None else most)
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised
@@ -390,21 +345,8 @@ class BlockStore:
         """An empty table of this store's blocks."""
         return BlockTable(self.allocator, root, namespace=salt, groups=self.windows.groups)
 
-    def add_holder(self, holder: Holder) -> None:
-        """From here on, the call may take blocks."""
-        with self.lock:
-            self._holders.add(holder)
-            self._copies = max(self._copies, holder.view.most_copies)
-
-    def holders(self) -> Iterable[Holder]:
-        """The calls that may hold blocks."""
-        return list(self._holders)
-
     def settle(self) -> None:
-        """Take back the blocks of collected caches."""
-        while self.left_behind:
-            self.left_behind[0].end()
-            self.left_behind.popleft()
+        """Take back the window blocks of collected tables."""
         for group in self.windows.groups:
             group.settle()
 
@@ -413,15 +355,15 @@ class BlockStore:
         with self.lock:
             return self.windows.sight_of
 
-    def follow_windows(self, sight_of: Mapping[int, Sight], holder: Holder) -> bool:
-        """Rows of `holder` begin, and the layers have these windows now: what is cached under others is forgotten.
+    def follow_windows(self, sight_of: Mapping[int, Sight]) -> bool:
+        """Rows begin, and the layers have these windows now: what is cached under others is forgotten.
 
         Returns:
             Whether they can run: not while other calls hold blocks of layers with other windows.
         """
         if not self.windows.may_change or self.windows.sight_of == sight_of:
             return True
-        if not self._forget_all(holder):
+        if not self._forget_all():
             return False
         self.windows.regroup(sight_of)
         self.pool.regroup(sight_of, self.windows.groups)
@@ -429,8 +371,8 @@ class BlockStore:
         self.windows.sight_of = {**sight_of}  # last: interrupted above, the next call begins again
         return True
 
-    def follow_dtype(self, dtype: torch.dtype, holder: Holder) -> bool:
-        """Rows of `holder` begin on a model of this dtype: where that takes more bytes than the budget has counted with, what is
+    def follow_dtype(self, dtype: torch.dtype) -> bool:
+        """Rows begin on a model of this dtype: where that takes more bytes than the budget has counted with, what is
         cached is forgotten, and there can be fewer blocks.
 
         Returns:
@@ -441,7 +383,7 @@ class BlockStore:
             return True
         if promised is not None:
             self._promised_num_blocks = max(2, promised * before // dtype.itemsize)
-        if not self._forget_all(holder, keep_tiers=True):
+        if not self._forget_all(keep_tiers=True):
             self._promised_num_blocks = promised
             return False
         self.states.limit(self._promised_num_blocks)
@@ -463,16 +405,10 @@ class BlockStore:
         self.states.limit(self._promised_num_blocks)
         return True
 
-    def _forget_all(self, holder: Holder, *, keep_tiers: bool = False) -> bool:
-        """`reset_prefix_cache` where no call but `holder`'s holds blocks; rows of calls that are over go. Returns whether it could be."""
-        others = [call for call in self.holders() if call is not holder]
-        ended = [holder.previous, *(rows for call in others for rows in (call.rows, call.previous))]
-        held = self.pins.block_ids().union(*(rows.block_ids() for rows in ended))
-        if len(held) < self.allocator.num_blocks_in_use or any(call.is_running for call in others):
+    def _forget_all(self, *, keep_tiers: bool = False) -> bool:
+        """`reset_prefix_cache` where no call holds blocks. Returns whether it could be."""
+        if len(self.pins.block_ids()) < self.allocator.num_blocks_in_use:
             return False
-        for call in others:
-            call.drop_rows()
-        holder.previous.free()
         self.reset_prefix_cache(keep_tiers=keep_tiers)
         return True
 
@@ -488,15 +424,6 @@ class BlockStore:
             self.stop_growing()
             self.max_num_blocks = max(managed - managed // 4, self.max_num_blocks or 0)
             self.windows.limit(self.max_num_blocks)
-
-    def give_back_later(self) -> None:
-        """The memory does not even hold one forward: `give_back` is to give up all that nobody holds."""
-        self._must_give_back = True
-
-    def give_back(self) -> None:
-        """Where `give_back_later` was called, and nobody holds a block, forget all of them and give their memory back."""
-        if self._must_give_back and not self.allocator.num_blocks_in_use:
-            self.reset_prefix_cache(keep_tiers=True)
 
     def make_copies(self, transfer: Transfer | None = None, *, may_wait: bool = True, are_filled: bool = False) -> None:
         """Copy out what was evicted, and make the pending copies of copy on write; to be called before the next write.
@@ -528,8 +455,6 @@ class BlockStore:
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
-        for holder in self.holders():
-            holder.lose_threads(idents)
         for current in self.currents:
             current.lose_threads(idents)
         over = (rows for rows in self.sharing if not rows.is_lost(idents))
@@ -537,20 +462,17 @@ class BlockStore:
             idents, {lease for rows in over if rows.shared is not None for lease in rows.shared.leases}
         )
 
-    def drop_rows(self, salt: bytes | None = None) -> None:
-        """Let go of the rows of calls that are over, of one salt or of all.
+    def begin_to_forget(self, salt: bytes | None = None) -> None:
+        """What is computed from here on counts as computed after the reset.
+
+        Args:
+            salt: of what is to be forgotten; None: all.
 
         Raises:
-            CacheBusyError: a call runs, or something else holds blocks, such as a forward ahead of a call; nothing has
-                changed.
+            CacheBusyError: a call holds blocks of it; nothing has changed.
         """
-        calls = [call for call in self.holders() if salt in (None, call.salt)]
-        held = self.pins.block_ids(salt).union(
-            *(rows.block_ids() for call in calls for rows in (call.rows, call.previous))
-        )
-        allocator = self.allocator
-        num_in_use = allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)
-        if len(held) < num_in_use or any(call.is_running for call in calls):
+        allocator, num_pinned = self.allocator, len(self.pins.block_ids(salt))
+        if num_pinned < (allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)):
             where = (
                 "on this store" if salt is None else "on a cache of this salt" if salt else "on a cache without a salt"
             )
@@ -558,8 +480,6 @@ class BlockStore:
                 f"a call is running {where}; reset the prefix cache when it has ended (rows of plain forwards end with "
                 "their cache's reset())"
             )
-        for call in calls:
-            call.drop_rows()
         self._num_resets[salt] += 1
 
     def resets_of(self, salt: bytes) -> tuple[int, int]:
@@ -583,7 +503,7 @@ class BlockStore:
         self.states.kept.settle()
         self.tiers.forget_namespace(salt)
         is_empty = self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0
-        if is_empty and not any(holder.is_running for holder in self.holders()):
+        if is_empty:
             self.reset_prefix_cache(keep_tiers=True)
 
     def reset_prefix_cache(self, *, keep_tiers: bool = False) -> None:
@@ -604,4 +524,3 @@ class BlockStore:
         self.tiers.lose_pool() if keep_tiers else self.tiers.reset()
         self.pool.clear()
         self.grow_anew()
-        self._must_give_back = False

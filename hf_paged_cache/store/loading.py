@@ -86,7 +86,7 @@ def load_blocks(
         found = _named_here(model, fitting)
         tier = _attached(blocks, folder, fitting, found)
         known = _cached(blocks, found)
-        num_left = blocks.num_obtainable_blocks(None)
+        num_left = blocks.num_obtainable_blocks()
     num_strays = len({block.digest for file in fitting for block in file.blocks}) - len(found)
     if num_strays:
         not_loaded[_NO_PARENT] = num_strays

@@ -203,7 +203,7 @@ class LowerTiers:
             rows = self.layout.rows_of(kind, [sources[name] for name in chunk])
             tier.put(kind, parts, chunk, rows, may_wait=may_wait)
 
-    def load(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
+    def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
         """See `TierLoad.load`."""
         if (store := self._store()) is None:
             return {}
@@ -215,15 +215,13 @@ class LowerTiers:
                 store.read_budget()
                 with store.lock:
                     store.settle_budget()
-        return TierLoad(store, self.layout, self.tiers, self.worth).load(rows, holder)
+        return TierLoad(store, self.layout, self.tiers, self.worth).load(rows)
 
     def load_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
-        """`load` of one row from a tier that is none of these, whatever it costs; no lock is held, and blocks that others have
-        reserved are left to them.
-        """
+        """`load` of one row from a tier that is none of these, whatever it costs; no lock is held."""
         if (store := self._store()) is None:
             return {}
-        return TierLoad(store, self.layout, [tier], {tier.name: Worth(Rate())}).load([row], None)
+        return TierLoad(store, self.layout, [tier], {tier.name: Worth(Rate())}).load([row])
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
         """See `TierLoad.look_up`."""

@@ -1,4 +1,4 @@
-"""Owns the block tables that keep pinned prefixes from being evicted. Refuses blocks that are reserved for running calls.
+"""Owns the block tables that keep pinned prefixes from being evicted. Refuses what there is no room for.
 
 Computes nothing: only what is cached is pinned. A pinned block is in use, so nothing evicts it. Pins belong to the store
 and outlive the cache that asked for them. The caller holds the store's lock.
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain
 
-from ..blocks import Allocation, BlockTable, Group, HashChain, PrefixCachingBlockAllocator, resumable
+from ..blocks import Allocation, BlockTable, Group, PrefixCachingBlockAllocator, resumable
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..wording import counted
@@ -21,7 +21,7 @@ class Pins:
     """The pinned prefixes of one store.
 
     Args:
-        windows: say whether pins leave calls the window blocks that these have reserved.
+        windows: say whether there are as many window blocks as pins and calls need.
         new_table: an empty one of a root and a salt.
         groups: of layers that need more to resume than blocks.
     """
@@ -62,48 +62,32 @@ class Pins:
         ref_count = self._allocator.ref_count
         return sum(ref_count(block_id) == count for block_id, count in self._counts().items())
 
-    def pin(self, salt: bytes, root: bytes, token_ids: TokenIds, num_obtainable: float) -> int:
+    def pin(self, salt: bytes, root: bytes, token_ids: TokenIds) -> int:
         """Hold the longest cached prefix of `token_ids` that a prompt can resume from, in place of what was pinned for these tokens and this salt.
 
         Args:
             root: of the blocks' hashes.
-            num_obtainable: blocks that nobody holds and no call has reserved.
 
         Returns:
             The number of tokens pinned, a multiple of the block size, at least one block.
 
         Raises:
             CacheArgumentError: nothing of them is cached so; nothing has changed.
-            OutOfBlocksError: the pin would take blocks that running calls have reserved; nothing has changed.
+            OutOfBlocksError: there is no room for their window blocks; nothing has changed.
         """
-        allocator, hashes = self._allocator, HashChain(root, self._allocator.block_size)
-        hashes.extend(token_ids)
-        hits = allocator.match_prefix(hashes.hashes(), salt)
-        num_taken = sum(not allocator.ref_count(block_id) for block_id in hits)
-        if num_taken > num_obtainable:
-            needs = f"pinning {len(hits)} blocks takes {num_taken} that nobody holds, but"
-            if salt:  # how many others have reserved is not told
-                raise OutOfBlocksError(
-                    f"{needs} running calls have reserved too many; pin when these have ended, pin fewer tokens, or ask "
-                    "the store's owner for more blocks"
-                )
-            raise OutOfBlocksError(
-                f"{needs} only {max(0, int(num_obtainable))} are not reserved for running calls; pin when these have "
-                "ended, or build the cache with a larger num_blocks or max_bytes"
-            )
         table = self._new_table(root, salt)
         num_cached = table.hold_prefix(token_ids)
         num_tokens = resumable(self._groups(), table.block_ids, num_cached)
         table.truncate(num_tokens)
-        if not self._windows.is_kept_to:
+        if not self._windows.have_room:
             table.free()
             raise OutOfBlocksError(
-                f"pinning {num_tokens} tokens takes blocks in layers with a window that running calls have reserved; pin when "
-                "these have ended"
+                f"pinning {num_tokens} tokens takes more blocks of layers with a window than there can be; pin fewer tokens, or build "
+                "the cache with a larger num_blocks or max_bytes"
             )
         if not num_tokens:
             table.free()
-            raise CacheArgumentError(_why_nothing(len(token_ids), num_cached, allocator.block_size))
+            raise CacheArgumentError(_why_nothing(len(token_ids), num_cached, self._allocator.block_size))
         key = (salt, token_ids.tobytes())
         replaced = self._tables.get(key)
         self._tables[key] = table  # if interrupted before or after this line, the other table is collected

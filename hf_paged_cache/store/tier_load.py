@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, islice
 from threading import RLock
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Room(Protocol):
 
     def settle_budget(self) -> None: ...
 
-    def num_obtainable_blocks(self, holder: Any) -> float: ...
+    def num_obtainable_blocks(self) -> float: ...
 
     def make_room(self, num_blocks: int) -> None: ...
 
@@ -122,14 +122,11 @@ class TierLoad:
     def _windows(self) -> list[WindowBlocks]:
         return self._store.windows.groups  # others while no lock was held
 
-    def load(self, rows: Sequence[Wanted], holder: Any) -> dict[int, str]:
+    def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
         """Have the blocks cached that these rows begin with, as far as a tier has them, it pays, and there is room.
 
-        Takes only blocks that no other call has reserved. A prefix that several rows have is loaded once. No lock is held while
+        A prefix that several rows have is loaded once. No lock is held while
         files are read.
-
-        Args:
-            holder: the call that is about to look for them.
 
         Returns:
             block id -> name of the tier that it came from.
@@ -143,7 +140,7 @@ class TierLoad:
         found = [self._read(each) for each in found]
         try:
             with self._store.lock:
-                return self._take_in(prefixes, found, holder)
+                return self._take_in(prefixes, found)
         except torch.OutOfMemoryError:  # not even for what is copied at once: the prompt is computed
             return {}
         finally:
@@ -254,7 +251,7 @@ class TierLoad:
         stopwatch.stop()
         return found._replace(rows=rows, seconds=stopwatch.seconds() or 0.0)
 
-    def _take_in(self, prefixes: Sequence[_Prefix], found: Sequence[_Found], holder: Any) -> dict[int, str]:
+    def _take_in(self, prefixes: Sequence[_Prefix], found: Sequence[_Found]) -> dict[int, str]:
         """Take blocks for what was found, as far as they can be had, let them hold it, and commit them.
 
         What was loaded for one row is held until all have theirs.
@@ -265,7 +262,7 @@ class TierLoad:
         self._store.pool.join_streams()
         try:
             for prefix in prefixes:
-                now = self._available(prefix, has, holder)
+                now = self._available(prefix, has)
                 if not now.is_cached and self._make_room(now):
                     held.append(self._allocator.allocate(namespace=prefix.namespace))
                     loaded |= self._load_into(held[-1], now, found)
@@ -281,9 +278,9 @@ class TierLoad:
                         group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
         return loaded
 
-    def _available(self, prefix: _Prefix, has: Collection[tuple[Kind, Name]], holder: Any) -> _Prefix:
+    def _available(self, prefix: _Prefix, has: Collection[tuple[Kind, Name]]) -> _Prefix:
         """How much of a prefix can be had now."""
-        hashes, most = prefix.hashes, self._store.num_obtainable_blocks(holder)
+        hashes, most = prefix.hashes, self._store.num_obtainable_blocks()
         return self._reach(
             lambda start: hashes[start:], prefix.namespace, len(hashes), lambda *content: content in has, most
         )

@@ -1,10 +1,14 @@
-"""What blocks hold of a sequence, as tensors: for whoever compares it."""
+"""What blocks hold of a sequence, as tensors, and as rows in transformers' own layers: for whoever compares it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer
 
 from ..kv.block_pool import Slab
+from ..kv.states import LiveStates, States
+from ..model.support import has_state
 from ..rows import memory
 from ..rows.memory import Streams
 from ..store.block_store import BlockStore
@@ -42,3 +46,22 @@ def _read(
         for (layer_idx, name), part in zip(names, tensor, strict=True):
             found.setdefault(layer_idx, {})[name] = part
     return found
+
+
+def put_rows(layers: list[Any], held: Mapping[int, Mapping[str, Tensor]], states: States, num_columns: int) -> None:
+    """Let empty layers of transformers hold a row.
+
+    Args:
+        layers: those that there are more of than a model's config names are appended.
+        held: layer index -> name -> [1, H, columns, D]: all columns, or the last ones that a window shows.
+        states: which nobody else has.
+        num_columns: of the row.
+    """
+    for index, of_layer in held.items():
+        layers += [DynamicLayer() for _ in range(len(layers), index + 1)]  # type: ignore[no-untyped-call]
+        layers[index].update(of_layer["key"], of_layer["value"])
+        if getattr(layers[index], "is_sliding", False):
+            layers[index].cumulative_length = num_columns
+        if "indexer_key" in of_layer:
+            layers[index].update_indexer(of_layer["indexer_key"].squeeze(1))
+    LiveStates({index: layer for index, layer in enumerate(layers) if has_state(layer)}).put(states)

@@ -1,4 +1,4 @@
-"""A forward as it is asked for, and as it is scheduled: the one write that layers are let through with.
+"""A forward as it is asked for.
 
 Columns are counted from the left, padding included; positions count a row's tokens.
 """
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..blocks.tokens import TokenIds
-from ..kv.slot_mapping import SlotMapping
 
 
 class RowInput(NamedTuple):
@@ -81,17 +80,3 @@ class RequestRead(BaseException):
     def __init__(self, request: ForwardRequest) -> None:
         super().__init__()
         self.request = request
-
-
-class ScheduledForward(NamedTuple):
-    """What will be computed, and where it is written.
-
-    columns of a row: [0, start) known, read only | [start, stop) computed | of those, `slot_mapping` says what is written
-    """
-
-    start: int
-    stop: int
-    sources: tuple[int, ...]  # running row -> the row of the request it stands for
-    copies: tuple[int, ...] | None  # row of the request -> the row that runs for it; None when they are the same
-    slot_mapping: SlotMapping
-    is_step: bool = False  # each row only resumes, by one token
