@@ -98,40 +98,6 @@ def _no_lock_stays_held() -> Iterator[None]:
         pytest.fail(f"this test has left {len(held)} locks held")
 
 
-# Files whose tests run in the pool and on rows of a call. All others run in the way of `--way`; "mixed" lets each further call take the
-# other way, so that what one keeps the other finds, but for the rows of the call before: there less is reused than these files ask.
-IN_EACH_WAY = ("tests/promise/test_generate_equivalence.py", "tests/promise/test_ways_to_generate.py")
-WAYS = ("pool", "rows", "mixed")
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--way", choices=WAYS, default="rows", help="how calls run, where a test does not say it")
-
-
-def _file(config: pytest.Config, path: Path) -> str:
-    return path.relative_to(config.rootpath).as_posix() if path.is_relative_to(config.rootpath) else ""
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Tests of some files run in each way; those of compiled models, which take long, in one."""
-    is_of_one = metafunc.definition.get_closest_marker("way") is not None or "compil" in metafunc.function.__name__
-    if _file(metafunc.config, metafunc.definition.path) in IN_EACH_WAY and not is_of_one:
-        metafunc.parametrize("_way_of_calls", WAYS[:2], indirect=True)
-
-
-@pytest.fixture(autouse=True)
-def _way_of_calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The way that calls take in this test."""
-    marker = request.node.get_closest_marker("way")
-    asked = marker.args[0] if marker is not None else request.config.getoption("way")
-    way = getattr(request, "param", asked)
-    monkeypatch.setenv("HF_PAGED_CACHE_WAY", way)  # of processes that the test starts
-    if way != "rows" or "hf_paged_cache.integration.roads" in sys.modules:
-        from hf_paged_cache.integration import roads
-
-        monkeypatch.setattr(roads, "way", way)
-
-
 @pytest.fixture
 def tiny_llama() -> LlamaForCausalLM:
     return make_tiny_llama()

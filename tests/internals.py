@@ -5,8 +5,6 @@ All else is asked as a user asks it: outputs against `DynamicCache`, `last_call`
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -17,29 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention import causal, shared_reads
-from hf_paged_cache.attention.buffers import LayerSteps
-from hf_paged_cache.attention.view import View
-from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator
-from hf_paged_cache.call import call_states, fill
-from hf_paged_cache.call.call import Call
-from hf_paged_cache.call.held_steps import HeldSteps, PassedStep
-from hf_paged_cache.call.layer_writes import LayerWrites
-from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.integration import ambient, chunked_prompt, forwards_ahead, roads, shared_prefill
+from hf_paged_cache.attention import causal, launches
+from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
+from hf_paged_cache.call import fill
+from hf_paged_cache.integration import ambient, chunked_prompt, shared_prefill
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.integration.keeping import Keeping
 from hf_paged_cache.integration.opening import Opening
-from hf_paged_cache.kv import recycled_memory
 from hf_paged_cache.kv import states as kv_states
-from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows import states as rows_states
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer
-from hf_paged_cache.rows.rows import Rows as RowsOfACall
+from hf_paged_cache.rows.rows import Rows
 from hf_paged_cache.rows.windows import WindowLayer
 from hf_paged_cache.store import block_store, state_snapshots
 from hf_paged_cache.store.block_store import BlockStore
@@ -51,25 +41,16 @@ from hf_paged_cache.tiers.saved_file import write_saved_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Names of functions that finalizers run: what is raised there, the interpreter swallows.
-FINALIZERS = ("__del__", "leave_behind")
 # What a compiled graph meets of ours.
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
 
 # What is held.
 
 
-def runs_on_rows(cache: PagedPrefixCache) -> bool:
-    """Whether its calls run on rows of their own; else in the pool."""
-    return cache._may_take_rows and roads.way != "pool"
-
-
 def tokens_of_rows(cache: PagedPrefixCache) -> list[list[int]]:
-    """What ran in the rows of the last call; in the pool once for equal ones."""
+    """What ran in the rows of the last call."""
     rows = cache._current.rows
-    if rows is not None:
-        return [tokens.tolist() for tokens in rows.token_ids()]
-    return [held.table.token_ids.tolist() for held in cache.call.rows.distinct]
+    return [] if rows is None else [tokens.tolist() for tokens in rows.token_ids()]
 
 
 def ran_on(output: Any, cache: PagedPrefixCache) -> bool:
@@ -98,10 +79,10 @@ def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int
 
 
 def split_everywhere(patch: pytest.MonkeyPatch) -> None:
-    """Views read once what rows share, and a forward is one causal square, wherever they can, whatever that costs."""
-    patch.setattr(shared_reads, "LAUNCH_BYTES", {})
-    patch.setattr(shared_reads, "_OTHER_LAUNCH_BYTES", 0)
-    patch.setattr(shared_reads, "_OTHER_FUSED_BYTES", 0)
+    """Rows read once what they share, and a forward is one causal square, wherever they can, whatever that costs."""
+    patch.setattr(launches, "LAUNCH_BYTES", {})
+    patch.setattr(launches, "_OTHER_LAUNCH_BYTES", 0)
+    patch.setattr(launches, "_OTHER_FUSED_BYTES", 0)
     patch.setattr(causal, "MIN_COLUMNS", 0)
     patch.setattr(causal, "MIN_NEW", 0)
 
@@ -121,7 +102,7 @@ def note_served(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:
 
 
 def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None) -> None:
-    """Put zeros in place of all keys and values held, and drop the views: whatever is reused from here on is zeros.
+    """Put zeros in place of all keys and values held, of rows too: whatever is reused from here on is zeros.
 
     What is computed from here on is stored and read as always, so a call that reuses nothing stays right.
 
@@ -130,8 +111,6 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
     """
     for tensor in held_tensors(cache_or_store, layers):
         tensor.zero_()
-    for call in _blocks(cache_or_store).holders():
-        call.view.drop()
     for current in _blocks(cache_or_store).currents:
         rows = current.rows
         for layer in () if rows is None or rows.why_bypassed is not None else rows.layers:
@@ -164,11 +143,6 @@ def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tens
     store = _blocks(cache_or_store)
     for states in store.states.kept._contents.values():
         yield from states.values()
-    for call in store.holders():
-        yield from call.carried().values()
-        for held in [*call.rows.distinct, *call.previous.distinct]:
-            if held.origin is not None:
-                yield from held.origin.states.values()
     for current in store.currents:
         if current.rows is not None and current.rows.states is not None:
             yield from current.rows.states.live.read().values()
@@ -182,16 +156,14 @@ def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
 
 def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKey, Tensor]:
     """The snapshot after so many tokens of the one row of the last call."""
-    if cache._rows is not None:
-        (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
-        chain = HashChain(prompt.root, cache.store.blocks.block_size)
-        chain.extend(tokens[:num_tokens])
-        (last,) = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)
-        snapshot = _blocks(cache).states.kept.of_digest(last.digest)
-        assert snapshot is not None
-        return snapshot
-    (held,) = cache.call.previous.distinct or cache.call.rows.distinct
-    return _blocks(cache).states.use(held.table.block_ids, num_tokens)
+    assert cache._rows is not None
+    (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
+    chain = HashChain(prompt.root, cache.store.blocks.block_size)
+    chain.extend(tokens[:num_tokens])
+    (last,) = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)
+    snapshot = _blocks(cache).states.kept.of_digest(last.digest)
+    assert snapshot is not None
+    return snapshot
 
 
 def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
@@ -203,47 +175,20 @@ def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
     return cache.store.blocks.allocator.match_prefix(chain.hashes(), cache.cache_salt)
 
 
-@contextmanager
-def written_by(cache: PagedPrefixCache) -> Iterator[list[tuple[int, int]]]:
-    """(slot, position) of all that one row's forwards write until the block is left, those ahead of it among them."""
-    written: list[tuple[int, int]] = []
-    writable = BlockTable.writable_slots
-
-    def noting(table: BlockTable, start: int, stop: int) -> list[int]:
-        slots = writable(table, start, stop)
-        written.extend(zip(slots, range(start, stop), strict=True))
-        return slots
-
-    BlockTable.writable_slots = noting  # type: ignore[method-assign]
-    try:
-        yield written
-    finally:
-        BlockTable.writable_slots = writable  # type: ignore[method-assign]
-
-
 def state_rules(store: PrefixStore) -> StateRules | None:
     """What a store heeds of states; None where layers carry none."""
     return store.blocks.states.rules if store.blocks.states else None
 
 
 def written_slots(store: BlockStore) -> set[int]:
-    """Slots that hold K/V that somebody computed: of cached blocks, and of the confirmed tokens of all rows.
-
-    Not those of steps that are held: there the view alone has them.
-    """
+    """Slots of the pool that hold K/V that somebody computed: those of cached blocks."""
     allocator, block_size = store.allocator, store.block_size
-    slots = {
+    return {
         block_id * block_size + offset
         for block_id in range(1, allocator.num_blocks)
         if allocator.block_hash_of(block_id) is not None
         for offset in range(block_size)
     }
-    for call in store.holders():
-        view_from = math.inf if call._held.view_from is None else call._held.view_from
-        for held in [*call.rows.distinct, *call.previous.distinct]:
-            num_written = int(max(held.num_known, min(held.num_confirmed, view_from - held.pad)))
-            slots |= set(held.table.slots(0, min(num_written, held.table.num_tokens)))
-    return slots
 
 
 def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> int:
@@ -275,11 +220,6 @@ def num_blocks_in_use(store: PrefixStore) -> int:
     return store.blocks.allocator.num_blocks_in_use
 
 
-def num_reserved_blocks(cache: PagedPrefixCache) -> int:
-    """Blocks kept for calls that run."""
-    return _blocks(cache).num_reserved_blocks(None)
-
-
 def lock_of(store: PrefixStore) -> AbstractContextManager[Any]:
     """What whoever changes blocks holds."""
     return store.blocks.lock
@@ -298,28 +238,20 @@ def reused_of_chunks(num_tokens: int) -> int:
 # What is watched.
 
 
-def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[BlockStore, int], None]) -> None:
-    """Call `act` with the blocks and the layer before any layer's keys and values are written."""
+def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[RowsLayer], None]) -> None:
+    """Call `act` with a layer of a call's rows before anything is written to it."""
 
-    write, append = Call.write, LayerWrites.append
-    has_acted = False
+    def acting(kind: type[RowsLayer]) -> Any:
+        update = kind.update
 
-    def acting_append(writes: LayerWrites, layer_idx: int, *states: Any) -> Any:
-        nonlocal has_acted
-        act(writes._store, layer_idx)
-        read = append(writes, layer_idx, *states)
-        has_acted = read is None  # `write` is asked then
-        return read
+        def act_and_update(layer: RowsLayer, *states: Any, **more: Any) -> Any:
+            act(layer)
+            return update(layer, *states, **more)
 
-    def acting_write(call: Call, layer_idx: int, *states: Any) -> Any:
-        nonlocal has_acted
-        if not has_acted:
-            act(call.store, layer_idx)
-        has_acted = False
-        return write(call, layer_idx, *states)
+        return act_and_update
 
-    patch.setattr(LayerWrites, "append", acting_append)
-    patch.setattr(Call, "write", acting_write)
+    for kind in (RowsLayer, WindowLayer):
+        patch.setattr(kind, "update", acting(kind))
 
 
 def spoil_room_before_each_write(patch: pytest.MonkeyPatch, value: float, counts: list[int]) -> None:
@@ -336,32 +268,9 @@ def spoil_room_before_each_write(patch: pytest.MonkeyPatch, value: float, counts
     patch.setattr(RowsLayer, "update", spoiling)
 
 
-def count_writes(patch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often the pool is written from here on; "write_blocks" counts once for all layers."""
-    counts: Counter[str] = Counter()
-
-    def counted(name: str) -> Any:
-        write = getattr(BlockPool, name)
-
-        def counting(*args: Any) -> Any:
-            counts[name] += 1
-            return write(*args)
-
-        return counting
-
-    for name in ("write", "write_blocks"):
-        patch.setattr(BlockPool, name, counted(name))
-    return counts
-
-
 def depends_on_length(model: nn.Module) -> bool:
     """Whether rotary frequencies do."""
     return RopeRegime(model.modules()).depends_on_length
-
-
-def hold_all_token_ids(patch: pytest.MonkeyPatch) -> None:
-    """What decode steps are passed is read when a block is complete, as on an accelerator."""
-    patch.setattr(PassedStep, "may_be_held", staticmethod(lambda *given: True))
 
 
 # What is made to fail, or to be wrong.
@@ -369,80 +278,29 @@ def hold_all_token_ids(patch: pytest.MonkeyPatch) -> None:
 
 def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
     """What every layer calls to store its keys and values."""
-    if not runs_on_rows(cache):
-        return PagedPrefixCache, "update"
-    have_windows = len(cache.store.conditioning.sights()) == len(cache.paged_layers)
+    have_windows = len(cache.store.conditioning.sights()) == len(cache.layers)
     return (WindowLayer if have_windows else RowsLayer), "update"
 
 
-# Where a call is made to fail: a method, and the attention whose calls come there.
-FAULT_POINTS: list[tuple[type, str, str]] = [
-    *(
-        (Call, name, "paged")
-        for name in ("begin", "prepare", "schedule", "schedule_step", "write", "confirm", "reorder")
-    ),
-    (PrefixCachingBlockAllocator, "allocate", "paged"),
-    (PrefixCachingBlockAllocator, "allocate_mutable", "paged"),
-    (PrefixCachingBlockAllocator, "make_writable", "paged"),
-    (PrefixCachingBlockAllocator, "commit_many", "paged"),
-    (PrefixCachingBlockAllocator, "fork", "paged"),
-    (PrefixCachingBlockAllocator, "free", "paged"),
-    (PrefixCachingBlockAllocator, "truncate", "paged"),
-    (BlockTable, "append_tokens", "paged"),
-    (BlockStore, "make_room", "paged"),
-    (BlockStore, "make_copies", "paged"),
-    *((BlockPool, name, "paged") for name in ("write", "write_blocks")),
-    (GroupTensors, "copy_blocks", "paged"),
-    (BlockPool, "gather", "gather"),  # a copy of the rows gathers nothing there
-    (Rows, "select", "paged"),
-    *((View, name, "paged") for name in ("read", "start_forward", "select", "keep")),
-    (LayerSteps, "append", "paged"),
-    (View, "read", "gather"),
-]
-# The same of a call on rows.
-FAULT_POINTS_OF_ROWS: list[tuple[type, str]] = [
+# Where a call is made to fail: methods.
+FAULT_POINTS: list[tuple[type, str]] = [
     *((Calls, name) for name in ("begin", "open", "confirm", "close")),
-    *((Opening, name) for name in ("read", "begin_captured", "with_root")),
+    *((Opening, name) for name in ("read", "begin_captured", "with_roots")),
     *((Keeping, name) for name in ("keep", "keep_prompt", "keep_full", "held_so_far")),
-    *((RowsOfACall, name) for name in ("before_forward", "after_forward", "apply", "take", "judge")),
+    *((Rows, name) for name in ("before_forward", "after_forward", "apply", "take", "judge")),
     (RowsLayer, "update"),
     (IdsStream, "note"),
     *((PrefixCachingBlockAllocator, name) for name in ("allocate", "allocate_immutable", "mark_computed", "free")),
     (BlockStore, "make_room"),
 ]
 
-# Where memory runs out: methods of a cache's own pool and view.
-MEMORY_PLACES = [
-    "pool.write",
-    "pool.write_blocks",
-    "pool.all.ensure_capacity",
-    "pool.all.copy_blocks",
-    "view.read",
-    "view.start_rows",
-    "view.start_forward",
-    "view.select",
-]
-
 # Where a snapshot takes memory: a module, and the name of its function.
 SNAPSHOT_COPIES = [(state_snapshots, "copied"), (rows_states, "copied"), (kv_states, "to_device")]
-
-
-def owner_of(cache: PagedPrefixCache, place: str) -> tuple[Any, str]:
-    """The object and the name of the method that one of `MEMORY_PLACES` is."""
-    owner, name = place.rsplit(".", 1)
-    pool = _blocks(cache).pool
-    return {"pool": pool, "pool.all": pool.all, "view": cache.view}[owner], name
 
 
 @contextmanager
 def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException) -> Iterator[None]:
     """Raise where that layer writes more than a decode step does."""
-    call, write = cache.call, cache.call.write
-
-    def fail(written: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if written == layer_idx and any(new.shape[2] > 1 for new in states.values()):
-            raise error
-        return write(written, states)
 
     def fail_in_rows(layer: RowsLayer, keys: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if layer.layer_idx == layer_idx and keys.shape[2] > 1:
@@ -450,13 +308,10 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
         return update(layer, keys, *args, **kwargs)
 
     kind = WindowLayer if layer_idx in cache.store.conditioning.sights() else RowsLayer
-    call.write, update = fail, kind.update  # type: ignore[method-assign]
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kind, "update", fail_in_rows)
-            yield
-    finally:
-        del call.write
+    update = kind.update
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "update", fail_in_rows)
+        yield
 
 
 def failing_forward(
@@ -515,19 +370,13 @@ def forget_to_reorder_states(patch: pytest.MonkeyPatch) -> None:
 def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:
     """A row resumes in the tensors of a snapshot."""
     stack = kv_states.stacked
-    for module in (call_states, fill):
-        patch.setattr(module, "stacked", lambda rows: dict(rows[0]) if len(rows) == 1 else stack(rows))
+    patch.setattr(fill, "stacked", lambda rows: dict(rows[0]) if len(rows) == 1 else stack(rows))
 
 
 def keep_no_copies(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is what the layers hold."""
     for module in (state_snapshots, rows_states):
         patch.setattr(module, "copied", dict)
-
-
-def never_flush(patch: pytest.MonkeyPatch) -> None:
-    """The pool never gets what steps have written into the view alone."""
-    patch.setattr(HeldSteps, "flush", lambda self, rows, **_: setattr(self, "view_from", None) or self._mark(rows))
 
 
 def begin_chunks_at_the_first_column(patch: pytest.MonkeyPatch) -> None:
@@ -537,12 +386,6 @@ def begin_chunks_at_the_first_column(patch: pytest.MonkeyPatch) -> None:
 
 def read_zeros(patch: pytest.MonkeyPatch) -> None:
     """Attention gets zeros in place of all keys and values from here on."""
-    read = View.read
-
-    def wrong(self: Any, layer_idx: int, new: Any) -> Any:
-        return {name: held * 0 for name, held in read(self, layer_idx, new).items()}
-
-    patch.setattr(View, "read", wrong)
     update = RowsLayer.update
     patch.setattr(RowsLayer, "update", lambda *given, **more: tuple(held * 0 for held in update(*given, **more)))
 
@@ -561,26 +404,20 @@ def make_pools_grow(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)
 
 
-def recycle_all_memory(patch: pytest.MonkeyPatch) -> None:
-    """Small memory, too, is used again."""
-    patch.setattr(recycled_memory, "_MIN_RECYCLED_BYTES", 1)
-
-
 def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:
     """Prompts of tests are short: a forward more costs as much as four tokens, so rows that share little share it."""
     cost_everywhere(patch, 4)
 
 
-def cost_everywhere(patch: pytest.MonkeyPatch, num_tokens: int = forwards_ahead.FORWARD_COST_ON_HOST) -> None:
+def cost_everywhere(patch: pytest.MonkeyPatch, num_tokens: int = shared_prefill.FORWARD_COST_ON_HOST) -> None:
     """A forward more costs as much as so many tokens, on an accelerator as on a CPU."""
-    for module in (forwards_ahead, shared_prefill):
-        patch.setattr(module, "FORWARD_COST_ON_HOST", num_tokens)
-        patch.setattr(module, "FORWARD_COST_ON_ACCELERATOR", num_tokens)
+    for name in ("FORWARD_COST_ON_HOST", "FORWARD_COST_ON_ACCELERATOR"):
+        patch.setattr(shared_prefill, name, num_tokens)
 
 
 def make_snapshots_frequent(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is worth its place where it saves one token."""
-    patch.setattr(forwards_ahead, "_LEAST_GAIN", 1)
+    patch.setattr(shared_prefill, "_LEAST_GAIN", 1)
 
 
 def leave_all_with_blocks() -> None:

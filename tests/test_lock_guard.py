@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from hf_paged_cache.call.scheduled_forward import RowInput
 from transformers import LogitsProcessor
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.call.match import match
-from hf_paged_cache.call.scheduled_forward import RowInput
 from hf_paged_cache.integration import roads
 
 from . import lock_guard

@@ -6,7 +6,6 @@ import copy
 import random
 from functools import cache as cached
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import pytest
 import torch
@@ -21,8 +20,6 @@ from hf_paged_cache import (
     PrefixStore,
     UnsupportedModelError,
 )
-from hf_paged_cache.call.admission import CallLimits
-from hf_paged_cache.call.running import Bracket
 from hf_paged_cache.integration.prefill import stops_of
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
@@ -234,19 +231,6 @@ def test_prompts_that_do_not_fit_together_are_refused_and_nothing_changes() -> N
         PagedPrefixCache(cache.store, cache_salt="a").prefill(prompts)
 
 
-@pytest.mark.way("pool")
-def test_what_is_cached_of_prompts_must_have_room_beside_what_is_new() -> None:
-    store, prompts = PrefixStore(tiny("llama"), block_size=4, num_blocks=33), [row((1, 32)), row((2, 32))]
-    running, cache = PagedPrefixCache(store), PagedPrefixCache(store)
-    run(store.model, running, **batch(row((9, 75))), max_new_tokens=3)  # its rows hold 20 blocks
-    cache.prefill(prompts[0])
-    with pytest.raises(OutOfBlocksError, match=r"16 blocks of 4 tokens, 16 of which nobody holds, but 12 can be had"):
-        cache.prefill(prompts)
-    running.reset()
-    assert cache.prefill(prompts) == (64, 32, 32)
-    assert [cache.lookup(prompt).num_tokens for prompt in prompts] == [32, 32]
-
-
 def test_what_nobody_may_reuse_is_not_computed() -> None:
     model = build("llama", attention_dropout=0.1)
     cache = PagedPrefixCache(model, block_size=4)
@@ -348,16 +332,6 @@ def test_a_look_says_what_is_found_of_rows_of_plain_forwards(name: str) -> None:
         for part in (PREFIX[:64], PREFIX[64:70]):
             model(torch.tensor([part]), past_key_values=cache)
     assert assert_found(cache, PREFIX).num_tokens == 70
-
-
-@pytest.mark.way("pool")
-def test_a_look_finds_the_rows_before_a_call_that_was_left_before_its_first_forward() -> None:
-    cache, prompt = PagedPrefixCache(tiny("llama"), block_size=4), PREFIX[:50]
-    run(cache.store.model, cache, **batch(prompt))
-    bracket = Bracket()
-    cache.call.begin(ref(bracket), CallLimits(), keep_rows=False)
-    del bracket
-    assert assert_found(cache, prompt).num_tokens == 50
 
 
 def test_while_a_call_runs_a_look_finds_the_blocks_that_it_has_committed() -> None:

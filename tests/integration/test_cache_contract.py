@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hf_paged_cache.integration.layers import PagedLayer
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicIndexedLayer, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
 from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.integration.layers import PagedIndexedLayer, PagedLayer
 
 from ..conformance.zoo import build as build_type
 from ..internals import runs_on_rows
@@ -128,28 +128,6 @@ def test_a_layer_is_initialized_only_if_it_was_written(tiny_llama: Any) -> None:
     assert [layer.is_initialized for layer in cache.layers] == [True, False]
     assert [layer.get_seq_length() for layer in cache.layers] == [IDS.shape[1], 0]
     assert cache.get_seq_length(1) == 0
-
-
-@pytest.mark.way("pool")
-def test_a_layer_with_an_index_answers_like_an_indexed_one() -> None:
-    model = build_type("glm_moe_dsa")
-    ours, theirs = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
-    ids = torch.arange(1, 23).view(2, 11)
-    for cache in (ours, theirs):
-        run(model, ids[:, :7], cache)
-        run(model, ids[:, 7:], cache)
-        cache.reorder_cache(torch.tensor([1, 1]))
-    kinds = [(type(layer), type(other)) for layer, other in zip(ours.layers, theirs.layers, strict=True)]
-    assert set(kinds) == {(PagedIndexedLayer, DynamicIndexedLayer)}
-    for mine, other in zip(ours.layers, theirs.layers, strict=True):
-        if other.indexer_keys is None:
-            assert mine.indexer_keys is None
-        else:
-            torch.testing.assert_close(mine.indexer_keys, other.indexer_keys, atol=1e-4, rtol=1e-4)
-    assert any(layer.indexer_keys is not None for layer in ours.layers)
-    assert_same_content(ours, theirs)
-    ours.reset()
-    assert ours.layers[0].indexer_keys is None
 
 
 # Member by member, of each kind of layer
@@ -281,15 +259,6 @@ def test_a_cache_says_of_each_layer_whether_it_records_the_past(name: str) -> No
         assert any(answers[0]) == is_activated
 
 
-@pytest.mark.way("pool")
-def test_a_state_layer_tells_its_cache_to_drop_the_rows() -> None:
-    ours, _ = both("bamba", IDS)
-    state = next(layer for layer in ours.layers if type(layer) is LinearAttentionLayer)
-    state.reset()
-    assert ours.get_seq_length() == 0
-    assert not any(state.has_previous_state.values())
-
-
 def test_a_cache_is_true_even_when_it_is_empty(tiny_llama: Any) -> None:
     assert PagedPrefixCache(tiny_llama)
 
@@ -314,13 +283,6 @@ def test_keys_and_values_are_those_of_a_dynamic_cache(attention: str, tiny_llama
     for ids in (IDS, NEXT, NEXT[:, :1]):
         torch.testing.assert_close(run(tiny_llama, ids, ours), run(tiny_llama, ids, theirs), atol=1e-4, rtol=1e-4)
         assert_same_content(ours, theirs)
-
-
-@pytest.mark.way("pool")  # on rows they are where they lie, and who writes there is noticed
-def test_keys_that_were_read_are_a_copy(filled: Any) -> None:
-    ours, theirs = filled
-    ours.layers[0].keys.fill_(float("nan"))
-    assert_same_content(ours, theirs)
 
 
 CHANGES: dict[str, Any] = {
@@ -374,15 +336,6 @@ def test_more_cannot_be_taken_back_than_there_is_and_nothing_put_back(filled: An
         with pytest.raises(CacheArgumentError):
             ours.crop(number)
     assert_same_content(ours, theirs)
-
-
-@pytest.mark.way("pool")
-def test_a_layer_alone_cannot_be_reordered_and_resets_all(filled: Any) -> None:
-    ours, _ = filled
-    with pytest.raises(CacheArgumentError, match="reorder the cache, not a layer"):
-        ours.layers[0].reorder_cache(torch.tensor([1, 0]))
-    ours.layers[0].reset()
-    assert ours.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("layer_idx", [0, -1, 99, -99])
@@ -464,22 +417,6 @@ def test_caches_built_in_the_call_itself_share_what_they_leave(tiny_llama: Any) 
     gc.collect()
     cache.reset()
     assert cache.stats().num_blocks_in_use == 0
-
-
-@pytest.mark.way("pool")
-def test_layers_can_be_counted_from_the_last(tiny_llama: Any) -> None:
-    cache, plain = PagedPrefixCache(tiny_llama), DynamicCache(config=tiny_llama.config)
-    ids = torch.arange(2, 9)[None]
-    for each in (cache, plain):
-        assert each.get_seq_length(-1) == 0
-        tiny_llama(ids, past_key_values=each)
-        assert each.get_seq_length(-1) == each.get_seq_length(-2) == 7
-    scheduled = cache.before_forward(tiny_llama, {"input_ids": ids[:, :1], "logits_to_keep": 1})
-    assert scheduled["input_ids"].shape == (1, 1)
-    states = torch.ones(1, cache.layers[0].keys.shape[1], 1, cache.layers[0].keys.shape[3])
-    keys, _ = cache.update(states, states, -1)
-    assert keys.shape[2] == 8
-    assert cache.call.writes.written == {(len(cache.layers) - 1, "key"), (len(cache.layers) - 1, "value")}
 
 
 def test_a_list_of_the_same_layers_put_in_place_of_the_cache_s_changes_nothing(tiny_llama: Any) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_paged_cache.call.admission import UNLIMITED
 from transformers import GenerationConfig
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.call.admission import UNLIMITED
-from hf_paged_cache.call.call import Call
 from hf_paged_cache.integration.generate_arguments import read_generate
 
 from ..model.test_support import FROM_5_23
@@ -53,33 +52,6 @@ def test_the_most_columns_are_those_that_generate_fills(
     assert read.limits.max_columns == output.shape[1] - 1 == cache.get_seq_length()
     assert read.limits.num_prompt_columns == 6
     assert not read.only_new_tokens
-
-
-@pytest.mark.way("pool")
-def test_drafts_that_are_looked_up_in_the_prompt_may_go_beyond_the_last_token(
-    tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    columns: list[int] = []
-    confirm = Call.confirm
-
-    def noting(call: Call, *args: Any, **kwargs: Any) -> Any:
-        forward = confirm(call, *args, **kwargs)
-        columns.append(forward.stop)
-        return forward
-
-    monkeypatch.setattr(Call, "confirm", noting)
-    reached = []
-    for num_looked_up in (1, 3, 5):
-        for max_new_tokens in range(2, 9):
-            options = {"prompt_lookup_num_tokens": num_looked_up, "max_new_tokens": max_new_tokens}
-            read = read_generate(tiny_llama, (), {"inputs": REPEATED, **options})
-            columns.clear()
-            cache = PagedPrefixCache(tiny_llama)
-            tiny_llama.generate(REPEATED, past_key_values=cache, do_sample=False, **options)
-            assert read.limits.are_known
-            assert max(columns) <= read.limits.max_columns
-            reached.append(max(columns) == read.limits.max_columns > REPEATED.shape[1] + max_new_tokens)
-    assert any(reached)
 
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 4}, {"max_length": 9}, {}], ids=["new", "all", "neither"])

@@ -354,19 +354,6 @@ def test_images_come_back_from_a_lower_tier(tmp_path: Path) -> None:
     held.check()
 
 
-@pytest.mark.way("pool")
-def test_a_pool_that_is_full_of_images_stays_right_and_a_bypassed_call_is_right() -> None:
-    model, _ = tiny("qwen2_vl")
-    held = PagedPrefixCache(model, block_size=8, num_blocks=12, on_full="bypass")
-    for seed in (1, 2, 1, 3, 1):
-        given = ask("qwen2_vl", [TEXT, seed, FIRST])
-        assert_same(run(model, **given), run(model, held, **given))
-        held.check()
-    given = ask("qwen2_vl", [TEXT, 1, FIRST, 2, SECOND])
-    assert_same(run(model, **given, num_beams=2), run(model, held, **given, num_beams=2))
-    assert "without the store" in held.last_call.rows[0].stopped
-
-
 @FROM_5_23
 def test_salts_keep_images_apart_and_a_look_at_blocks_leaves_them_out() -> None:
     model, _ = tiny("idefics3")

@@ -124,38 +124,6 @@ def test_what_prompts_share_is_computed_once_even_in_a_pool_for_one_task(tokeniz
     assert computed < (by_hand if runs_on_rows(given) else by_hand / 2)  # on rows no batch by hand is refused
 
 
-@pytest.mark.way("pool")
-def test_a_batch_that_does_not_fit_runs_in_parts_and_a_prompt_without_the_pool(tokenizer: Any) -> None:
-    model = tiny("llama")
-    prompts = [*PROMPTS, "x" * 400]
-    result = run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=1 + 20), batch_size=8)
-    assert result.completions == [alone(model, tokenizer, prompt) for prompt in prompts]
-    assert result.summary.num_bypassed == 1
-    assert result.summary.num_batches > 4
-    assert "1 prompt did not fit" in str(result.summary)
-
-
-@pytest.mark.way("pool")
-def test_what_runs_without_the_pool_is_said_at_once_and_of_many_seldom(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, calls, said = tiny("llama"), BatchCalls._run, []
-
-    def run_one(self: BatchCalls, *given: Any) -> Any:
-        said.append(len(caplog.records))  # before this call
-        return calls(self, *given)
-
-    monkeypatch.setattr(BatchCalls, "_run", run_one)
-    prompts = ["y" * 20, *(letter * 400 for letter in "abcde"), "z"]
-    with caplog.at_level("WARNING", "hf_paged_cache"):
-        run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=1 + 20), batch_size=1)
-    lines = [record.getMessage() for record in caplog.records]
-    assert len(lines) == 3  # the first, the second and the fourth
-    assert "row 1, counted from 0, did not fit into the pool, and ran without it: more blocks are needed" in lines[0]
-    assert "ran without it (4 prompts so far): more blocks" in lines[2]
-    assert 1 in said  # before the job was over
-
-
 OF_A_NEW_CACHE: list[dict[str, Any]] = [
     {"block_size": 4, "num_blocks": 60},
     {"max_bytes": "1MB", "attention": "gather"},
@@ -466,33 +434,6 @@ def test_batches_are_larger_behind_a_prefix_where_the_model_reads_it_once(
     assert run(model, tokenizer, apart, batch_size=None).summary.num_batches == 3
 
 
-@pytest.mark.way("pool")
-def test_samples_of_a_batch_that_runs_in_parts_are_the_same_after_an_interruption(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, out = tiny("llama"), tmp_path / "out.jsonl"
-    prompts = [f"{number:02} " + "x" * 57 for number in range(16)]
-    how: dict[str, Any] = {"do_sample": True, "seed": 3, "batch_size": 16}
-    whole = run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=26), **how)
-    assert whole.summary.num_batches > 2
-    with monkeypatch.context() as patch:
-        calls, ended = BatchCalls._run, []
-
-        def run_one(self: BatchCalls, *given: Any) -> Any:
-            if ended:
-                raise KeyboardInterrupt
-            record = calls(self, *given)
-            ended.append(record)
-            return record
-
-        patch.setattr(BatchCalls, "_run", run_one)
-        with pytest.raises(KeyboardInterrupt):
-            run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=26), out=out, **how)
-    summary = run(model, tokenizer, prompts, cache=PrefixStore(model, num_blocks=26), out=out, **how).summary
-    assert [row["completion"] for row in written(out)] == whole.completions
-    assert summary.num_done_before == len(ended[0].rows)
-
-
 def test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other(tokenizer: Any) -> None:
     model = build("llama")
     sizes = [4, 18, 10]
@@ -518,15 +459,6 @@ def test_after_a_job_its_cache_holds_no_rows_and_another_models_is_refused(token
         run(tiny("llama"), tokenizer, cache=cache)
     with pytest.raises(CacheArgumentError, match="cache is of type str; give a PagedPrefixCache or a PrefixStore"):
         run(tiny("llama"), tokenizer, cache="x")
-
-
-@pytest.mark.way("pool")
-def test_what_a_cache_of_the_callers_bypasses_is_counted(tokenizer: Any) -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(PrefixStore(model, num_blocks=1 + 20), on_full="bypass")
-    result = run(model, tokenizer, ["x" * 400, "y"], cache=cache)
-    assert result.completions == [alone(model, tokenizer, prompt) for prompt in ["x" * 400, "y"]]
-    assert result.summary.num_bypassed == 1
 
 
 def test_counts_are_of_prompts_and_of_what_was_generated(tokenizer: Any) -> None:

@@ -124,15 +124,6 @@ def test_a_model_goes_with_its_store_and_copies_get_stores_of_their_own(program:
     assert [found["num_calls"] for found in counts(program)] == [1, 1, 1]  # counts stay
 
 
-@pytest.mark.way("pool")
-def test_a_call_that_does_not_fit_runs_all_the_same(program: Program) -> None:
-    program._options = program._options._replace(cache={"num_blocks": 3})
-    model = build("llama")
-    plain = run(model, input_ids=IDS, past_key_values=DynamicCache(config=model.config))
-    assert_same(plain, run(model, input_ids=IDS))
-    assert counts(program)[0]["num_bypassed_calls"] == 1
-
-
 def test_the_store_for_a_model_is_the_one_of_its_calls(program: Program) -> None:
     model = build("llama")
     run(model, input_ids=IDS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 
 from ..reference import AtStep, assert_same, row, run
 from ..tiny_models import build
@@ -90,21 +90,6 @@ def test_one_that_an_exception_ends_leaves_nothing_behind() -> None:
     store.check()
     assert store.blocks.allocator.num_blocks_in_use == 0
     assert store.blocks.num_reserved_blocks(None) == 0
-
-
-@pytest.mark.way("pool")
-def test_while_it_runs_the_cache_is_busy() -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(model)
-    seen: list[bool] = []
-
-    def look() -> None:
-        seen.append(cache.is_generating)
-        with pytest.raises(CacheBusyError):
-            run(model, cache, **GIVEN)
-
-    type(model).generate(model, **GIVEN, past_key_values=cache, logits_processor=[AtStep(3, look)])
-    assert seen == [True]
 
 
 def test_a_plain_forward_inside_of_another_models_generate_is_a_plain_forward() -> None:

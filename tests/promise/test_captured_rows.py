@@ -23,7 +23,6 @@ from hf_paged_cache.integration.capturing import CapturedForward, Capturing
 from ..reference import IDS, PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
 
-pytestmark = pytest.mark.way("rows")
 STEPS = 10
 
 

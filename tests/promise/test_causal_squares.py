@@ -136,27 +136,6 @@ def test_only_torchs_own_attention_is_asked(attention: str, served: list[bool], 
     assert made
 
 
-@pytest.mark.way("pool")  # on rows a forward with a mask of one's own is a bypass
-def test_a_mask_that_is_written_between_layers_is_looked_at_again(served: list[bool]) -> None:
-    model = build("llama")
-    ours, theirs, outputs = PagedPrefixCache(model), DynamicCache(config=model.config), []
-
-    def hide(module: Any, args: Any, given: dict[str, Any]) -> None:
-        if given["attention_mask"].shape[-1] > 50:
-            given["attention_mask"][..., 60:, 50] = False
-
-    model.model.layers[1].register_forward_pre_hook(hide, with_kwargs=True)
-    ids = torch.tensor([LONG])
-    for cache in (ours, theirs):
-        mask = torch.tril(torch.ones(1, 1, ids.shape[1], ids.shape[1], dtype=torch.bool))
-        with torch.no_grad():
-            model(ids[:, :40], past_key_values=cache, attention_mask=mask[..., :40, :40].clone())
-            rest = mask[..., 40:, :].clone()
-            outputs.append(model(ids[:, 40:], past_key_values=cache, attention_mask=rest).logits)
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
-    assert served == [True, False]
-
-
 def test_where_no_fused_kernel_serves_there_is_a_mask(served: list[bool]) -> None:
     model, call = tiny("llama"), CALLS["one row"]
     run(model, cache := PagedPrefixCache(model), **batch(row(KNOWN)))

@@ -14,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from hf_paged_cache import ForwardMismatchError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 
 from ..internals import FAULT_POINTS, FAULT_POINTS_OF_ROWS, layer_write
 from ..reference import AtStep, assert_same, batch, row, run
@@ -86,31 +85,6 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
 POINTS = [*FAULT_POINTS, (LlamaMLP, "__call__", "paged")]  # not its forward: another one is another root
 
 
-@pytest.mark.way("pool")
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("owner", "name", "attention"), POINTS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
-    owner: type, name: str, attention: str, after: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny("llama")
-    victim = {**batch(PROMPT), "num_beams": 3, "max_new_tokens": 8}  # from the third on, they fill a block
-    if name in ("append", "write_blocks"):
-        victim["num_beams"] = 1  # with beams, each step is in the pool at once
-    with monkeypatch.context() as patch:
-        cache = new_cache(attention)
-        calls = fail_at(patch, owner, name, 0, after)
-        run(model, cache, **victim)
-    assert calls, "the call never comes here"
-    for number in sorted({1, (len(calls) + 1) // 2, len(calls)}):
-        cache = new_cache(attention)
-        with monkeypatch.context() as patch:
-            fail_at(patch, owner, name, number, after)
-            with pytest.raises(BoomError):
-                run(model, cache, **victim)
-        assert_sound(cache)
-
-
-@pytest.mark.way("rows")
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(("owner", "name"), FAULT_POINTS_OF_ROWS, ids=lambda value: getattr(value, "__name__", value))
 def test_a_fault_in_a_call_on_rows_leaves_nothing_wrong_behind(
@@ -282,37 +256,3 @@ def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over()
     finally:
         gc.enable()
         gc.collect()
-
-
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-@pytest.mark.parametrize(
-    ("refused", "error"),
-    [
-        pytest.param(
-            {"input_ids": torch.tensor([row((9, 60))]), "max_new_tokens": 40},
-            OutOfBlocksError,
-            id="too large",
-            marks=pytest.mark.way("pool"),
-        ),
-        pytest.param(
-            {"input_ids": torch.tensor([row((9, 20))]), "max_new_tokenss": 4}, ValueError, id="misspelt option"
-        ),
-    ],
-)
-@pytest.mark.parametrize("rows", [[row((1, 12))], [row((1, 12)), row((1, 12)), row((2, 12))]], ids=["1 row", "aliases"])
-def test_a_call_that_is_refused_leaves_the_rows_that_can_go_on(
-    rows: list[list[int]], refused: dict[str, Any], error: type[Exception], attention: str, tiny_llama: LlamaForCausalLM
-) -> None:
-    cache, reference = (
-        PagedPrefixCache(tiny_llama, block_size=4, num_blocks=24, attention=attention),
-        DynamicCache(config=tiny_llama.config),
-    )
-    for each in (cache, reference):
-        run(tiny_llama, each, **batch(*rows), max_new_tokens=4)
-    with pytest.raises(error):
-        run(tiny_llama, cache, **refused)
-    assert cache.get_seq_length() == 15
-    new = torch.tensor([[5, 6]] * len(rows))
-    given = {"input_ids": new, "attention_mask": torch.ones(len(rows), 17, dtype=torch.long), "max_new_tokens": 3}
-    assert_same(run(tiny_llama, reference, **given), run(tiny_llama, cache, **given))
-    cache.check()

@@ -294,16 +294,3 @@ def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], attention
         output = run(model, cache, **batch(*rows), **how)
     assert shapes == [(1, 50), *[(4, 1)] * 5]
     assert_same(run(model, **batch(*rows), **how), output)
-
-
-@pytest.mark.way("pool")
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_beams_share_blocks_and_copy_the_one_they_write(attention: str) -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(model, attention=attention)
-    run(model, cache, **batch(row((1, 200))), num_beams=4, max_new_tokens=8)
-    stats = cache.stats()
-    # 12 full blocks of the prompt for all beams, then one block for each: 8 tokens of the prompt and 7 new ones.
-    assert stats.num_blocks_in_use <= 12 + 4
-    assert stats.num_copies_on_write >= 3
-    cache.check()

@@ -9,7 +9,6 @@ import gc
 import threading
 from collections.abc import Callable
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -80,32 +79,6 @@ def test_rows_are_not_changed_by_another_thread_between_steps(
         assert [type(error) for error in errors] == [CacheBusyError]
 
 
-@pytest.mark.way("pool")  # rows of a loop are as a DynamicCache: one thread's
-@pytest.mark.parametrize("deed", DEEDS)
-def test_a_forward_is_not_taken_back_by_another_thread_while_a_layer_runs(
-    deed: str, model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    errors: list[BaseException] = []
-    armed = False
-
-    def act(*_: Any) -> None:
-        nonlocal armed
-        if armed:
-            armed = False
-            errors.extend(in_another_thread(lambda: DEEDS[deed](cache)))
-
-    model.model.layers[1].mlp.register_forward_pre_hook(act)  # there from the start: it is a condition
-    with torch.no_grad():
-        wanted = model(IDS, use_cache=False).logits[:, 20:]
-        model(IDS[:, :20], past_key_values=cache)
-        armed = True
-        got = model(IDS[:, 20:], past_key_values=cache).logits
-    assert [type(error) for error in errors] == [CacheBusyError]
-    assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-    assert cache.get_seq_length() == 50
-    cache.check()
-
-
 # What is reserved.
 
 
@@ -116,34 +89,6 @@ def smallest_pool(model: PreTrainedModel, **arguments: Any) -> int:
             run(model, PagedPrefixCache(model, block_size=4, num_blocks=num_blocks), **arguments)
             return num_blocks
     raise AssertionError("no pool serves the call")
-
-
-@pytest.mark.way("pool")
-@pytest.mark.parametrize("step", [1, 2, 6, 10])
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-def test_blocks_that_a_call_has_taken_are_no_longer_kept_for_it(way: dict[str, Any], step: int) -> None:
-    """A second call starts in the middle of the first, in a pool that has room for both to the block."""
-    model = tiny("llama")
-    first = {**batch(row((1, 9))), "max_new_tokens": 10, **way}
-    second = {**batch(row((2, 9))), "max_new_tokens": 10}
-    num_blocks = smallest_pool(model, **first) + smallest_pool(model, **second) - 1  # the reserved one is common
-    for missing in (0, 1):
-        store = PrefixStore(model, block_size=4, num_blocks=num_blocks - missing)
-        outputs: list[Any] = []
-
-        def nested(store: PrefixStore = store, outputs: list[Any] = outputs) -> None:
-            other = PagedPrefixCache(store)
-            try:
-                outputs.append(run(model, other, **second))
-            except OutOfBlocksError:
-                outputs.append(None)
-
-        output = run(model, PagedPrefixCache(store), **first, logits_processor=[AtStep(step, nested)])
-        assert_same(run(model, **first), output)
-        if missing and (not way or step == 1):  # beams may end with fewer blocks than were kept for them
-            assert outputs == [None]
-        elif not missing:
-            assert_same(run(model, **second), outputs[0])
 
 
 # What rows share.
@@ -197,48 +142,6 @@ def test_gradients_flow_through_what_rows_share() -> None:
     assert shapes == [(4, 73)]
     for mine, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
-
-
-@pytest.mark.way("pool")
-@pytest.mark.usefixtures("cheap_forwards")
-@pytest.mark.parametrize("num_computed", [0, 1], ids=["what was known", "what was computed first"])
-def test_what_rows_will_need_is_kept_while_what_others_share_is_computed(num_computed: int) -> None:
-    """Meanwhile another cache of the store would take every block that nobody holds."""
-    model = build("llama")
-    asked: list[tuple[int, int]] = []
-    store = PrefixStore(model, num_blocks=40)
-    armed, refused = threading.Event(), SimpleQueue[bool]()  # which no look at the hook enters
-    rows = [[*row((start, 64)), *row((seed, 9))] for start, seed in ((1, 5), (2, 6), (2, 7), (3, 8), (3, 9))]
-
-    def flood(_: Any, args: tuple[torch.Tensor]) -> None:
-        asked.append(tuple(args[0].shape))
-        if armed.is_set() and asked.count((1, 64)) == 1 + num_computed and asked[-1] == (1, 64) and refused.empty():
-            held = PagedPrefixCache(store)
-            num_held = 4 * (1 + num_computed)  # blocks of 16 tokens
-            num_left = 39 - num_held - 4  # of which this forward takes four
-            refused.put(True)
-            for num_blocks in (num_left + 1, num_left):
-                given = {"input_ids": torch.tensor([row((90 + num_blocks, 16 * num_blocks))]), "max_new_tokens": 1}
-                with contextlib.suppress(OutOfBlocksError):
-                    run(model, held, **given)
-                    refused.put(False)
-            held.reset()
-
-    model.get_input_embeddings().register_forward_pre_hook(flood)  # there from the start: it is a condition
-    cache = PagedPrefixCache(store)
-    run(model, cache, input_ids=torch.tensor([row((1, 64))]), max_new_tokens=1)
-    cache.reset()
-    reference = run(model, **batch(*rows), max_new_tokens=1)
-    asked.clear()
-    armed.set()
-    assert_same(reference, run(model, cache, **batch(*rows), max_new_tokens=1))
-    assert [refused.get_nowait(), refused.get_nowait(), refused.empty()] == [
-        True,
-        False,
-        True,
-    ]  # one block more than was left could not be had
-    assert [shape for shape in asked if shape in ((1, 64), (5, 9), (5, 73))] == [(1, 64), (1, 64), (5, 9)]
-    cache.check()
 
 
 # Calls that fail.

@@ -21,16 +21,12 @@ import torch
 from transformers import TextIteratorStreamer
 
 import hf_paged_cache
-from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention import group_columns
+from hf_paged_cache import PagedPrefixCache, PrefixStore
 
 from ..internals import (
     FINALIZERS,
-    MEMORY_PLACES,
     leave_all_with_blocks,
-    make_pools_grow,
     num_reserved_blocks,
-    owner_of,
     runs_on_rows,
 )
 from ..reference import AtStep, assert_same, batch, is_same, row, run
@@ -484,61 +480,3 @@ class OutOfMemoryAt:
 
 
 OF_THE_POOL = {("pool.all.copy_blocks", "paged"), ("view.select", "paged")}  # on rows no call comes there
-
-
-@pytest.mark.parametrize(
-    ("place", "attention"),
-    [
-        pytest.param(place, attention, marks=[pytest.mark.way("pool")] if (place, attention) in OF_THE_POOL else [])
-        for place in [*MEMORY_PLACES, "model"]
-        for attention in ("paged", "gather")
-        if (place, attention) != ("pool.write_blocks", "gather")  # a gather holds no steps
-    ],
-)
-def test_out_of_memory_anywhere_leaves_the_cache_right(
-    place: str, attention: str, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny("llama")
-    make_pools_grow(monkeypatch)
-    struck = 0
-    for number, name in enumerate(CALLS):
-        for at in (1, 5):
-            cache = PagedPrefixCache(PrefixStore(model, block_size=4), attention=attention)
-            if at != 5 and place != "pool.all.ensure_capacity":  # the first call makes it grow far
-                run(model, cache, max_new_tokens=4, **CALLS["greedy"])
-            in_model = (model.model.layers[1].mlp, "forward")
-            owner, attribute = in_model if place == "model" else owner_of(cache, place)
-            failing = OutOfMemoryAt(getattr(owner, attribute), at, after=(number + at // 5) % 2 == 1)
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, attribute, failing)
-                with contextlib.suppress(torch.OutOfMemoryError, OutOfBlocksError):
-                    run(model, cache, max_new_tokens=4, **CALLS[name])
-            struck += failing.has_struck
-            cache.check()
-            for after_name in ("padded", name):
-                assert_same(references[after_name], run(model, cache, max_new_tokens=4, **CALLS[after_name]))
-            cache.check()
-            cache.reset()
-            assert cache.stats().num_blocks_in_use == 0
-    assert struck
-
-
-@pytest.mark.way("pool")
-def test_a_view_that_memory_does_not_hold_in_the_middle_of_a_step_loses_nothing(
-    references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The step's columns of the layers above, which the view alone had, are in the pool then: the next call finds them."""
-    model = tiny("llama")
-    expected = run(model, max_new_tokens=12, **CALLS["greedy"])
-    monkeypatch.setattr(group_columns, "MIN_SPARE_COLUMNS", 0)  # copies grow every few steps
-    for number in (2, 3):
-        cache = PagedPrefixCache(PrefixStore(model, block_size=4))
-        # the second layer of the first step, and of the first in which copies grow
-        reads = OutOfMemoryAt(cache.view.read, 2 * number)
-        monkeypatch.setattr(cache.view, "read", reads)
-        assert_same(expected, run(model, cache, max_new_tokens=12, **CALLS["greedy"]))
-        assert reads.has_struck
-        longer = row((1, 9), (2, 6)) + [int(token) for token in expected.sequences[0, -12:-1]]
-        found = run(model, cache, max_new_tokens=4, **batch(longer))
-        assert_same(run(model, max_new_tokens=4, **batch(longer)), found)
-        assert cache.last_call.reused_tokens >= len(longer) - 4

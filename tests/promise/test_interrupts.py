@@ -5,16 +5,9 @@ from __future__ import annotations
 import contextlib
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import pytest
-import torch
 
-from hf_paged_cache.call.call import Call
-from hf_paged_cache.call.running import Bracket
-from hf_paged_cache.integration.generate_arguments import read_generate
-
-from ..internals import num_reserved_blocks
 from ..interrupts import interrupts
 from ..reference import assert_same, run
 from ..tiny_models import tiny
@@ -29,44 +22,6 @@ pytestmark = [
 def test_after_each_of_many_interrupts_the_same_cache_makes_the_next_call_right() -> None:
     places = interrupts(24, seed=0)
     assert len(places) > 6
-
-
-@pytest.mark.way("pool")
-def test_a_generate_whose_end_was_skipped_does_nothing_when_it_is_found_inside_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The collector may find it in any line: here between the two by which the next one begins its rows."""
-    model, cache = tiny("llama"), prepared("paged")
-    given = read_generate(model, (), {**CALLS["greedy"], "max_new_tokens": 4})
-    left = [cache.generating(model, given, ref(Bracket()))]
-    left[0].__enter__()
-    end_rows = Call._end_rows
-
-    def found(call: Call) -> None:
-        end_rows(call)
-        left.clear()
-
-    monkeypatch.setattr(Call, "_end_rows", found)
-    arguments = {**CALLS["samples"], "do_sample": False, "num_beams": 3}
-    assert_same(run(model, **arguments), run(model, cache, **arguments))
-    assert not left
-    assert_all_accounted_for(cache)
-
-
-@pytest.mark.way("pool")
-def test_what_it_had_reserved_is_given_back() -> None:
-    model, cache = tiny("llama"), prepared("paged")
-    given = read_generate(model, (), {**CALLS["greedy"], "max_new_tokens": 4})
-    bracket = Bracket()
-    left = [cache.generating(model, given, ref(bracket))]
-    left[0].__enter__()
-    with torch.no_grad():
-        model(**CALLS["greedy"], past_key_values=cache)
-    assert num_reserved_blocks(cache) > 0
-    del bracket
-    left.clear()
-    cache.stats()
-    assert num_reserved_blocks(cache) == 0
 
 
 class ConfirmInterrupter(Interrupter):

@@ -23,7 +23,7 @@ from hf_paged_cache import (
     UnsupportedModelError,
 )
 
-from ..internals import begin_chunks_at_the_first_column, lock_of, num_blocks_in_use, runs_on_rows
+from ..internals import begin_chunks_at_the_first_column, runs_on_rows
 from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
@@ -570,23 +570,3 @@ def test_two_processes_that_shard_the_model_run_the_same_number_of_forwards() ->
 
 
 # The cache is collected.
-
-
-@pytest.mark.way("pool")  # rows hold no blocks once their call has ended
-@pytest.mark.usefixtures("switching")
-def test_a_cache_collected_while_the_store_s_lock_is_held_waits_for_the_store(model: PreTrainedModel) -> None:
-    store = PrefixStore(model)
-    cache = PagedPrefixCache(store)
-    run(model, cache, input_ids=IDS)
-    assert num_blocks_in_use(store) == 4
-    with lock_of(store):
-        thread = threading.Thread(target=cache.__del__)  # a finalizer may run in any thread
-        thread.start()
-        thread.join(timeout=300)
-        assert not thread.is_alive()
-        assert num_blocks_in_use(store) == 4  # nothing has been touched
-    del cache
-    other = PagedPrefixCache(store)
-    other.check()
-    assert num_blocks_in_use(store) == 0
-    assert_same(run(model, input_ids=IDS), run(model, other, input_ids=IDS))

@@ -78,34 +78,6 @@ def changes_places_once(model: Any, input_ids: torch.Tensor, **given: Any) -> to
     return torch.stack(logits)
 
 
-@pytest.mark.way("pool")
-def test_steps_held_by_a_view_are_in_the_blocks_when_it_keeps_tails_no_longer() -> None:
-    model, given = tiny("llama"), batch(*(row((1, 32), (seed, 3)) for seed in (2, 3, 4, 5)))
-    cache = PagedPrefixCache(model)
-    reference = model.generate(
-        **given, past_key_values=DynamicCache(config=model.config), custom_generate=changes_places_once
-    )
-    for _ in range(2):
-        got = model.generate(**given, past_key_values=cache, custom_generate=changes_places_once)
-        torch.testing.assert_close(got, reference)
-        assert cache.last_call.read_once_tokens == 32
-        assert not cache.view.keeps_columns  # 4 tails of 24 tokens are many beside the 32 that they share
-        cache.reset()
-
-
-@pytest.mark.way("pool")  # memory of rows is asked for in tests/rows
-def test_of_rows_that_are_multiplied_next_nothing_is_copied_and_of_their_tails_no_more_than_they_share() -> None:
-    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"), block_size=4)
-    run(model, cache, **batch(PROMPT))
-    held: list[int] = []
-    hook = model.register_forward_hook(lambda *_: held.append(cache.view.num_bytes))
-    run(model, cache, **batch(PROMPT), num_beams=4, max_new_tokens=40)
-    hook.remove()
-    shared = cache.last_call.read_once_tokens // 4 * sum(tensor[:1].nbytes for tensor in held_tensors(cache))
-    assert held[0] == 0
-    assert shared / 2 < max(held) <= 1.25 * shared
-
-
 def test_a_pool_that_grows_while_rows_share_gives_its_old_memory_back(served: list[bool]) -> None:
     model, given = tiny("llama"), {**batch(PROMPT), "num_beams": 4, "max_new_tokens": 8}
     cache = PagedPrefixCache(PrefixStore(model, block_size=4))

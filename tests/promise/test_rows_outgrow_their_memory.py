@@ -13,8 +13,6 @@ from hf_paged_cache.integration import opening
 from ..reference import IDS, assert_same, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
-pytestmark = pytest.mark.way("rows")
-
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
 def test_a_call_that_outgrows_its_memory_is_right_and_kept(

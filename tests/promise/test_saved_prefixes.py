@@ -134,25 +134,6 @@ def test_what_is_in_a_pool_stays_and_what_does_not_fit_is_said(tmp_path: Path) -
         assert_same(run(model, **prompt), run(model, cache, **prompt))
 
 
-@pytest.mark.way("pool")
-def test_blocks_that_a_running_call_has_reserved_are_left_to_it(tmp_path: Path) -> None:
-    model = tiny("llama")
-    save(model, tmp_path)
-    store = PrefixStore(model, block_size=4, num_blocks=24)
-    cache, loads = PagedPrefixCache(store), []
-
-    def load_in_between(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        loads.append(store.load(tmp_path))
-        return scores
-
-    prompt = batch(row((9, 40)))
-    output = run(model, cache, **prompt, max_new_tokens=20, logits_processor=[load_in_between])
-    assert_same(run(model, **prompt, max_new_tokens=20), output)
-    assert loads[0].num_blocks <= 23 - 15
-    assert sum(each.num_blocks for each in loads) > 0
-    store.check()
-
-
 def other_weights(model: Any) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.view(-1)[17] += 1e-3  # one value

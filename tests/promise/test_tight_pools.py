@@ -73,41 +73,6 @@ def test_a_growing_chat_is_served_to_the_last_block(tiny_llama: LlamaForCausalLM
         assert_same(run(tiny_llama, **given), run(tiny_llama, cache, **given))
 
 
-@pytest.mark.way("pool")
-def test_rows_that_are_kept_are_gone_on_from_where_there_is_room(tiny_llama: LlamaForCausalLM) -> None:
-    """With a block to spare, tokens known of a part of one are reused."""
-    reused = []
-    for num_blocks in (6, 7):
-        cache = PagedPrefixCache(tiny_llama, num_blocks=num_blocks)
-        for number in range(2):
-            run(tiny_llama, cache, **prompts("1 row", number), max_new_tokens=NUM_NEW)
-        reused.append(cache.last_call.reused_tokens)
-    assert reused == [48, 50]
-
-
-@pytest.mark.way("pool")
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
-def test_the_first_call_of_a_new_store_cannot_have_more_than_its_share_of_memory(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, free = build(name), 2**26
-    monkeypatch.setattr(memory_budget, "free_bytes", lambda device: free)
-    cache = PagedPrefixCache(model, block_size=8)
-    prompt = torch.tensor([row((1, 20))])
-    with pytest.raises(OutOfBlocksError, match="more blocks of 8 tokens"):
-        run(model, cache, input_ids=prompt, max_new_tokens=10**6, max_time=3)
-    most = cache.store.blocks.max_num_blocks
-    with pytest.raises(OutOfBlocksError):
-        cache.prefill(torch.randint(1, 128, (10**6,)))
-    assert_same(run(model, input_ids=prompt), run(model, cache, input_ids=prompt))
-    assert cache.store.blocks.max_num_blocks == most
-    assert most * sum(cache.store.blocks._bytes_per_block_on().values()) <= free // 2
-
-    plain = PagedPrefixCache(model, block_size=8)
-    with pytest.raises(OutOfBlocksError), torch.no_grad():
-        model(torch.randint(1, 128, (1, 2**16)), past_key_values=plain)
-
-
 def test_a_first_call_of_a_few_tokens_measures_nothing() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model)

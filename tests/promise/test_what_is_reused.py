@@ -20,7 +20,7 @@ from ..tiny_models import build
 PAGE = Path(__file__).parents[2] / "docs" / "what_is_reused.md"
 if not PAGE.exists():
     pytest.skip("the docs are not beside the tests", allow_module_level=True)
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 LENGTH = 48
 IDS = torch.arange(2, 2 + LENGTH)[None] % 60

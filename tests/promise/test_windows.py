@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import OutOfBlocksError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.blocks.window_blocks import WindowBlocks
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
@@ -70,34 +70,6 @@ def test_a_layer_is_to_transformers_what_that_of_a_dynamic_cache_is(
             assert mine.get_seq_length() == layer.get_seq_length() == stop
             for got, wanted in ((mine.keys, layer.keys), (mine.values, layer.values)):
                 assert_close(got, wanted)
-
-
-@pytest.mark.way("pool")
-@WAYS
-@NAMES
-def test_what_a_layer_hands_over_is_what_a_dynamic_cache_does(
-    name: str, attention: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many columns in every forward, so attention costs no more; a prompt that fills more than the window among them."""
-    model = tiny(name)
-    shapes: dict[type, list[torch.Size]] = {}
-    for kind in (PagedPrefixCache, DynamicCache):
-
-        def noted(self: Any, *args: Any, _update: Any = kind.update, _kind: type = kind, **kwargs: Any) -> Any:
-            read = _update(self, *args, **kwargs)
-            shapes.setdefault(_kind, []).append(read[0].shape)
-            return read
-
-        monkeypatch.setattr(kind, "update", noted)
-    ours, theirs = PagedPrefixCache(model, attention=attention), DynamicCache(config=model.config)
-    for cache in (ours, theirs):
-        for tokens in (PROMPT[:WINDOW], PROMPT, [*PROMPT, *PROMPT]):
-            cache.reset() if cache is ours else None
-            held = DynamicCache(config=model.config) if cache is theirs else ours
-            model.generate(**batch(tokens), past_key_values=held, max_new_tokens=20, do_sample=False, use_cache=True)
-            if cache is ours:
-                cache.reset_prefix_cache()
-    assert shapes[PagedPrefixCache] == shapes[DynamicCache]
 
 
 # A config that changes between calls.
@@ -176,21 +148,6 @@ def test_columns_are_taken_back_however_many(num_taken: int, name: str, attentio
     cache.check()
 
 
-@pytest.mark.way("pool")
-@WAYS
-def test_to_take_back_more_than_windows_still_hold_is_refused_and_changes_nothing(attention: str) -> None:
-    model = build("mistral", sliding_window=32)
-    cache, reference = PagedPrefixCache(model, num_blocks=5, attention=attention), DynamicCache()
-    for start in range(0, 120, 10):
-        wanted = forward(model, reference, start, start + 10)
-        assert_close(forward(model, cache, start, start + 10), wanted)
-    with pytest.raises(CacheArgumentError, match="cannot crop to 40 columns"):
-        cache.crop(-80)
-    assert cache.get_seq_length() == 120
-    assert_close(forward(model, cache, 120, 130), forward(model, reference, 120, 130))
-    cache.check()
-
-
 @WAYS
 @NAMES
 @pytest.mark.parametrize("stop", [10, WINDOW - 1, WINDOW, 3 * WINDOW + 3])
@@ -224,23 +181,6 @@ def test_a_wrong_block_of_a_window_is_found_out(name: str, attention: str) -> No
     assert cache.verify().differing
     assert_same(wanted, run(model, cache, **batch([*PROMPT, *PROMPT]), max_new_tokens=2))
     assert cache.last_call.reused_tokens == 0
-
-
-@pytest.mark.way("pool")
-@WAYS
-@NAMES
-@pytest.mark.parametrize("columns", [20, WINDOW, WINDOW + 1, 60])
-def test_rows_leave_a_full_pool_with_all_that_their_windows_show(columns: int, name: str, attention: str) -> None:
-    model = tiny(name)
-    num_blocks = {"mistral": 4, "gemma3": 6}[name]  # where each layer has a window, blocks are of windows alone
-    ours = PagedPrefixCache(model, num_blocks=num_blocks, on_full="bypass", attention=attention)
-    theirs = DynamicCache(config=model.config)
-    for cache in (ours, theirs):
-        for start in range(0, columns, 10):
-            forward(model, cache, start, min(start + 10, columns))
-    for start, stop in ((columns, columns + 1), (columns + 1, 100), (100, 101), (101, 140)):
-        assert_close(forward(model, ours, start, stop), forward(model, theirs, start, stop))
-    assert ours.stats().num_bypassed_calls == 1
 
 
 @WAYS
@@ -304,39 +244,6 @@ def test_a_row_holds_what_a_dynamic_cache_does_and_two_blocks_a_window_at_most(w
                 assert held <= allowed(num_tokens, window) * token_bytes, num_tokens
             if attention == "paged":  # a copy of all layers' columns is made for as many as there will be
                 assert all(held <= 2 * allowed(250, window) * token_bytes for held in in_all.seen.values())
-
-
-@pytest.mark.way("pool")
-def test_a_pool_of_a_few_windows_serves_a_long_generation() -> None:
-    model = build("mistral", sliding_window=64, max_position_embeddings=8192)
-    prompt = row((1, 300))
-    for attention, num_new in (("paged", 1000), ("gather", 300)):
-        cache = PagedPrefixCache(model, num_blocks=12, attention=attention)
-        wanted = run(model, **batch(prompt), max_new_tokens=num_new, min_new_tokens=num_new)
-        assert_same(wanted, run(model, cache, **batch(prompt), max_new_tokens=num_new, min_new_tokens=num_new))
-        assert cache.stats().num_blocks == 12
-        cache.check()
-        assert_same(run(model, **batch(prompt)), run(model, cache, **batch(prompt)))
-        assert cache.last_call.reused_tokens == 299
-
-
-@pytest.mark.way("pool")
-def test_a_place_where_prompts_part_is_kept_when_it_is_seen_a_second_time() -> None:
-    """With room for few windows: what is in the middle of a prompt is not kept, until another prompt parts there."""
-    model = build("mistral", sliding_window=64, max_position_embeddings=1024)
-    cache, shared = PagedPrefixCache(model, num_blocks=14), row((1, 320))
-    reused = []
-    for question in range(2, 5):
-        prompt = batch([*shared, *row((question, 150))])
-        assert_same(run(model, **prompt), run(model, cache, **prompt))
-        reused.append(cache.last_call.reused_tokens)
-        cache.check()
-        if question == 3:
-            assert "a window no longer shows what is before token 320" in cache.last_call.rows[0].stopped
-    assert reused == [0, 64, 320]  # at first the blocks for which there was room
-    zero_blocks(cache)
-    prompt = batch([*shared, *row((5, 30))])  # its last token still sees what is before
-    assert not is_same(run(model, **prompt), run(model, cache, **prompt))
 
 
 # Pools that hold little more than one call.
@@ -450,22 +357,6 @@ def test_rows_of_a_plain_forward_leave_each_other_their_windows() -> None:
     cache.check()
 
 
-@pytest.mark.way("pool")
-def test_a_long_prompt_leaves_room_for_a_call_that_comes_while_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache = windowed(40)
-    other, asked = PagedPrefixCache(cache.store), []
-    confirm = cache.call.confirm
-
-    def confirm_later(*args: Any, **kwargs: Any) -> Any:
-        if not asked:
-            asked.append(run(model, other, **batch(row((2, 32)))))
-        return confirm(*args, **kwargs)
-
-    monkeypatch.setattr(cache.call, "confirm", confirm_later)
-    assert_same(run(model, **batch(row((1, 1000)))), run(model, cache, **batch(row((1, 1000)))))
-    assert_same(run(model, **batch(row((2, 32)))), asked[0])
-
-
 @pytest.mark.parametrize("num_blocks", [8, 10, 12])
 def test_a_look_at_a_cached_block_does_not_take_its_window_block(num_blocks: int) -> None:
     model, cache = windowed(num_blocks)
@@ -475,16 +366,6 @@ def test_a_look_at_a_cached_block_does_not_take_its_window_block(num_blocks: int
         reused.append(cache.last_call.reused_tokens)
         assert not cache.verify(2).differing
     assert reused == [0, *[199] * 5]
-
-
-@pytest.mark.way("pool")
-def test_a_batch_that_fits_into_an_empty_pool_fits_into_one_that_knows_a_row() -> None:
-    model, cache = windowed(16)
-    run(model, cache, **batch(row((1, 960))))
-    cache.reset()
-    rows = batch(row((1, 960)), row((2, 960)))
-    assert_same(run(model, **rows), run(model, cache, **rows))
-    assert "layers with a window have no room beside" in cache.last_call.rows[0].stopped
 
 
 def test_a_prefix_is_pinned_while_rows_share_it() -> None:

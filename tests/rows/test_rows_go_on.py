@@ -23,7 +23,7 @@ from ..internals import split_everywhere
 from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 PROMPT = torch.tensor([row((1, 20))])
 NEW = torch.tensor([row((9, 90))])

@@ -14,7 +14,7 @@ from hf_paged_cache.attention import shared_reads
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import tiny
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 SHARED = row((1, 64))
 PROMPTS: dict[str, dict[str, Any]] = {

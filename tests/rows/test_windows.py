@@ -19,7 +19,7 @@ from ..conformance import zoo
 from ..internals import make_forwards_cheap, runs_on_rows, split_everywhere
 from ..reference import TOLERANCE, assert_same, batch, is_same, row, run, zero_blocks
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("rows")]
+pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 # all layers with a window, some, chunks, and layers that read another one's
 TYPES = ("mistral", "gemma3_text", "llama4_text", "gpt_oss")

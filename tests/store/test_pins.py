@@ -121,25 +121,6 @@ def test_a_pin_of_nothing_is_refused_and_says_what_to_do(cache: PagedPrefixCache
     assert cache.pin(row((3, 10))) == 8
 
 
-@pytest.mark.way("pool")
-def test_a_pin_is_counted_beside_what_rows_hold(cache: PagedPrefixCache) -> None:
-    def counts() -> tuple[int, int, int]:
-        stats = cache.stats()
-        assert stats.num_free_blocks + stats.num_cached_blocks + stats.num_blocks_in_use == NUM_BLOCKS - 1
-        return stats.num_cached_blocks, stats.num_blocks_in_use, stats.num_pinned_blocks
-
-    run(MODEL, cache, input_ids=torch.tensor([PREFIX]), max_new_tokens=2)  # rows of 33 tokens stay
-    assert counts() == (0, 9, 0)
-    cache.pin(PREFIX)
-    assert counts() == (0, 9, 8)
-    assert cache.store.blocks.pins.num_blocks_held_alone == 0
-    cache.reset()
-    assert counts() == (0, 8, 8)
-    assert cache.store.blocks.pins.num_blocks_held_alone == 8
-    cache.unpin(PREFIX)
-    assert counts() == (8, 0, 0)
-
-
 def test_tokens_pinned_twice_count_once_and_blocks_of_two_pins_stay_until_both_are_given_back(
     cache: PagedPrefixCache,
 ) -> None:
@@ -274,75 +255,6 @@ class AtFirstStep(LogitsProcessor):
             except OutOfBlocksError as error:
                 self.result = error
         return scores
-
-
-@pytest.mark.way("pool")  # on rows nothing is reserved
-@pytest.mark.parametrize("is_own", [True, False], ids=["its own cache", "another cache"])
-@pytest.mark.parametrize("num_new_tokens", [93, 61])
-def test_a_pin_takes_no_block_that_a_running_call_has_reserved(
-    cache: PagedPrefixCache, num_new_tokens: int, is_own: bool
-) -> None:
-    """Rows of 3 + 93 - 1 tokens need 24 of 32 blocks, so 8 can be pinned, or 7 beside 25."""
-    pinner = cache if is_own else PagedPrefixCache(cache.store)
-    for seed in (2, 3, 1):  # the pool is full of cached blocks, the prefix last to be evicted
-        ask(pinner, row((seed, 33)), max_new_tokens=4)
-    ids = torch.tensor([row((7, 7))])
-    others_hold = num_new_tokens == 93
-    asked = row((1, 33))
-    snapshot = []
-
-    def pin() -> int:
-        snapshot.append(cache.store.blocks.allocator.snapshot())
-        try:
-            return pinner.pin(asked)
-        finally:
-            snapshot.append(cache.store.blocks.allocator.snapshot())
-
-    step = AtFirstStep(pin)
-    arguments = {"input_ids": ids, "max_new_tokens": num_new_tokens}
-    output = run(MODEL, cache, logits_processor=[step], **arguments)
-    assert_same(run(MODEL, **arguments), output)
-    if others_hold:
-        assert isinstance(step.result, OutOfBlocksError)
-        assert str(step.result) == (
-            "pinning 8 blocks takes 8 that nobody holds, but only 7 are not reserved for running calls; pin when these "
-            "have ended, or build the cache with a larger num_blocks or max_bytes"
-        )
-        assert snapshot[0] == snapshot[1]
-    else:
-        assert step.result == 32
-        assert pinner.stats().num_pinned_blocks == 8
-    cache.check()
-
-
-@pytest.mark.way("pool")
-def test_a_call_that_does_not_fit_beside_pins_is_told_so_and_fits_without_them(cache: PagedPrefixCache) -> None:
-    ask(cache, PREFIX)
-    cache.pin(PREFIX)
-    ids = torch.tensor([row((7, 90))])
-    with pytest.raises(
-        OutOfBlocksError,
-        match=r"8 are in use \(8 pinned\)\. Ask for fewer new tokens or rows, unpin\(\) what you can, or",
-    ):
-        run(MODEL, cache, input_ids=ids, max_new_tokens=20)
-    assert cache.stats().num_pinned_blocks == 8
-    cache.unpin()
-    ask(cache, row((7, 90)), max_new_tokens=20)
-
-
-@pytest.mark.way("pool")
-def test_a_plain_forward_that_does_not_fit_beside_pins_is_told_so(cache: PagedPrefixCache) -> None:
-    ask(cache, PREFIX)
-    cache.pin(PREFIX)
-    with torch.no_grad(), pytest.raises(OutOfBlocksError, match=r"8 are in use \(8 pinned\)"):
-        MODEL(torch.tensor([row((7, 100))]), past_key_values=cache)
-
-
-@pytest.mark.way("pool")
-def test_the_message_names_no_pins_where_there_are_none(cache: PagedPrefixCache) -> None:
-    with pytest.raises(OutOfBlocksError) as caught:
-        run(MODEL, cache, input_ids=torch.tensor([row((7, 200))]))
-    assert "pin" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("switching")

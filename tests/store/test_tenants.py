@@ -361,48 +361,6 @@ def test_an_empty_salt_is_refused(store: PrefixStore, empty: str | bytes) -> Non
 # Refusals.
 
 
-@pytest.mark.way("pool")
-def test_a_refused_tenant_is_told_what_it_needs_and_nothing_of_others(store: PrefixStore) -> None:
-    alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
-    ids = torch.tensor([SECRET])
-    ask(bob, SECRET)
-    assert bob.pin(SECRET) == 40
-    bob.reset()
-
-    def refusals() -> list[str]:
-        with torch.no_grad():
-            long = torch.tensor([row((9, 300))])
-            return [
-                message(OutOfBlocksError, lambda: run(MODEL, bob, input_ids=ids, max_new_tokens=400)),
-                message(OutOfBlocksError, lambda: MODEL(long, past_key_values=bob)),
-            ]
-
-    step = During(refusals)
-    run(MODEL, alice, input_ids=ids, max_new_tokens=550, logits_processor=[step])
-    whole, forward = step.result
-    assert whole == (
-        "this call (1 row of up to 440 tokens) may need 100 more blocks of 4 tokens, which cannot be had now. Ask for fewer "
-        "new tokens or rows, unpin() what you can, reset() caches whose calls are over, or ask the store's owner for more "
-        "blocks"
-    )
-    assert forward.startswith("this forward (1 row) may need 75 more blocks of 4 tokens, which cannot be had now.")
-    bob.unpin()
-    assert "unpin" not in message(OutOfBlocksError, lambda: run(MODEL, bob, input_ids=ids, max_new_tokens=4000))
-
-
-@pytest.mark.way("pool")
-def test_a_pin_that_is_refused_says_nothing_of_what_is_reserved(store: PrefixStore) -> None:
-    alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
-    ask(bob, SECRET)
-    bob.reset()
-    step = During(lambda: message(OutOfBlocksError, lambda: bob.pin(SECRET)))
-    run(MODEL, alice, input_ids=torch.tensor([row((4, 20))]), max_new_tokens=775, logits_processor=[step])
-    assert step.result == (
-        "pinning 10 blocks takes 10 that nobody holds, but running calls have reserved too many; pin when these have ended, "
-        "pin fewer tokens, or ask the store's owner for more blocks"
-    )
-
-
 def test_a_broken_store_is_shown_to_its_owner_alone(store: PrefixStore) -> None:
     alice = PagedPrefixCache(store, cache_salt="alice")
     ask(alice, SECRET)
@@ -453,39 +411,6 @@ def test_a_reset_drops_what_is_of_its_salt_and_no_more(store: PrefixStore) -> No
     assert store.stats().pool_bytes == 0
 
 
-@pytest.mark.parametrize(
-    "runs", [pytest.param("generate", marks=pytest.mark.way("pool")), "plain forwards"]
-)  # a generate on rows keeps nothing of before the reset instead
-def test_a_reset_waits_for_calls_of_its_salt_and_for_no_others(store: PrefixStore, runs: str) -> None:
-    alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
-    sister = PagedPrefixCache(store, cache_salt="alice")
-    for cache in (sister, bob):
-        ask(cache, OTHER)
-        cache.pin(OTHER)
-
-    def resets() -> bool:
-        before, num_columns = store.blocks.allocator.snapshot(), sister.get_seq_length()
-        assert "on a cache of this salt" in message(CacheBusyError, sister.reset_prefix_cache)
-        assert (store.blocks.allocator.snapshot(), sister.get_seq_length()) == (before, num_columns)
-        with pytest.raises(CacheBusyError, match="on this store"):
-            store.reset_prefix_cache()
-        assert store.blocks.allocator.snapshot() == before
-        bob.reset_prefix_cache()
-        assert bob.stats().num_blocks_in_use == bob.stats().num_cached_blocks == 0
-        assert sister.stats().num_pinned_blocks == 10
-        return True
-
-    if runs == "generate":
-        ids = torch.tensor([SECRET])
-        output = run(MODEL, alice, input_ids=ids, logits_processor=[During(resets)])
-        assert_same(run(MODEL, input_ids=ids), output)
-    else:
-        goes_on_by_plain_forwards(alice)
-        resets()
-    store.check()
-
-
-@pytest.mark.way("rows")
 def test_a_reset_while_a_generate_runs_leaves_nothing_of_it(store: PrefixStore) -> None:
     alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
     ids = torch.tensor([SECRET])
@@ -497,29 +422,6 @@ def test_a_reset_while_a_generate_runs_leaves_nothing_of_it(store: PrefixStore) 
         assert alice.last_call.reused_tokens == num_reused
         alice.reset_prefix_cache()
     store.check()
-
-
-@pytest.mark.way("pool")
-def test_a_reset_while_another_begins_leaves_it_its_pool(store: PrefixStore) -> None:
-    """The pool's memory is given back with the last block, but not where a call is about to write into it."""
-    alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
-    ask(bob, SECRET)
-    capacities: list[int] = []
-
-    def reset(*_: Any) -> None:
-        bob.reset_prefix_cache()
-        capacities.append(store.blocks.pool.all.capacity)
-
-    handle = MODEL.register_forward_pre_hook(reset, prepend=True)
-    try:
-        ask(alice, OTHER)
-    finally:
-        handle.remove()
-    assert min(capacities) > 0
-    assert bob.stats().num_cached_blocks == 0
-    alice.reset_prefix_cache()
-    assert store.stats().pool_bytes == 0
-    ask(alice, OTHER)
 
 
 @pytest.mark.parametrize("of", ["salt", "store"])

@@ -237,24 +237,6 @@ def test_beams_and_samples_behind_what_comes_up_are_the_same(given: dict[str, An
     cache.check()
 
 
-@pytest.mark.way("pool")
-def test_what_is_evicted_for_a_copy_on_write_comes_back_as_it_was(tmp_path: Path) -> None:
-    """The pool has room for one chat that ended and the prompt of another: the copies of its last block evict, and are made at once."""
-    model, prompts = tiny("llama"), chats(2)
-    cache = cache_on_disk(model, tmp_path, num_blocks=1 + 2 * 18)
-    reference = call(model, prompts[0])
-    assert_same(reference, call(model, prompts[0], cache))
-    cache.reset()
-    num_evictions = cache.stats().num_evictions
-    assert_same(call(model, prompts[1], num_beams=3), call(model, prompts[1], cache, num_beams=3))
-    assert cache.stats().num_copies_on_write >= 2
-    assert cache.stats().num_evictions > num_evictions
-    cache.reset()
-    assert_same(reference, call(model, prompts[0], cache))
-    assert cache.last_call.rows[0].disk_tokens > 0
-    cache.check()
-
-
 def test_a_salt_finds_only_its_own_contents_and_counts_them_alone(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats(4)
     store = PrefixStore(model, block_size=4, num_blocks=2 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
