@@ -13,8 +13,6 @@ from itertools import count
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from . import stacks
-
 
 class Survivor(Protocol):
     """What must know, in the child, that threads of its parent are not there."""
@@ -51,7 +49,8 @@ def _before_fork() -> None:
     for lock in sorted(_locks, key=lambda lock: _made.get(lock, 0)):
         _taken.append(lock)
         lock.acquire()
-    _others.update(stacks.idents() - {threading.get_ident()})
+    _others.update(thread.ident or 0 for thread in threading.enumerate())
+    _others.discard(threading.get_ident())
 
 
 def _after_fork() -> None:

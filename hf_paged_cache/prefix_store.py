@@ -39,7 +39,7 @@ from .model.support import (
     takes,
     unwrapped,
 )
-from .model.trial import default_numbering, require_continuable, state_traits, text_types, unwritten_layers
+from .model.trial import default_numbering, require_continuable, state_traits, text_types
 from .rows.shared import Looks
 from .rows.static import Arena
 from .stats import CacheStats
@@ -77,6 +77,8 @@ class PrefixStore:
         disk_bytes: of files there; None: half of what is free when the store is made.
         disk_mode: permissions of files there that other processes find, whatever the umask is, and of the folder if it is made:
             0o660 for a group, each of whose members is to give it; None: 0o600, the user's own processes.
+        trust_hooks: hooks and wrappers on the model's modules that are neither its own nor of a library that is known treat each token
+            alike, whatever its call. Without it a call of a model that has some reuses and keeps nothing.
         eviction: what goes first where there is not room for all. "reuse": what is seldom used again, by what the store has seen of
             its own calls; "lru": what was not used for the longest time. See docs/use.md.
 
@@ -103,8 +105,7 @@ class PrefixStore:
         in_doubt = leaves_doubt(model)
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
-        self.conditioning = conditioning = Conditioning(model, state_traits(model))
-        conditioning.try_outputs()
+        self.conditioning = conditioning = Conditioning(model, state_traits(model), trusts_hooks=options.trust_hooks)
         sight_of = {} if conditioning.rank_groups else conditioning.sights()  # ranks: see `Session`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
@@ -137,7 +138,6 @@ class PrefixStore:
             measure_layers=lambda: measure_layers(model),
             tiers=tiers,
             eviction=options.eviction,
-            unwritten_layers=unwritten_layers(model),
         )
         self.placeholders = Placeholders(model)
         self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))
@@ -147,7 +147,6 @@ class PrefixStore:
             partial(attention_of, model),
             takes_positions=takes_positions,
             takes_logits_to_keep=takes(model, "logits_to_keep"),
-            changes_with=conditioning.changes_with,
             defaults=default_arguments(model),
             default_numbering=default_numbering(model) if takes_positions else "tokens",
             cross_inputs=cross_inputs(model),

@@ -28,6 +28,7 @@ class StoreSizes(TypedDict, total=False):
     disk_bytes: int | str | None
     disk_mode: int | None
     eviction: str
+    trust_hooks: bool
 
 
 _DEFAULTS: StoreSizes = {
@@ -39,6 +40,7 @@ _DEFAULTS: StoreSizes = {
     "disk_bytes": None,
     "disk_mode": None,
     "eviction": "reuse",
+    "trust_hooks": False,
 }
 
 
@@ -53,6 +55,7 @@ class StoreOptions(NamedTuple):
     disk_bytes: int | None
     disk_mode: int
     eviction: str
+    trust_hooks: bool
 
 
 def shows_store_options(function: _Function) -> _Function:
@@ -125,7 +128,10 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
         None if disk_bytes is None else num_bytes_of("disk_bytes", disk_bytes, 1),
         file_mode("disk_mode", disk_mode),
         given["eviction"],
+        given["trust_hooks"],
     )
+    if not isinstance(options.trust_hooks, bool):
+        raise CacheArgumentError(f"trust_hooks is {options.trust_hooks!r}; give True or False")
     if disk_folder is None and disk_bytes is not None:
         raise CacheArgumentError(f"disk_bytes is {disk_bytes} without disk_folder; say in which folder they are")
     if disk_folder is None and disk_mode is not None:

@@ -29,8 +29,8 @@ class CallState:
         is_custom: a function of its caller's own runs the forwards.
     """
 
-    def __init__(self, kind: str, limits: CallLimits, *, beams: bool, runs_only_forwards: bool) -> None:
-        self.kind, self.limits, self.beams, self.runs_only_forwards = kind, limits, beams, runs_only_forwards
+    def __init__(self, kind: str, limits: CallLimits, *, beams: bool) -> None:
+        self.kind, self.limits, self.beams = kind, limits, beams
         self.digest = self.regime = b""
         self.is_in_step = False
         self.resets = (0, 0)
@@ -52,7 +52,7 @@ class CallState:
 
     def copy(self) -> "CallState":
         """Of rows that go on beside these."""
-        copied = CallState(self.kind, self.limits, beams=self.beams, runs_only_forwards=self.runs_only_forwards)
+        copied = CallState(self.kind, self.limits, beams=self.beams)
         copied.digest, copied.resets, copied.regime = self.digest, self.resets, self.regime
         copied.deltas = self.deltas
         return copied

@@ -102,7 +102,7 @@ class Calls:
     def begin_side(self, kind: str) -> Rows:
         """A call of ours begins, of this kind; returns the rows that its forwards are to run on."""
         rows = self._opening.new_rows()
-        rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False, runs_only_forwards=True)
+        rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False)
         rows.state.counts_more = False
         return rows
 
@@ -143,7 +143,7 @@ class Calls:
         rows = self._opening.new_rows()
         rows.previous = current.take()
         if is_generate:
-            rows.state = CallState("generate", UNLIMITED, beams=False, runs_only_forwards=False)
+            rows.state = CallState("generate", UNLIMITED, beams=False)
             rows.state.counts_more = False
         current.rows = rows
         return rows
@@ -183,7 +183,7 @@ class Calls:
 
     def _state_of(self, given: GenerateArguments) -> CallState:
         beams = (given.num_beams or 1) > 1
-        state = CallState("generate", given.limits, beams=beams, runs_only_forwards=not given.calls_back)
+        state = CallState("generate", given.limits, beams=beams)
         state.is_custom = given.passed.get("custom_generate") is not None
         state.counts_more, state.is_in_step, state.images = not state.is_custom, given.synced_gpus, given.images
         return state
@@ -336,8 +336,7 @@ class Calls:
             with self.store.lock:
                 if stopwatch is not None:
                     self.store.tiers.record_computed(stopwatch[0], stopwatch[1], warms_up=stopwatch[2])
-                if rows.why_bypassed is None and not self.store.writing_layers:
-                    self.store.writing_layers = rows.written_streams()
+                self.store.has_run = True
                 bypassed = rows.why_bypassed is not None
                 self.counters.add_forward(state, new, begins=begins, bypassed=bypassed)
                 in_use = self.store.kv_bytes_in_use(self.salt)

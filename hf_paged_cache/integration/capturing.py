@@ -13,7 +13,7 @@ from torch.nn.modules import module as everywhere
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
-from ..model.conditioning import Conditioning, code_of_others
+from ..model.conditioning import Conditioning
 from ..model.probing import layers_after_a_token
 from ..model.support import attention_of, cache_layers, has_experts, has_index, has_state, takes
 from ..rows import memory
@@ -251,7 +251,8 @@ class Capturing:
             return "rotary frequencies depend on length"
         if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in model.modules()):
             return "the model is compiled"
-        others = code_of_others(model)
+        conditioning.digest()  # as the model is now
+        others = conditioning.foreign_code
         return "" if others is None else f"code of others runs in the forward: {others}"
 
     def warm_up(self, rows: int, tokens: int) -> str:

@@ -18,7 +18,7 @@ from ..blocks.tokens import TokenIds
 from ..call.request import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_arrays, to_device
-from ..model.output_flags import OUTPUT_FLAGS
+from ..model.conditioning import OUTPUT_FLAGS
 from ..model.trial import Numbering
 
 _HIDING = -1000.0  # an additive mask hides what it lowers by more: its exponential is 0
@@ -130,7 +130,6 @@ class ArgumentReader:
         attention: the name of its attention now.
         takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
         takes_logits_to_keep: the forward can leave out logits.
-        changes_with: whether keys and values may be others where this output is asked for.
         defaults: what the forward takes for arguments that are left out.
         default_numbering: what the model numbers where no positions are passed: see `model.trial`.
         cross_inputs: arguments that a cross attention reads; refused.
@@ -143,7 +142,6 @@ class ArgumentReader:
     _: KW_ONLY
     takes_positions: bool
     takes_logits_to_keep: bool
-    changes_with: Callable[[str], bool]
     defaults: Mapping[str, Any]
     default_numbering: Numbering | None = "columns"
     cross_inputs: Sequence[str] = ()
@@ -196,6 +194,7 @@ class ArgumentReader:
             why_no_ids = f"{instead} were passed instead of token ids"
         bypass = (
             self._unread(arguments)
+            or _asked_output(arguments, by_default)
             or why_no_ids
             or mask.why_unusual
             # generate itself counts them right
@@ -205,7 +204,7 @@ class ArgumentReader:
         pads = mask.pads if bypass is None else [row.pad for row in running] or [0] * given.num_rows
         firsts, why = self._first_positions(given.positions, rows, pads, num_new, is_bypassed=bypass is not None)
         bypass = bypass or why
-        all_outputs = _other_outputs(arguments, by_default, self.config)
+        all_outputs = _all_outputs(arguments, self.config)
         keep_columns, num_needed = all_outputs, 1
         if all_outputs is None:
             keep_columns, num_needed = self._read_logits(arguments, in_generate, records_drafts)
@@ -228,10 +227,8 @@ class ArgumentReader:
         for name, value in arguments.items():
             if value is None or name in _READ or self._is_default(name, value):
                 continue
-            if name in OUTPUT_FLAGS:
-                if value and self.changes_with(name):
-                    return f"keys and values of this model depend on {name}"
-            elif not isinstance(value, dict | list | tuple) or value:  # an empty one, as of images where there are none
+            # an empty one, as of images where there are none, says nothing
+            if name not in OUTPUT_FLAGS and (not isinstance(value, dict | list | tuple) or value):
                 return f"the argument {name} may condition keys and values"
         return None
 
@@ -239,7 +236,7 @@ class ArgumentReader:
         """Refuse what would look at padding whose keys and values are not kept.
 
         Raises:
-            CacheArgumentError: the mask shows some; or an output is asked for, under which a model may look at it.
+            CacheArgumentError: the mask shows some.
         """
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
             if shown is None and row.pad:
@@ -251,24 +248,6 @@ class ArgumentReader:
                 raise CacheArgumentError(
                     f"the attention mask shows column {shown} of row {number}, which was padding and has no keys and values; "
                     "pass the mask of all columns, or cache.reset() first"
-                )
-        self.require_outputs(arguments, lacks_padding=lacks_padding(running))
-
-    def require_outputs(self, arguments: Mapping[str, Any], *, lacks_padding: bool) -> None:
-        """Refuse an output under which a model may look at padding.
-
-        Args:
-            lacks_padding: keys and values of it are not kept, of rows that have begun without such an output.
-
-        Raises:
-            CacheArgumentError: such a one is asked for.
-        """
-        for flag in OUTPUT_FLAGS if lacks_padding else ():
-            if arguments.get(flag) and self.changes_with(flag):
-                raise CacheArgumentError(
-                    f"{flag} was asked for, with which attention of this model may see the rows' padding, and keys and values of that "
-                    f"padding are not kept: ask for {flag} from the rows' first forward on, load the model with "
-                    "attn_implementation='eager', or leave it out"
                 )
 
     def _why_other_padding(
@@ -402,12 +381,17 @@ def _miscounted(cache_position: Any, before: int, num_new: int) -> str | None:
     return None if counts_on else "cache_position does not number the columns that are passed"
 
 
-def _other_outputs(arguments: Mapping[str, Any], by_default: Sequence[str], config: Any) -> str | None:
-    """Outputs besides logits that cover all tokens or rows."""
+def _asked_output(arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:
+    """An output beside logits that is asked for, in words: it covers all tokens, and some models compute otherwise with it."""
     for name in OUTPUT_FLAGS:
         value = arguments.get(name)
         if name in by_default if value is None else value:
-            return f"{name} was asked for, which covers all tokens"
+            return f"{name} was asked for"
+    return None
+
+
+def _all_outputs(arguments: Mapping[str, Any], config: Any) -> str | None:
+    """What covers all tokens or rows beside logits."""
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss covers all tokens"
     if arguments.get("return_dict") is False or not getattr(config, "return_dict", True):

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ..call.limits import UNLIMITED, CallLimits
-from ..model.output_flags import OUTPUT_FLAGS
+from ..model.conditioning import OUTPUT_FLAGS
 from .prompt_images import PromptImages
 
 _UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
@@ -17,14 +17,6 @@ _OPTIONS = (
     *("prefill_chunk_size", "pad_token_id", "assistant_early_exit", "use_mtp", *OUTPUT_FLAGS),
 )
 _OF_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-# What `generate` calls between forwards: name -> place among its arguments.
-_CALLED = {
-    "logits_processor": 2,
-    "stopping_criteria": 3,
-    "prefix_allowed_tokens_fn": 4,
-    "streamer": 7,
-    "custom_generate": 10,
-}
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
 
 
@@ -44,7 +36,6 @@ class GenerateArguments:
         num_logits: last columns of the prompt whose logits are asked for.
         pad_token_id: where no mask is passed, a prompt without it has none.
         verifies_drafts: then transformers runs the whole prompt in one forward, whatever `chunk_size` is.
-        calls_back: between its forwards code of its caller's runs.
         outputs: asked for beside logits, by flag.
         passed: tensors and all else, by name, the ids among them as "input_ids".
         is_round: not transformers' `generate`, but a function that may call it, several times or never; nothing is
@@ -66,7 +57,6 @@ class GenerateArguments:
     num_logits: int = 1
     pad_token_id: Any = None
     verifies_drafts: bool = False
-    calls_back: bool = False
     outputs: Mapping[str, bool] = field(default_factory=dict)
     passed: Mapping[str, Any] = field(default_factory=dict)
     is_round: bool = False
@@ -81,7 +71,6 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     ids = kwargs.get("input_ids") if ids is None else ids
     embeddings, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
     crossed = [name for name in cross_inputs(model) if kwargs.get(name) is not None]
-    called = [kwargs.get(name, args[place] if place < len(args) else None) for name, place in _CALLED.items()]
     limits, num_masked, num_given = UNLIMITED, 0, 0
     for prompt, num_dims in ((embeddings, 3), (ids, 2)):
         if isinstance(prompt, Tensor) and prompt.dim() == num_dims:
@@ -103,7 +92,6 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         num_beams=options["num_beams"],
         pad_token_id=options["pad_token_id"],
         verifies_drafts=kwargs.get("assistant_model") is not None or any(map(options.get, _OF_DRAFTS)),
-        calls_back=any(called),
         outputs=dict.fromkeys(filter(options.get, OUTPUT_FLAGS), True),
         passed={**kwargs, "input_ids": ids},
     )

@@ -90,7 +90,7 @@ class Keeping:
         if rows.num_forwards <= 1 and state.was_alone and not self._conditioning.may_change_in_a_forward():
             return True
         reads_devices = not self._store.pool.accelerators
-        digest = self._conditioning.digest(after_forward=state.runs_only_forwards, reads_devices=reads_devices)
+        digest = self._conditioning.digest(reads_devices=reads_devices)
         return bool(digest == state.digest)
 
     def _held_to_the_end(self, rows: Rows) -> bool:
@@ -100,4 +100,4 @@ class Keeping:
             return True
         if rows.num_forwards == 1 and state.was_alone and not self._conditioning.may_change_in_a_forward():
             return True
-        return bool(self._conditioning.digest(after_forward=state.runs_only_forwards) == state.digest)
+        return bool(self._conditioning.digest() == state.digest)

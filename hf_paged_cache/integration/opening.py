@@ -161,7 +161,7 @@ class Opening:
     def _open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         drain(self.store)
         if rows.state is None:
-            rows.state = CallState("forward", UNLIMITED, beams=False, runs_only_forwards=True)
+            rows.state = CallState("forward", UNLIMITED, beams=False)
         rows.state.is_in_step = rows.state.is_in_step or not self._ranks.may_run_more
         may_run_ahead = may_give_way = True
         while True:
@@ -196,7 +196,7 @@ class Opening:
         state.seen = rows.seen
         state.digest, state.resets = conditioning.digest(), self.keeping.resets()
         state.was_alone = not conditioning.may_change_in_a_forward()
-        rows.escaped = rows.escaped or conditioning.learns  # a hook of others may keep them
+        rows.escaped = rows.escaped or conditioning.foreign_code is not None  # a hook of others may keep them
         request, why, seen = self.read(rows, arguments, _NO_ROWS, state.images)
         named, why_unnamed = seen.named(request, self.store.block_size)
         why = why or why_unnamed
@@ -401,7 +401,7 @@ class Opening:
             if held is None or len(held) < len(row.chain):
                 state.chains[row.chain.root] = row.chain
         with self.store.lock:
-            is_warm, num_new = bool(self.store.writing_layers), request.num_new_columns - start
+            is_warm, num_new = self.store.has_run, request.num_new_columns - start
             if self.store.tiers.is_telling(num_new) and (is_warm or not self.store.pool.accelerators):
                 # the first forward warms up, which takes long on an accelerator
                 state.stopwatch = Stopwatch(self.store.pool.accelerators), num_new * len(prompt.running), not is_warm

@@ -23,7 +23,7 @@ from ..model.distributed import least_of_ranks, rank
 from ..store.block_store import BlockStore
 
 # What a rank sends has one length and one layout, whatever it is about: a rank that refuses does not know what the others
-# are about to settle. [refusal, whether the budget is settled, x and -x of each field, numbers]
+# are about to settle. [refusal, x and -x of each field, numbers]
 _NUM_FIELDS = 6
 _NUM_NUMBERS = 128  # settled at once; where there are more, several share a place and get the least of theirs
 _MOST = 2**62
@@ -46,7 +46,7 @@ class Ranks:
 
     Args:
         conditioning: the model, and over whom it is split.
-        store: its budget is settled by all.
+        store: its block size is the same on all.
 
     Attributes:
         is_settled: the next forward runs without another word: `generate` continues after its prompt.
@@ -56,7 +56,6 @@ class Ranks:
         self.is_settled = False
         self._conditioning = conditioning
         self._store = store
-        self._settles_budget = False  # some rank does not know its budget before this forward
 
     @property
     def are_several(self) -> bool:
@@ -93,8 +92,8 @@ class Ranks:
         for at, number in enumerate(numbers):
             places[at % _NUM_NUMBERS] = min(places[at % _NUM_NUMBERS], number)
         marks = [_mark(value) for value in fields.values()] + [0] * (_NUM_FIELDS - len(fields))
-        sent = [_MOST, int(self._store.is_settled), *marks, *(-mark for mark in marks), *places]
-        _, is_budget_settled, *least = self._exchange(sent, mine=None)
+        sent = [_MOST, *marks, *(-mark for mark in marks), *places]
+        _, *least = self._exchange(sent, mine=None)
         lows, highs = least[:_NUM_FIELDS], [-low for low in least[_NUM_FIELDS : 2 * _NUM_FIELDS]]
         if lows != highs:
             comparable = fields if lows[0] == highs[0] else always  # else the other fields are about other things
@@ -109,7 +108,6 @@ class Ranks:
                     f"{', '.join(differs)}; nothing was run"
                 )
             )
-        self._settles_budget = not is_budget_settled
         places = least[2 * _NUM_FIELDS :]
         return [places[at % _NUM_NUMBERS] for at in range(len(numbers))]
 
@@ -130,20 +128,8 @@ class Ranks:
             return
         kind = next((number for number, kind in enumerate(_REFUSALS) if type(error) is kind), 0)
         of_all_ranks(error)
-        sent = [kind * _MAX_RANKS + rank(), *[_MOST] * (1 + 2 * _NUM_FIELDS + _NUM_NUMBERS)]
+        sent = [kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)]
         self._exchange(sent, mine=kind)
-
-    def settled_budget(self) -> int | None:
-        """The most blocks that all ranks can have, once, after a forward before which some rank did not know its budget."""
-        if not self._settles_budget:
-            return None
-        self._settles_budget = False
-        self._store.read_budget()
-        with self._store.lock:
-            most = int(min(self._store.affordable_blocks(), _MOST))
-        for group in self._conditioning.rank_groups:
-            (most,) = least_of_ranks(group, [most])
-        return most
 
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
         """The least of all ranks. Numbers, and what must be the same, only of those that are passed the same tokens.
@@ -156,8 +142,8 @@ class Ranks:
             if group.share_inputs:
                 received = least_of_ranks(group, received)
             else:
-                flags = least_of_ranks(group, [*received[:2], *[_MOST] * (len(received) - 2)])[:2]
-                received = [*flags, *received[2:]]
+                refused = least_of_ranks(group, [received[0], *[_MOST] * (len(received) - 1)])[:1]
+                received = [*refused, *received[1:]]
         if received[0] < _MOST:
             kind, who = divmod(received[0], _MAX_RANKS)
             if kind != mine:

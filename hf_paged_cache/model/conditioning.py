@@ -19,7 +19,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as everywhere
 
-from .. import stacks
 from ..blocks import root_hash
 from ..blocks.roots import Roots
 from ..blocks.sight import Sight
@@ -27,9 +26,7 @@ from ..errors import NotPortableError
 from ..locks import new_lock
 from .distributed import rank_groups, world
 from .fingerprint import NOT_LISTED, REPLACED, Listing, WeightFingerprint
-from .held_values import HeldTensor, HeldValues, Values
 from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, readable_weights
-from .output_flags import OUTPUT_FLAGS, OutputFlags, outputs_of
 from .rope import RopeRegime
 from .state_traits import NO_TRAITS, StateTraits, read_state_traits
 from .support import attention_of, cache_layers, is_foreign, sights_of
@@ -55,6 +52,7 @@ _UNIFORM_PACKAGES = (
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
+OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _MOST_REMEMBERED = 256  # digests that mean nothing to others
 _PLAIN = (bool, int, float, str, list, tuple)
 _REPLACED = sorted(REPLACED)
@@ -72,7 +70,6 @@ class _Look(NamedTuple):
     functions: list[tuple[int, str, Any]]
     settings: _Settings
     switches: tuple[object, ...]
-    held: Values  # by what is not the model's
 
 
 class Conditioning:
@@ -80,6 +77,7 @@ class Conditioning:
 
     Args:
         tried: what a trial has shown of its states; None for a model without any.
+        trusts_hooks: foreign code treats each token alike, whatever its call, as somebody has said.
 
     Attributes:
         roots: what the hashes of blocks begin with, for rows that were computed under it.
@@ -90,12 +88,12 @@ class Conditioning:
         is_shared: blocks leave this process by themselves, so digests mean the same in others where they can. Weights that have
             changed since they were read first are not read again: what they compute stays in this process.
         rank_groups: the processes over which the weights are split, as of the last digest; see `distributed.rank_groups`.
-        learns: functions or layers of others are on its modules, as of the last digest; what they do themselves in a forward is
-            told by a digest after it.
+        foreign_code: what runs in forwards and is neither the model's nor of a library that treats all tokens alike, as of the last
+            digest, in words; None: nothing does. It may heed columns, calls or a state of its own.
     """
 
-    def __init__(self, model: Any, tried: StateTraits | None = None) -> None:
-        self.model = model
+    def __init__(self, model: Any, tried: StateTraits | None = None, *, trusts_hooks: bool = False) -> None:
+        self.model, self._trusts_hooks = model, trusts_hooks
         self.rope = RopeRegime(())
         self.roots = Roots()
         self.is_shared = False
@@ -110,7 +108,6 @@ class Conditioning:
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
         self._checkpointed: list[nn.Module] = []
-        self._output_flags = OutputFlags(model)
         self._configs = _configs(model)
         self._settings = _settings(self._configs)  # as of the last digest
         self.outputs: list[str] = []
@@ -123,25 +120,23 @@ class Conditioning:
         self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
         self._next_number = count(1)
         self._num_suspicions = 0
-        self._held = HeldValues(lambda thing: self._numbers_of([thing])[0])
-        self.learns = False
-        self._layers_of_others: dict[str, nn.Module] = {}  # name -> a layer that is not of the model's package
+        self.foreign_code: str | None = None
+        self._layer_of_others: str | None = None
         self._weights_of: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # digest -> the weights as they were
         self._values = b""  # of samples of weights, and of frequencies, as they were read last
         # As of the last digest: hooks, replaced forwards, layers of others, or weights in files.
         self._runs_foreign_code = False
 
-    def digest(self, *, after_forward: bool = False, reads_devices: bool = True) -> bytes:
+    def digest(self, *, reads_devices: bool = True) -> bytes:
         """What every row of a forward depends on now.
 
         Args:
-            after_forward: nothing but forwards has run since the last digest; see `HeldValues`.
             reads_devices: samples of weights, and frequencies, which waits for their devices; else they count as they were read last.
 
         Cost: passes over flat lists of modules and tensors, 0.5 to 1.2 ms for 290 weights on a CPU, as far as its caches have them; one wait for
         each accelerator. Where blocks are shared, the first one reads all weights.
         """
-        look = self._look(after_forward=after_forward, reads_devices=reads_devices)
+        look = self._look(reads_devices=reads_devices)
         self._weights_of[look.digest] = look.weights
         if len(self._weights_of) > _MOST_REMEMBERED:
             self._weights_of.popitem(last=False)
@@ -183,8 +178,7 @@ class Conditioning:
         """
         if self._runs_foreign_code:
             return True
-        threads = stacks.idents()
-        return len(threads) > 1 and len(threads - _monitors_of_progress()) > 1
+        return threading.active_count() > 1 and sum(not _draws_progress(thread) for thread in threading.enumerate()) > 1
 
     def sights(self) -> dict[int, Sight]:
         """Layer index -> its window, for the layers that have one by the model's config as of the last digest."""
@@ -197,25 +191,6 @@ class Conditioning:
         self._configs = _configs(self.model)
         self._settings = _settings(self._configs)
         return self.sights()
-
-    def changes_with(self, output_flag: str) -> bool:
-        """Whether keys and values may be others where a call asks for this output, as of the last `digest`."""
-        flags = self._output_flags
-        if not flags.is_read(output_flag):
-            return False
-        # not where a forward more would leave other frequencies behind, nor where other processes would have to run it
-        may_try = not self.rope.depends_on_length and not self.rank_groups
-        return flags.changes(output_flag, self._settings, may_try=may_try)
-
-    def try_outputs(self) -> None:
-        """Learn what `changes_with` asks where it may not try it later: where frequencies depend on length. No forward runs yet."""
-        if not RopeRegime(list(self.model.modules())).depends_on_length:
-            return
-        self.digest()
-        with self.rope.put_back():
-            for flag in OUTPUT_FLAGS:
-                if not self.rank_groups and self._output_flags.is_read(flag):
-                    self._output_flags.changes(flag, self._settings, may_try=True)
 
     def bypass(self) -> str | None:
         """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
@@ -232,9 +207,8 @@ class Conditioning:
             return "keys and values depend on what follows them (config.is_causal is False)"
         if is_foreign(attention := self.attention) and attention != self._attention_tried:
             return f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; build another cache"
-        for name in self.outputs:
-            if self.changes_with(name):
-                return f"keys and values of this model depend on {name}, which its config asks for"
+        if self.foreign_code is not None and not self._trusts_hooks:
+            return f"{self.foreign_code} (trust_hooks=True says that it treats each token alike, whatever its call)"
         if (unwatched := self._listing.unwatched) is not None:
             return f"the weight {unwatched} is kept where changes of it cannot be seen"
         for source, passed in self._peft_hooks:
@@ -255,7 +229,7 @@ class Conditioning:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
 
-    def _look(self, *, after_forward: bool = False, reads_devices: bool = True) -> _Look:
+    def _look(self, *, reads_devices: bool = True) -> _Look:
         """The model as it is, counted as in this process."""
         with self._lock:
             listing, changed = self._weights.listing()
@@ -266,17 +240,8 @@ class Conditioning:
             functions = _functions(listing.modules, changed)
             modules, _, things = zip(*functions, strict=True)
             numbers = self._numbers_of(things)
-            of_others = dict(self._layers_of_others)
-            if functions[0][1]:  # a hook of the model itself runs before a forward is looked at, or after it
-                outer = [*self.model._forward_hooks.values(), *self.model._forward_pre_hooks.values()]
-                of_others |= {
-                    f"function {number}": function
-                    for number, (_, where, function) in zip(numbers, functions, strict=True)
-                    if where and function not in outer
-                }
-            held = self._held.read(of_others, listing.modules, after_forward=after_forward) if of_others else []
-        self.learns = bool(of_others)
-        self._runs_foreign_code = bool(listing.files or of_others or functions[0][1])
+        self.foreign_code = _foreign_function(listing.modules, functions) or self._layer_of_others
+        self._runs_foreign_code = bool(listing.files or self.foreign_code or functions[0][1])
         self._peft_hooks = _peft_hooks(self.model, adapters)
         self._configs = configs = _configs(self.model)
         self._settings = settings = _settings(configs)
@@ -284,28 +249,24 @@ class Conditioning:
         self.attention = getattr(configs[-1], "_attn_implementation", None)
         on = [*filter(torch.is_autocast_enabled, listing.device_types)]
         autocast = [*zip(on, map(torch.get_autocast_dtype, on), strict=True)]
-        outputs = [*filter(self._output_flags.is_read, self.outputs)]
-        switches = [*map(adapter_state, adapters)], autocast, outputs
-        state = repr((modules, numbers, switches, settings, held, self._num_suspicions)).encode()
+        switches = [*map(adapter_state, adapters)], autocast
+        state = repr((modules, numbers, switches, settings, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
         if reads_devices:
             self._values = listing.values(rope.static())
         files = listing.files_now() if listing.files else b""
         weights = (listing.structure, self._values, files, changes.tobytes())
-        return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches, held)
+        return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches)
 
     def _follow(self, listing: Listing, processes: Any) -> None:
         """These are the model's modules now, and the processes beside this one."""
         modules = listing.modules
         self.rope = RopeRegime(modules)
-        self._output_flags.follow(modules)
         if self._tried is not None:
             self.state_traits = read_state_traits(modules).joined(self._tried)
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         self._droppers = [module for module in modules if _drops(module)]
-        self._layers_of_others = {
-            f"layer {number}": layer for number, layer in enumerate(modules) if _is_of_others(layer, self.model)
-        }
+        self._layer_of_others = _foreign_layer(modules)
         self._checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
         self.rank_groups = rank_groups(self.model)
         self._listing, self._processes = listing, processes  # last: an interrupt has all of this done again
@@ -334,12 +295,8 @@ class Conditioning:
             if found is None:
                 if self._weights_read is None or self._weights_read[0] != look.weights:
                     self._weights_read = look.weights, digest_of_weights(readable_weights(look.listing))
-                state = look.switches + tuple(look.held)
-                found = identify(look.listing, self.rope, look.functions, look.settings, state, self._weights_read[1])
-                if tensors := [place for place, value in look.held if isinstance(value, HeldTensor)]:
-                    raise NotPortableError(
-                        f"{tensors[0]} is a tensor that is not a weight, and cannot be named for another process"
-                    )
+                read = self._weights_read[1]
+                found = identify(look.listing, self.rope, look.functions, look.settings, look.switches, read)
                 if self._look().digest != look.digest:
                     raise NotPortableError("the model has changed while its weights were read")
                 self._identities[look.digest] = found
@@ -392,22 +349,26 @@ def code_of_others(model: nn.Module) -> str | None:
     Its author may have counted on seeing every token of each call. Libraries that treat all tokens alike are left out.
     """
     modules = list(model.modules())
-    for number, where, function in _functions(modules, range(len(modules))):
+    return _foreign_function(modules, _functions(modules, range(len(modules)))) or _foreign_layer(modules)
+
+
+def _foreign_function(modules: list[nn.Module], functions: Iterable[tuple[int, str, Any]]) -> str | None:
+    """The first of `_functions` that is of nobody who is known to treat all tokens alike, in words."""
+    for number, where, function in functions:
         if where and not _is_neutral(function, modules[max(number, 0)], _UNIFORM_PACKAGES):
             name = getattr(function, "__qualname__", type(function).__qualname__)
             return f"{name} ({_module_name(function)}) hooks or replaces the forward of a {where}"
-    for module in modules:
-        if module._modules and _is_of_others(module, model):
-            return f"a {type(module).__qualname__} ({type(module).__module__}) is round a layer"
     return None
 
 
-def _is_of_others(module: nn.Module, model: nn.Module) -> bool:
-    """Whether a layer is neither of the model's package nor of those that treat all tokens alike, and no layer with a weight."""
-    package = f"{type(module).__module__}."
-    if package.startswith((*_UNIFORM_PACKAGES, f"{type(model).__module__.partition('.')[0]}.")):
-        return False
-    return bool(module._modules) or not (hasattr(module, "weight") or hasattr(module, "qweight"))
+def _foreign_layer(modules: list[nn.Module]) -> str | None:
+    """The first layer round another one that is neither of the model's package nor of a library that treats all tokens alike."""
+    own = f"{type(modules[0]).__module__.partition('.')[0]}."
+    for module in modules:
+        package = f"{type(module).__module__}."
+        if module._modules and not package.startswith((*_UNIFORM_PACKAGES, own)):
+            return f"a {type(module).__qualname__} ({type(module).__module__}) is round a layer"
+    return None
 
 
 def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
@@ -422,10 +383,9 @@ def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, 
     ]
 
 
-def _monitors_of_progress() -> set[int | None]:
-    """The threads that progress bars of tqdm leave behind, such as that of loading a model: they redraw bars, no more."""
-    kind = getattr(sys.modules.get("tqdm"), "TMonitor", ())
-    return {thread.ident for thread in threading.enumerate() if isinstance(thread, kind)}
+def _draws_progress(thread: threading.Thread) -> bool:
+    """Whether a progress bar of tqdm has left this thread behind, such as that of loading a model: it redraws bars, no more."""
+    return isinstance(thread, getattr(sys.modules.get("tqdm"), "TMonitor", ()))
 
 
 def _watched(thing: Any, on_end: Callable[[Any], Any]) -> Any:
@@ -461,6 +421,11 @@ def _module_name(function: Any) -> str:
     function = getattr(function, "__func__", function)
     written = getattr(function, "__globals__", None)
     return str(written["__name__"]) if written is not None else type(function).__module__
+
+
+def outputs_of(configs: Iterable[Any]) -> list[str]:
+    """The outputs that a model's configs ask for in all calls."""
+    return sorted({name for config in configs for name in OUTPUT_FLAGS if getattr(config, name, None)})
 
 
 def _configs(model: Any) -> tuple[Any, ...]:

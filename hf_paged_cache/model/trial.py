@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from .probing import (
     undisturbed,
 )
 from .state_traits import EVERY_PAD, StateTraits, read_state_traits
-from .support import cache_layers, has_state, is_no_decoder, keys_of, names_of, other_version, quoted, states_of, takes
+from .support import cache_layers, has_state, is_no_decoder, names_of, other_version, quoted, states_of, takes
 
 Numbering = Literal["columns", "tokens"]
 _STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
@@ -61,8 +61,8 @@ class Failure(NamedTuple):
     was_tried: bool = True  # False: it does not run on token ids alone, or no logit is finite
 
 
-# Models that passed, and their layers in which nothing was written; those that failed are tried again: they may have been mended.
-_continuable: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+# Models that passed; those that failed are tried again: they may have been mended.
+_continuable: WeakSet[nn.Module] = WeakSet()
 _seen: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what their states were seen to heed
 
 
@@ -114,13 +114,8 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
             except Exception as error:  # noqa: BLE001 (a model may raise anything)
                 what = "continued after a cache" if was_run else "run on token ids alone"
                 return Failure(f"it cannot be {what} ({quoted(error)})", was_run)
-    _continuable[model] = frozenset(index for index, layer in enumerate(cache.layers) if not keys_of(layer))
+    _continuable.add(model)
     return Failure("")
-
-
-def unwritten_layers(model: PreTrainedModel) -> frozenset[int]:
-    """Layers in which tokens alone write no keys and values, such as cross attention; none of a model that was not tried."""
-    return _continuable.get(model, frozenset())
 
 
 def state_traits(model: PreTrainedModel) -> StateTraits | None:

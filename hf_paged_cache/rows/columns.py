@@ -22,7 +22,7 @@ from . import memory
 from .indexed import positions_of
 from .kinds import LayerKinds
 from .layers import Reads, RowsLayer, room_for
-from .memory import Columns, Stream, Streams
+from .memory import Columns, Streams
 from .shared import Looks, Seen, SharedColumns, SquareReads
 from .states import RowStates
 from .windows import WindowColumns
@@ -219,11 +219,6 @@ class RowsColumns(Cache):
         if any(has_keys(layer) and layer.get_seq_length() for layer in self.layers):
             return True
         return any(any(self.layers[at].has_previous_state.values()) for at in self.kinds.num_states)
-
-    def written_streams(self) -> frozenset[Stream]:
-        """The streams that the last forward has written."""
-        written = [layer for layer in self.layers if layer.held is not None and layer.n == self.n]
-        return frozenset((layer.layer_idx, name) for layer in written for name, _ in layer.named())
 
     def make_room(self, num_columns: int, wanted: int) -> None:
         """Let memory that lies together hold so many columns."""

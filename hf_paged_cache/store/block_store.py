@@ -6,14 +6,14 @@ and no forwards. Whoever changes block tables holds `lock`.
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 
-from ..blocks import BlockHash, BlockTable, Group, PrefixCachingBlockAllocator, Sight
+from ..blocks import BlockTable, Group, PrefixCachingBlockAllocator, Sight
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool, GroupTensors, Slab
 from ..kv.transfers import Transfer
@@ -54,7 +54,6 @@ class BlockStore:
         dtype: of the model, with which that was reckoned; see `follow_dtype`.
         measure_layers: layer index -> where its keys and values lie, and their bytes for one token; runs a forward.
         tiers: see `LowerTiers`.
-        unwritten_layers: those that were seen to write nothing for tokens alone.
 
     Attributes:
         max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
@@ -78,7 +77,6 @@ class BlockStore:
         measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
         eviction: str = "reuse",
-        unwritten_layers: Collection[int] = (),
     ) -> None:
         if num_blocks is not None and num_blocks < 2:
             raise CacheArgumentError(
@@ -101,14 +99,12 @@ class BlockStore:
         self.first_device = first_device
         self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
         self._measure_layers = measure_layers
-        self._unwritten_layers = unwritten_layers
         self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
         self._budget_bytes: dict[torch.device, int] = {}  # of keys and values, by what was free
         self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
         self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
-        # (layer, name) of what every forward writes; empty before the first
-        self.writing_layers: frozenset[tuple[int, str]] = frozenset()
+        self.has_run = False  # a forward has returned
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # None: of all salts
         self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
@@ -296,17 +292,13 @@ class BlockStore:
         with self.lock:
             self._budget_bytes = budget
 
-    def settle_budget(self, most: int | None = None) -> None:
-        """Once it is known how large a block is, and after `read_budget`: fix the most blocks there can be.
-
-        Args:
-            most: that other processes can have, too.
-        """
+    def settle_budget(self) -> None:
+        """Once it is known how large a block is, and after `read_budget`: fix the most blocks there can be."""
         if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
             admitted = self.allocator.num_blocks
             if self.windows.are_all:
                 admitted = max(group.num_blocks for group in self.windows.groups)
-            promised = max(admitted, int(affordable) if most is None else most)
+            promised = max(admitted, int(affordable))
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
@@ -334,12 +326,6 @@ class BlockStore:
     def window_slabs(self) -> dict[Sight, list[Slab]]:
         """The same of the window blocks of layers with each window."""
         return {group.sight: self.pool.groups[group.name].slabs() for group in self.windows.groups}
-
-    def may_write(self, layer_idx: int) -> bool:
-        """Whether forwards write keys and values in this layer; before the first has returned, those that may be one."""
-        if not self.writing_layers:
-            return layer_idx not in self._unwritten_layers
-        return any(layer == layer_idx for layer, _ in self.writing_layers)
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
         """An empty table of this store's blocks."""
@@ -485,13 +471,6 @@ class BlockStore:
     def resets_of(self, salt: bytes) -> tuple[int, int]:
         """How often all was forgotten, and what is of a salt: what was computed before is not to be kept after."""
         return self._num_resets[None], self._num_resets[salt]
-
-    def forget_blocks(self, block_hashes: Iterable[BlockHash], salt: bytes) -> None:
-        """Let nobody hit these blocks of a salt any more, in whatever tier, nor resume after them."""
-        self.allocator.forget(block_hashes, salt)
-        self.states.kept.settle()  # before a block gets one of these hashes again
-        if self.tiers.tiers:
-            self.tiers.forget(block_hashes, salt)
 
     def forget(self, salt: bytes) -> None:
         """Forget every cached block of a salt and drop its pins; where nobody has a block then, give the memory back.
