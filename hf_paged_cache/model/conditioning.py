@@ -39,15 +39,20 @@ _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dy
 # Those of these change what a layer computes, but for every token alike, and nobody reads what they have seen.
 _UNIFORM_PACKAGES = (
     *_NEUTRAL_PACKAGES,
-    "accelerate.",
-    "compressed_tensors.",
-    "deepspeed.",
-    "kernels.",
-    "liger_kernel.",
-    "optimum.",
-    "torch.",
-    "torchao.",
-    "trl.",
+    *("accelerate.", "deepspeed.", "liger_kernel.", "kernels.", "optimum.", "torch.", "trl."),
+    *(
+        "apex.",
+        "causal_conv1d.",
+        "einops.",
+        "fla.",
+        "flash_attn.",
+        "mamba_ssm.",
+        "timm.",
+        "torchaudio.",
+        "torchvision.",
+        "xformers.",
+    ),
+    *("awq.", "bitsandbytes.", "compressed_tensors.", "gptqmodel.", "hqq.", "torchao."),
 )
 _NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
@@ -362,12 +367,14 @@ def _foreign_function(modules: list[nn.Module], functions: Iterable[tuple[int, s
 
 
 def _foreign_layer(modules: list[nn.Module]) -> str | None:
-    """The first layer round another one that is neither of the model's package nor of a library that treats all tokens alike."""
+    """The first layer of somebody else, round others or without a weight, so that it may compute with what nobody watches, in words."""
     own = f"{type(modules[0]).__module__.partition('.')[0]}."
     for module in modules:
         package = f"{type(module).__module__}."
-        if module._modules and not package.startswith((*_UNIFORM_PACKAGES, own)):
-            return f"a {type(module).__qualname__} ({type(module).__module__}) is round a layer"
+        has_weight = not module._modules and (hasattr(module, "weight") or hasattr(module, "qweight"))
+        if not has_weight and not package.startswith((*_UNIFORM_PACKAGES, own)):
+            where = "round a layer" if module._modules else "among the layers"
+            return f"a {type(module).__qualname__} ({type(module).__module__}) is {where}"
     return None
 
 
