@@ -44,12 +44,12 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
         CacheArgumentError: it is something else, or several rows, or has padding.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
     """
-    opening = cache._calls.opening
+    asking = cache._calls.opening.asking
     if not isinstance(given, Mapping):
         tokens = array("q", one_sequence(what, given))
         return AskedPrompt(
             RowInput(tokens, 0, 0, _root_of(cache, len(tokens)), salt=cache.cache_salt),
-            why_whole=opening.why_in_general(),
+            why_whole=asking.why_in_general(),
         )
     if "input_ids" not in given:
         raise CacheArgumentError(f"{what} has {', '.join(map(str, given)) or 'nothing'}; give it with its input_ids")
@@ -59,13 +59,13 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
         raise CacheArgumentError(f"{what} has padding; give one row without it")
     root = _root_of(cache, len(tokens))  # refuses where asking would change frequencies
     if not cache.store.placeholders and not given.keys() - {"input_ids", "attention_mask"}:
-        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=opening.why_in_general())
+        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=asking.why_in_general())
     if not isinstance(given["input_ids"], Tensor) or given["input_ids"].dim() != 2:
         raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
     with cache.store.conditioning.rope.put_back():
         request = cache._side_rows.request_of(given)
     (row,) = request.rows
-    return AskedPrompt(row, given, request.bypass or opening.why_in_general())
+    return AskedPrompt(row, given, request.bypass or asking.why_in_general())
 
 
 def _root_of(cache: AskedCache, num_tokens: int) -> bytes:

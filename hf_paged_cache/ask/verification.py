@@ -109,7 +109,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
 
 
 def _require_comparable(cache: AskedCache) -> None:
-    why = cache._calls.opening.why_in_general()
+    why = cache._calls.opening.asking.why_in_general()
     if cache.store.conditioning.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
     elif not cache._ranks.may_run_more:

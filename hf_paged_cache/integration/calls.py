@@ -35,6 +35,7 @@ from ..rows.columns import Prompt
 from ..rows.layers import SPARE
 from ..rows.rows import Rows
 from ..rows.shared import SharedColumns
+from .asking import GRADIENTS, num_shown
 from .begin import (
     NO_CACHE_WANTED,
     another_model,
@@ -51,7 +52,7 @@ from .current import Current
 from .forward_arguments import shape_of
 from .generate_arguments import GenerateArguments
 from .keeping import Keeping
-from .opening import GRADIENTS, Opening, num_shown
+from .opening import Opening
 from .ranks import Ranks
 from .store_parts import StoreParts
 
@@ -74,6 +75,7 @@ class Calls:
         self.keeping = Keeping(self.store, self.conditioning, salt)
         self._images = parts.image_inputs
         self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
+        self._ranks = ranks
         self.opening = self._opening = Opening(self, parts, salt, self.keeping, counters, ranks)
 
     def capture(self, capturing: Capturing) -> None:
@@ -240,7 +242,7 @@ class Calls:
         try:
             return self._go_on(rows, arguments)
         except PagedCacheError as error:
-            self._opening.tell_refusal(rows, error)
+            self._tell_refusal(rows, error)
             raise
 
     def _go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -254,11 +256,12 @@ class Calls:
         if rows.why_bypassed is None:
             if not rows.in_generate:
                 self.keeping.keep(rows, rows.n, held=True)  # as was looked when the last forward had returned
-            request, why, _ = self._opening.read(rows, arguments, running_rows(rows), rows.state.images)
+            request, why, _ = self._opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
             if rows.chunks is not None:
                 self._go_on_in_chunks(rows, request, why)
             if not rows.in_generate:
-                self._opening.agree_to_go_on(rows, request)
+                self._ranks.is_settled = False
+                self._ranks.settle(rows, request)
             why = why or (GRADIENTS if torch.is_grad_enabled() else None)
             if why is None:
                 self._follow_padding(rows, request)
@@ -274,7 +277,7 @@ class Calls:
             return arguments
         if is_prompt:
             if not rows.in_generate:
-                self._opening.require_filled(arguments, rows.get_seq_length())
+                self._opening.asking.require_filled(arguments, rows.get_seq_length())
             num_rows, num_new = shape_of(arguments, rows.get_seq_length())
             self._count_more(rows, _shown(arguments, num_rows, num_new))
             if rows.chunks is not None:  # the next chunk comes
@@ -290,7 +293,7 @@ class Calls:
         """
         state, stop = rows.state, rows.n + request.num_new_columns
         if not rows.num_forwards:
-            inputs = self._opening.with_roots(state, request, self.conditioning.adapter_names())
+            inputs = self._opening.asking.with_roots(state, request, self.conditioning.adapter_names())
             state.chunked.require(replace(request, rows=tuple(inputs), bypass=why_bypassed), rows.n)
         rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
 
@@ -298,7 +301,7 @@ class Calls:
         """A row that has had nothing but padding may get more of it: it begins further right."""
         if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
             adapters = self.conditioning.adapter_names()
-            inputs = self._opening.with_roots(rows.state, request, adapters)
+            inputs = self._opening.asking.with_roots(rows.state, request, adapters)
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
 
     def confirm(self, rows: Rows, output: Any) -> Any:
@@ -375,6 +378,12 @@ class Calls:
             self.store.sharing.add(rows)
 
     # Their parts.
+
+    def _tell_refusal(self, rows: Rows, error: PagedCacheError) -> None:
+        """A forward of a loop is refused, which other ranks are told."""
+        if not rows.in_generate:
+            self._ranks.is_settled = False
+            self._ranks.tell_refusal(error)
 
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
         """More of a prompt runs in rows that have begun."""

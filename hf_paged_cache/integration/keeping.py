@@ -30,7 +30,9 @@ class Keeping:
             held: whether the model is what it was as the rows began.
         """
         rows.judge(stop, held=held)
-        if rows.state is not None and rows.state.resets != self.resets():
+        with self._store.lock:
+            resets = self._store.resets_of(self._salt)
+        if rows.state is not None and rows.state.resets != resets:
             rows.is_whole = False  # what was computed before is to be forgotten
         state, stop = rows.state, min(stop, rows.num_true_columns)
         chains = {} if state is None else state.chains
@@ -77,11 +79,6 @@ class Keeping:
             most, in_use = self._store.max_num_blocks, self._store.allocator.num_blocks_in_use
             has_grown = self._store.pool.all.capacity != shared.num_pool_blocks
         return bool(shared.leases) and (has_grown or (most is not None and 2 * in_use > most))
-
-    def resets(self) -> tuple[int, int]:
-        """See `BlockStore.resets_of`."""
-        with self._store.lock:
-            return self._store.resets_of(self._salt)
 
     def held_so_far(self, rows: Rows) -> bool:
         """Whether the model is what it was as the rows began."""

@@ -6,9 +6,10 @@ that `generate` adds. Refuses, on all ranks, what one refuses, and forwards that
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..blocks.tokens import TokenIds
+from ..call.request import ForwardRequest
 from ..errors import (
     BlockStateError,
     CacheArgumentError,
@@ -110,6 +111,42 @@ class Ranks:
             )
         places = least[2 * _NUM_FIELDS :]
         return [places[at % _NUM_NUMBERS] for at in range(len(numbers))]
+
+    def settle(
+        self, rows: Any, request: ForwardRequest, numbers: Sequence[int] = (), *, is_kept: bool = True
+    ) -> Sequence[int]:
+        """Settle a forward of rows, where ranks are passed the same tokens: once a call, and each time in a loop.
+
+        Args:
+            numbers: of each row that runs, what is known of it, in tokens.
+            is_kept: it may reuse and keep something here.
+
+        Returns:
+            what is known of each everywhere.
+
+        Raises:
+            PagedCacheError: a rank has refused the forward, or is passed something else.
+        """
+        state = rows.state
+        if not self.start_together:
+            return numbers
+        same = {
+            "the token ids": tokens_as_bytes([row.token_ids for row in request.rows]),
+            "the columns, padding or positions": [
+                (rows.n, request.num_new_columns),
+                [(row.pad, row.first_position, row.num_hidden) for row in request.rows],
+            ],
+            "the arguments of generate": [
+                (rows.in_generate, state.is_in_step, sorted(state.limits.end_of_sequence)),
+                (state.limits.num_prompt_columns, state.limits.max_columns, state.limits.num_rows),
+            ],
+            "what is asked of the forward": [
+                (request.num_logits_needed, is_kept, request.keep_columns is None, request.may_alias),
+            ],
+        }
+        least = self.agree("a forward", same, numbers)
+        self.is_settled = True
+        return least
 
     def tell_refusal(self, error: BaseException, *, always: bool = False) -> None:
         """This rank raises before its forward has been settled: the others are told, and raise, too.

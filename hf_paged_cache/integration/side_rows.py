@@ -128,7 +128,7 @@ class SideRows:
             inputs: see `generate`.
         """
         cache = self._cache()
-        cache._calls.opening.reads_only = True
+        cache._calls.opening.asking.reads_only = True
         try:
             with self._deltas.unchanged(), torch.no_grad():
                 self.model.generate(**{**inputs, **FIRST_TOKEN, "past_key_values": cache})

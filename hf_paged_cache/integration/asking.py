@@ -1,0 +1,200 @@
+"""What forwards ask for, under the model as it is: their rows with prefix keys, or why they reuse and keep nothing."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from ..blocks.roots import RootFacts
+from ..blocks.sight import Sight
+from ..call.call_state import CallState
+from ..call.request import ForwardRequest, RequestRead, RowInput
+from ..errors import CacheArgumentError
+from ..rows.rows import Rows
+from .begin import RunningRows
+from .chunked_prompt import IN_CHUNKS
+from .image_inputs import Seen
+from .prompt_images import PromptImages
+from .ranks import Ranks
+from .store_parts import StoreParts
+
+GRADIENTS = (
+    "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
+)
+_POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
+_NO_ROWS = RunningRows(0, [])  # of a first forward
+
+
+class Prompt(NamedTuple):
+    """What a first forward asks for.
+
+    Attributes:
+        running: the rows that run; equal ones are one.
+        members: row that runs -> the row of the batch that it is.
+        copies: row of the batch -> the row that runs for it.
+        adapters: of each row of the batch, where PEFT was told.
+        seen: its images.
+    """
+
+    request: ForwardRequest
+    running: Sequence[RowInput]
+    members: Sequence[int]
+    copies: Sequence[int]
+    adapters: list[str] | None
+    may_alias: bool
+    seen: Seen
+
+
+class Asking:
+    """Reads the forwards of one cache.
+
+    Args:
+        parts: what calls share with all others of the store.
+        salt: part of every root, and the namespace of the blocks.
+        ranks: the processes that share the model.
+
+    Attributes:
+        reads_only: a first forward is not to run, and what it asks for is raised as RequestRead.
+    """
+
+    def __init__(self, parts: StoreParts, salt: bytes, ranks: Ranks) -> None:
+        self.reads_only = False
+        self._store, self._conditioning, self._salt, self._ranks = parts.blocks, parts.conditioning, salt, ranks
+        self._reader, self._image_inputs = parts.argument_reader, parts.image_inputs
+        self._placeholders = parts.placeholders
+
+    def first(self, rows: Rows, arguments: Mapping[str, Any]) -> tuple[Prompt, str | None]:
+        """What a first forward asks for, under the model as it is; and why it reuses and keeps nothing, if it does."""
+        state, conditioning, store = rows.state, self._conditioning, self._store
+        state.seen = rows.seen
+        state.digest = conditioning.digest()
+        with store.lock:
+            state.resets = store.resets_of(self._salt)
+        state.was_alone = not conditioning.may_change_in_a_forward()
+        rows.escaped = rows.escaped or conditioning.foreign_code is not None  # a hook of others may keep them
+        request, why, seen = self.read(rows, arguments, _NO_ROWS, state.images)
+        named, why_unnamed = seen.named(request, self._store.block_size)
+        why = why or why_unnamed
+        request = replace(request, rows=tuple(named), has_images=seen.images is not None)
+        adapters = conditioning.adapter_names()
+        if why is None and not rows.kinds.sights == self.sights() == self._store.windows_now():
+            why = "layers have other windows than before, or calls with the windows of before hold blocks"
+        why = why or self._why_bypassed(adapters, len(request.rows))
+        if state.chunked is not None:
+            why = why or state.chunked.why_bypassed(request, self._store.block_size)
+        if why is not None:
+            if self.reads_only:
+                raise RequestRead(replace(request, bypass=why))
+            return Prompt(request, (), (), (), adapters, may_alias=False, seen=seen), why
+        if state.chunked is not None:
+            request = replace(request, keep_columns=request.keep_columns or IN_CHUNKS, may_alias=False)
+        request = self._follow_length(state, request)
+        inputs = self.with_roots(state, request, adapters)
+        if self.reads_only:
+            raise RequestRead(replace(request, rows=tuple(inputs)))
+        may_alias = request.may_alias and adapters is None
+        members, copies = _distinct(inputs) if may_alias else ([*range(len(inputs))], [*range(len(inputs))])
+        return Prompt(request, [inputs[at] for at in members], members, copies, adapters, may_alias, seen), None
+
+    def read(
+        self, rows: Rows, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None = None
+    ) -> tuple[ForwardRequest, str | None, Seen]:
+        """What a forward asks for; why it reuses and keeps nothing, if its arguments say so; and its images.
+
+        Args:
+            running: the rows that resume; none for a first forward.
+            images: that `generate` was passed; None: they are among the arguments.
+
+        Raises:
+            CacheArgumentError: the arguments contradict each other.
+        """
+        if not rows.in_generate:
+            self.require_filled(arguments, running.num_columns)
+        seen = self._image_inputs.see(arguments, running, images)
+        request = self._reader.read(
+            seen.plain,
+            running,
+            in_generate=rows.in_generate,
+            records_drafts=rows.records_drafts,
+            by_default=self._conditioning.outputs,
+        )
+        return request, seen.why_whole or request.bypass, seen
+
+    def require_filled(self, arguments: Mapping[str, Any], before: int) -> None:
+        """Refuse a forward of a prompt that has placeholders which nothing fills.
+
+        Args:
+            before: columns of the rows that resume.
+
+        Raises:
+            CacheArgumentError: it does.
+        """
+        ids = arguments.get("input_ids") if self._placeholders.kinds else None
+        if ids is None or (before and ids.shape[-1] == 1):  # a model may generate the id of a placeholder
+            return
+        unfilled = self._placeholders.unfilled(arguments, before)
+        if unfilled is not None:
+            raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}, or call the model without this cache")
+
+    def _follow_length(self, state: CallState, request: ForwardRequest) -> ForwardRequest:
+        """Where rotary frequencies depend on length, the model gets those of the prompt, which are a part of the rows' prefix keys."""
+        rope, last = self._conditioning.rope, request.num_new_columns - 1
+        if not rope.depends_on_length:
+            state.regime = b""
+            return request
+        state.regime = rope.at(last if request.max_position is None else request.max_position)
+        largest = max(row.first_position + last - row.pad for row in request.rows)
+        if request.keep_columns is None and (request.max_position or 0) > largest:
+            return replace(request, keep_columns=_POSITIONS_OF_PADDING)
+        return request
+
+    def with_roots(self, state: CallState, request: ForwardRequest, adapters: list[str] | None) -> list[RowInput]:
+        """The rows of the batch under their prefix keys."""
+        inputs, chunked = [], state.chunked
+        for number, row in enumerate(request.rows):
+            counted_from = row.pad
+            if self._reader.takes_positions:
+                counted_from = self._conditioning.state_traits.root_padding(row.pad)
+            adapter = "" if adapters is None else adapters[number]
+            regime = state.regime if chunked is None else state.regime + chunked.shape_of(number, request)
+            facts = RootFacts(state.digest, self._salt, regime, adapter, counted_from, row.first_position)
+            inputs.append(row._replace(root=self._conditioning.roots.of(facts), salt=self._salt))
+        return inputs
+
+    def why_in_general(self) -> str | None:
+        """Why rows reuse and keep nothing, as the model is now, whatever they are; None: they may."""
+        if (why := self._conditioning.bypass()) is not None:
+            return why
+        if self._store.states and self._ranks.are_several:
+            return "layers carry states, and other processes share the model"
+        return None
+
+    def _why_bypassed(self, adapters: list[str] | None, num_rows: int) -> str | None:
+        if (why := self.why_in_general()) is not None:
+            return why
+        if adapters is not None and len(adapters) != num_rows:
+            return f"{len(adapters)} adapter names were given for {num_rows} rows; pass one for each row"
+        return GRADIENTS if torch.is_grad_enabled() else None
+
+    def sights(self) -> Mapping[int, Sight]:
+        """Layer index -> its window. Ranks settle what each knows in tokens, without a look at windows, so there are none."""
+        return {} if self._ranks.are_several else self._conditioning.sights()
+
+
+def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
+    """Rows that differ, by their numbers; and for each row the place among these of the one that is equal to it."""
+    places: dict[tuple[bytes, int, bytes], int] = {}
+    members, copies = list[int](), list[int]()
+    for number, row in enumerate(rows):
+        key = (row.root, row.pad, row.token_ids.tobytes())
+        if key not in places:
+            places[key] = len(members)
+            members.append(number)
+        copies.append(places[key])
+    return members, copies
+
+
+def num_shown(request: ForwardRequest) -> list[int]:
+    """Tokens of each row that its mask shows."""
+    return [len(row.token_ids) - row.num_hidden for row in request.rows]
