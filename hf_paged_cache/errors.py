@@ -43,7 +43,7 @@ class OutOfBlocksError(PagedCacheError):
 
 
 class CacheBusyError(PagedCacheError):
-    """Raised when rows that run, or may resume, are in the way: of a reset, or in the pool of a second call on the cache.
+    """Raised when rows that run, or may resume, are in the way of a reset; or when two threads run one cache where each must wait.
 
     Examples:
         >>> import torch
@@ -101,8 +101,8 @@ class NotPortableError(PagedCacheError):
     """Raised when keys and values cannot leave their process: what they depend on has no name elsewhere, such as a hook.
 
     Examples:
-        >>> hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: None)
         >>> _ = cache.prefill(inputs["input_ids"])
+        >>> hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: None)
         >>> try:
         ...     cache.store.save(folder)
         ... except NotPortableError as error:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from .ask.scoring import Tokens, may_score_together, score_contexts
 from .cache import PagedPrefixCache
-from .errors import CacheArgumentError, OutOfBlocksError
+from .errors import CacheArgumentError
 from .programs.program import running_program
 
 logger = logging.getLogger("lm_eval")
@@ -109,22 +109,11 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _scores(self, wanted: list[tuple[Tokens, list[Tokens]]], size: int) -> list[list[tuple[float, bool]]]:
-        """Of each context its continuations' scores. What does not fit runs in smaller batches, and at last without the cache."""
-        try:
-            with torch.autocast(
-                self.device.type, self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
-            ):
-                scores = score_contexts(self.cache, wanted, batch_size=size, dtype=self.softmax_dtype)
-            return [[(score.total, score.is_greedy) for score in of_one] for of_one in scores]
-        except OutOfBlocksError:
-            half = len(wanted) // 2
-            if half:
-                return self._scores(wanted[:half], size) + self._scores(wanted[half:], size)
-            if size > 1:
-                return self._scores(wanted, 1)
-        ((context, continuations),) = wanted
-        alone = [(None, [*context], [*continuation]) for continuation in continuations]
-        return [super()._loglikelihood_tokens(alone, disable_tqdm=True, override_bs=1)]
+        """Of each context its continuations' scores."""
+        is_mixed = self.mixed_precision_dtype is not None
+        with torch.autocast(self.device.type, self.mixed_precision_dtype, enabled=is_mixed):
+            scores = score_contexts(self.cache, wanted, batch_size=size, dtype=self.softmax_dtype)
+        return [[(score.total, score.is_greedy) for score in of_one] for of_one in scores]
 
     def _num_rows(self) -> int:
         return int(self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)

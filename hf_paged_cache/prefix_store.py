@@ -68,8 +68,7 @@ class PrefixStore:
         max_bytes: instead of `num_blocks`, the most bytes of keys, values, snapshots and static rows, as a number or as "4GB" or "4GiB"; a
             forward of one token measures what a block needs. Without either: blocks take at most half of the memory that is free on each device with layers of the model (on a host:
             available, or left of the container's limit), less what other stores of this process may still take. That is read
-            after the first forward; where the first call may get more than 1,024 tokens, before it, and then, too, a forward of
-            one token measures what a block needs.
+            after the first forward.
         host_bytes: of pinned host memory, into which evicted blocks go and from which they come back; for models on an
             accelerator. 0: none.
         disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory

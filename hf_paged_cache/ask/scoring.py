@@ -119,7 +119,6 @@ def score(
 
     Raises:
         CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing; nothing has changed.
-        OutOfBlocksError: a forward does not fit; a smaller `batch_size` needs fewer blocks.
 
     Examples:
         >>> context = tokenizer("Question: What is one and one? Answer:").input_ids

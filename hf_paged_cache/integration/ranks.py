@@ -115,7 +115,8 @@ class Ranks:
     def settle(
         self, rows: Any, request: ForwardRequest, numbers: Sequence[int] = (), *, is_kept: bool = True
     ) -> Sequence[int]:
-        """Settle a forward of rows, where ranks are passed the same tokens: once a call, and each time in a loop.
+        """Settle a forward of rows, once a call, and each time in a loop: what is known of them where ranks are passed the same
+        tokens, and everywhere that no rank refuses it.
 
         Args:
             numbers: of each row that runs, what is known of it, in tokens.
@@ -128,7 +129,7 @@ class Ranks:
             PagedCacheError: a rank has refused the forward, or is passed something else.
         """
         state = rows.state
-        if not self.start_together:
+        if not self.are_several:
             return numbers
         same = {
             "the token ids": tokens_as_bytes([row.token_ids for row in request.rows]),

@@ -1,7 +1,6 @@
 """One batch of a job on the model: its rows padded into one `generate`, and what comes back cut into completions.
 
-A batch that does not fit is run in halves, and a row that does not fit alone without the store, so no prompt is lost for want
-of memory. Owns no order and no file.
+A batch for which there is no memory is run in halves. Owns no order and no file.
 """
 
 import hashlib
@@ -25,7 +24,7 @@ from transformers import (
 )
 
 from ..cache import PagedPrefixCache
-from ..errors import CacheArgumentError, OutOfBlocksError
+from ..errors import CacheArgumentError
 from ..model.identity import sampled_digest
 from ..model.placeholders import Placeholders
 from ..model.probing import input_device
@@ -160,26 +159,23 @@ class BatchCalls:
             half = len(numbers) // 2
             if done.isdisjoint(numbers):
                 try:
-                    yield self._run(numbers, tokens, self.cache)
+                    yield self._run(numbers, tokens)
                     continue
-                except OutOfBlocksError:
-                    if not half:
-                        yield self._run(numbers, tokens, None)
-                        continue
                 except torch.OutOfMemoryError:
                     if not half:
                         raise
             waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
 
-    def _run(self, rows: list[int], prompts: list[Sequence[int]], cache: PagedPrefixCache | None) -> Record:
-        num_bypassed = 0 if cache is None else cache.stats().num_bypassed_calls
+    def _run(self, rows: list[int], prompts: list[Sequence[int]]) -> Record:
+        cache = self.cache
+        num_bypassed = cache.stats().num_bypassed_calls
         done = self.answer(rows, prompts, cache)
         texts, count = done.texts, self._num_returned
         num_tokens = sum(map(len, prompts))
-        is_bypassed = cache is None or cache.stats().num_bypassed_calls > num_bypassed
+        is_bypassed = cache.stats().num_bypassed_calls > num_bypassed
         counts = {
             "prompt_tokens": num_tokens,
-            "computed_tokens": num_tokens if cache is None else min(num_tokens, cache.last_call.computed_tokens),
+            "computed_tokens": min(num_tokens, cache.last_call.computed_tokens),
             "new_tokens": sum(map(len, done.token_ids)),
             "seconds": done.seconds,
             "prefill_seconds": done.first_token_seconds,

@@ -101,13 +101,13 @@ def generate_all(
     Prompts run in the order of their prefix tree, in batches of rows of about the same length. With greedy search each
     completion is that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a row, with any cache. Samples (`do_sample`, here or in the model's `generation_config`) are
     drawn a batch at a time: they follow from `seed` and the batch, so the same job has the same ones, interrupted or not, if
-    the pool has room for as many rows; a prompt alone has others. A batch that does not fit into the pool runs in halves.
+    the pool has room for as many rows; a prompt alone has others. A batch for which there is no memory runs in halves.
 
     With `out`, each batch that is done is in a journal beside that file (`OUT.journal`) before the next one runs. The same
     call resumes where an earlier one was interrupted or killed: no prompt runs twice, and none is lost. When all are done the journal
     goes, and a record (`OUT.done`) says whose output it is: by it the same call, made again, finds that nothing is left to do.
 
-    A prompt that does not fit into the pool alone runs without it; a line in the log (`hf_paged_cache`, WARNING) says so at once.
+    Where calls reuse and keep nothing, as under a hook, a line in the log (`hf_paged_cache`, WARNING) says so at once.
 
     Args:
         tokenizer: the model's; for images its processor. A chat goes through the chat template, with the beginning of an answer.

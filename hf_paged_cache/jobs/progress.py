@@ -10,7 +10,6 @@ from tqdm.auto import tqdm
 
 from ..wording import counted
 from .journal import Record
-from .summary import MORE_BLOCKS
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -56,7 +55,7 @@ class _Lines:
 
 
 def warn_of_bypassed(record: Record, num_bypassed: int) -> None:
-    """Say at once that a batch ran without the pool; of many such, whenever they have doubled.
+    """Say at once that a batch reused and kept nothing; of many such, whenever they have doubled.
 
     Args:
         num_bypassed: prompts that did, with this batch's.
@@ -67,5 +66,5 @@ def warn_of_bypassed(record: Record, num_bypassed: int) -> None:
     so_far = "" if num_bypassed == len(record.rows) else f" ({counted(num_bypassed, 'prompt')} so far)"
     with tqdm.external_write_mode(file=sys.stderr):
         logger.warning(
-            f"PagedPrefixCache: {of_rows}, counted from 0, did not fit into the pool, and ran without it{so_far}: {MORE_BLOCKS}"
+            f"PagedPrefixCache: {of_rows}, counted from 0, reused and kept nothing{so_far}: cache.last_call says why"
         )

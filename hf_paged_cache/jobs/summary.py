@@ -10,8 +10,6 @@ from statistics import median
 
 from ..wording import counted
 
-MORE_BLOCKS = "more blocks are needed (num_blocks or max_bytes, --num-blocks or --max-bytes)"
-
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
@@ -22,7 +20,7 @@ class BatchSummary:
         reused_tokens: of these, those that did not run through the model.
         num_done_before: prompts that were done when this run began.
         num_batches: calls of `generate`.
-        num_bypassed: prompts that did not fit into the pool alone, and ran without it.
+        num_bypassed: prompts of calls that reused and kept nothing, such as under a hook.
         seconds: that the calls took; loading and tokenizing are not in it.
         seconds_without: an estimate of what they would take without the cache: besides, what was reused at the price of a token,
             which is the time by which the calls that computed most took longer for a first token than for a next one. None
@@ -56,8 +54,7 @@ class BatchSummary:
         if (without := self.seconds_without) is not None and self.seconds:
             text += f"; without the cache about {without:,.1f} s ({without / self.seconds:.1f}x)"
         if self.num_bypassed:
-            bypassed = counted(self.num_bypassed, "prompt")
-            text += f"\n{bypassed} did not fit into the pool, and ran without it: {MORE_BLOCKS}"
+            text += f"\n{counted(self.num_bypassed, 'prompt')} reused and kept nothing: cache.last_call says why"
         return text
 
 

@@ -119,6 +119,6 @@ def _say_of_model(counts: dict[str, Any]) -> None:
         for why, num_tokens in reasons:
             say(f"  {counted(num_tokens, 'token')} computed: {why}")
         if counts["num_bypassed_calls"]:
-            say(f"  {counted(counts['num_bypassed_calls'], 'call')} did not fit into memory; see --max-bytes")
+            say(f"  {counted(counts['num_bypassed_calls'], 'call')} reused and kept nothing, for the reasons above")
     for why, number in counts["calls_without_cache"].items():
         say(f"{name}: {counted(number, 'call')} without the cache: {counts['refused'] or why}")
