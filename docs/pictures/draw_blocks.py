@@ -12,6 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.blocks import HashChain
 
 sys.path.insert(0, str(Path(__file__).parent))
 from svg import legend, svg
@@ -26,7 +27,7 @@ CALLS = [  # title, prompt, what the model is made to say: a line for each sampl
     ("1. A first question: all of it is computed", "What is ice ?", ["Frozen water ."]),
     ("2. Another question: the blocks before it are shared", "What is snow ?", ["Soft ice ."]),
     ("3. The first chat continues: its question and its answer are known", "What is ice ? Frozen water . And steam ?", ["Hot water ."]),
-    ("4. Two samples of another prompt: it is computed once; where they part, a block is copied", "Why is snow ?", ["Light is mixed .", "It sends light ."]),
+    ("4. Two samples of another prompt: it is computed once, and each has its own answer", "Why is snow ?", ["Light is mixed .", "It sends light ."]),
 ]  # fmt: skip
 
 
@@ -34,7 +35,7 @@ class Drawn(NamedTuple):
     """What is seen of one call.
 
     Attributes:
-        rows: of each its words, its blocks, how many words were not computed, and how many are of the prompt.
+        rows: of each its words, the blocks that keep them, how many words were not computed, and how many are of the prompt.
         pool: of each block 0 for free, 1 for cached, 2 for in use.
     """
 
@@ -53,8 +54,7 @@ def play() -> Iterator[Drawn]:
     )  # fmt: skip
     torch.manual_seed(0)
     model = LlamaForCausalLM(config).eval()
-    # with "gather" calls run in the pool itself, so the picture shows the blocks that they take
-    cache = PagedPrefixCache(model, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, attention="gather")
+    cache = PagedPrefixCache(model, block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     for title, prompt, answers in CALLS:
         given = [words.index(word) for word in [*RULES, *prompt.split()]]
         said = [[words.index(word) for word in answer.split()] for answer in answers]
@@ -68,15 +68,15 @@ def play() -> Iterator[Drawn]:
                 said[row % len(said)][len(ids) - len(given)]
             ],
         )
-        rows = [
-            (
-                [words[token] for token in row.table.token_ids],
-                list(row.table.block_ids),
-                len(given) - cache.last_call.rows[number].computed_tokens,
-                len(given),
-            )
-            for number, row in enumerate(cache.call.rows.in_batch())
-        ]
+        held = cache._current.rows
+        assert held is not None
+        rows = []
+        for number, (tokens, prompt) in enumerate(zip(held.token_ids(), held.prompts, strict=True)):
+            chain = HashChain(prompt.root, BLOCK_SIZE)
+            chain.extend(tokens)
+            blocks = cache.store.blocks.allocator.match_prefix(chain.hashes())
+            num_known = len(given) - cache.last_call.rows[number].computed_tokens
+            rows.append(([words[token] for token in tokens], blocks, num_known, len(given)))
         yield Drawn(title, rows, cache.store.blocks.allocator.kinds_of_blocks(None))
 
 
