@@ -223,7 +223,7 @@ class PagedPrefixCache(Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, is_so: bool) -> None:
-        self._current.set_aside()
+        self._current.begin_unseen_generate()
 
     def __bool__(self) -> bool:
         """True even without rows: some models ask `if past_key_values`."""
@@ -231,7 +231,7 @@ class PagedPrefixCache(Cache):
 
     def __repr__(self) -> str:
         held = self._rows
-        num_rows, is_bypassed = (0, False) if held is None else (held.num_rows, held.why_bypassed is not None)
+        num_rows, is_bypassed = (0, False) if held is None else (held.batch(), held.why_bypassed is not None)
         rows = f"{num_rows} rows of {self.get_seq_length()} tokens{' without the store' if is_bypassed else ''}"
         where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
         return f"PagedPrefixCache({rows}, {where})"

@@ -23,7 +23,7 @@ class CacheStats:
         hit_rate_with_twice: an estimate of `hit_rate` with twice as many blocks, a little low: blocks that were evicted and came
             again before as many others were evicted as there are blocks count as hit. Of all calls of the store; generated
             blocks that came again count, too. None to a cache with a salt.
-        num_bypassed_calls: of the calls, those that were unusual, from their beginning on: they reused and kept nothing.
+        num_bypassed_calls: of the calls, those that were unusual, or became so: from then on they reused and kept nothing.
         saved_seconds: that the tokens reused and shared would have taken, at what a token took in the last forwards of 128
             tokens or more (of 8 blocks); None before there was one, on an accelerator after the first forward.
         num_blocks: the most there can be. None, too, before the first forward, where neither `num_blocks` nor `max_bytes`

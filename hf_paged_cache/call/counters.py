@@ -38,10 +38,14 @@ class PromptCounters:
             begins, bypassed: of the call.
         """
         if begins and bypassed:
-            for totals in (self.totals, self._of_all):
-                totals.num_bypassed_calls += 1
+            self.note_bypass()
         self._record(new, [row.stopped for row in state.counts], num_calls=int(begins))
         self.end_call(state)
+
+    def note_bypass(self) -> None:
+        """A call that has begun otherwise reuses and keeps nothing more."""
+        for totals in (self.totals, self._of_all):
+            totals.num_bypassed_calls += 1
 
     def end_call(self, state: CallState) -> None:
         """A call has ended: it is the last one, also where others ran inside of it."""

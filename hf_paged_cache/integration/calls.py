@@ -147,7 +147,7 @@ class Calls:
         if is_generate:
             rows.state = CallState("generate", UNLIMITED, beams=False)
             rows.state.counts_more = False
-        current.rows = rows
+        current.begin(rows)
         return rows
 
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
@@ -391,8 +391,8 @@ class Calls:
         if not state.counts_more:
             return
         new = count_bypassed(num_tokens, "")
-        begins = len(state.counts) != len(new)
-        if begins:
+        begins = not state.counts
+        if len(state.counts) != len(new):
             state.counts = count_bypassed([0] * len(new), "the last call's rows resumed")
         for row, more in zip(state.counts, new, strict=False):
             row.prompt_tokens += more.prompt_tokens

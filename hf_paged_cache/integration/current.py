@@ -34,6 +34,8 @@ class Current:
         self.is_in_unseen_generate = False  # one that was looked up before the cache was attached has begun
         self._aside: Rows | None = None  # of the call before one that has not opened its rows yet
         self._around: list[int] = []  # idents of the threads in which functions run in the place of `generate`
+        self._is_by_hand = False  # no `generate` has begun in such a function
+        self._by_hand: Rows | None = None  # that forwards of such a function's own have begun
         with calls.store.lock:
             calls.store.currents.add(self)
 
@@ -65,6 +67,16 @@ class Current:
         if self._aside is not None:
             self._calls.close(self._aside)
 
+    def begin_unseen_generate(self) -> None:
+        """A `generate` begins that has no bracket: on rows of its own, or in a function that has run forwards by hand, on theirs."""
+        by_hand, self._by_hand, self._is_by_hand = self._by_hand, None, False
+        if by_hand is None or by_hand is not self._rows:
+            self.set_aside()
+
+    def begin(self, rows: Rows) -> None:
+        """A loop of forwards has begun, or a `generate` without a bracket."""
+        self.rows, self._by_hand = rows, rows if self._is_by_hand else None
+
     @property
     def is_around(self) -> bool:
         """Whether a function runs in the place of `generate`."""
@@ -79,17 +91,20 @@ class Current:
         """
         here = threading.get_ident()
         with self._calls.store.lock:
-            if self._around and self._around[-1] != here:
+            if self._around and (self._around[-1] != here or self._rows is not None):
+                where = "" if self._around[-1] == here else " in another thread"
                 raise CacheBusyError(
-                    "a generate call is running on this cache in another thread; use another cache on the same store for this one: "
+                    f"a generate call is running on this cache{where}; use another cache on the same store for this one: "
                     "PagedPrefixCache(cache.store)"
                 )
             self._around.append(here)
         try:
             self.set_aside()
+            self._is_by_hand = True
             yield
         finally:
-            self.is_in_unseen_generate = False
+            self.is_in_unseen_generate = self._is_by_hand = False
+            self._by_hand = None
             self._around.remove(here)
             rows = self._rows
             if rows is not None and not self.is_loop:

@@ -300,6 +300,8 @@ class Opening:
         else:
             for row in state.counts:
                 row.stopped += f"; then {why}"
+            with self.store.lock:
+                self._counters.note_bypass()
         return arguments
 
     def give_way(self, rows: Rows) -> None:

@@ -448,20 +448,21 @@ class Rows(RowsColumns):
 
     def _require_rows(self, index: Tensor) -> None:
         """Raises CacheArgumentError where the index names no rows, or rows that are not there."""
-        numbers, num_rows = index.tolist(), self._batch()
+        numbers, num_rows = index.tolist(), self.batch()
         if not numbers or not all(0 <= number < num_rows for number in numbers):
             raise CacheArgumentError(f"rows {numbers} were asked for; there are {num_rows} rows, counted from 0")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row becomes `repeats` rows."""
-        self.apply([row for row in range(self._batch()) for _ in range(repeats)])
+        self.apply([row for row in range(self.batch()) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans)."""
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self.apply(torch.where(chosen < 0, chosen + self._batch(), chosen))
+        self.apply(torch.where(chosen < 0, chosen + self.batch(), chosen))
 
-    def _batch(self) -> int:
+    def batch(self) -> int:
+        """Rows, of a bypassed call, too."""
         if self.why_bypassed is None:
             return self.num_rows
         return next((states.shape[0] for states in self.held_in_layers()), 0)
@@ -561,7 +562,7 @@ class Rows(RowsColumns):
         )
 
     def __repr__(self) -> str:
-        return f"Rows({self._batch()} rows of {self.get_seq_length()} tokens)"
+        return f"Rows({self.batch()} rows of {self.get_seq_length()} tokens)"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the rows, padding included."""
