@@ -577,7 +577,8 @@ class Opening:
             column = min(*ends, latest) // size * size
             if all(row.pad >= column for row in inputs):
                 column = 0
-            if not column or not rows.is_exact or all(end == column for end in ends):
+            there = [row.pad >= column or end == column for row, end in zip(inputs, ends, strict=True)]
+            if not column or not rows.is_exact or all(there):
                 return column, known
             self._give_back(known)
             latest = column
