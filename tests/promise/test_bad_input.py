@@ -19,7 +19,6 @@ from hf_paged_cache import (
     UnsupportedModelError,
 )
 
-from ..internals import runs_on_rows
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
@@ -28,10 +27,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPT = row((1, 50))
 
 
-@pytest.fixture(params=["paged", "gather"])
-def cache(request: pytest.FixtureRequest) -> PagedPrefixCache:
+@pytest.fixture
+def cache() -> PagedPrefixCache:
     """A cache of the tiny Llama that knows the prompt."""
-    warm = PagedPrefixCache(tiny("llama"), attention=request.param)
+    warm = PagedPrefixCache(tiny("llama"))
     run(tiny("llama"), warm, **batch(PROMPT))
     return warm
 
@@ -242,13 +241,7 @@ def test_a_model_without_some_of_its_layers_gets_nothing_wrong_from_the_cache_of
     cache = PagedPrefixCache(model)
     run(model, cache, input_ids=ids if is_used else ids[:, 40:])
     model.model.layers = whole[:1]
-    if runs_on_rows(cache):  # which are of as many layers as the model has
-        assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
-    else:
-        with pytest.raises(
-            ForwardMismatchError, match=r"^layers \[1, 2\] have been taken out of the model .* build another"
-        ):
-            run(model, cache, input_ids=ids)
+    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))  # rows have as many layers as the model
     cache.check()
     shorter = PagedPrefixCache(model)
     for _ in range(2):
@@ -450,20 +443,6 @@ def test_a_call_on_what_is_no_cache_is_refused_by_name(kind: str) -> None:
         model.generate(ids, past_key_values=given, max_new_tokens=1)
     with pytest.raises(CacheArgumentError, match=re.escape(message)):
         model(ids, past_key_values=given)
-
-
-@pytest.mark.parametrize("value", ["page", True, None, ["gather"]])
-def test_attention_is_one_of_the_kinds_there_are(value: Any) -> None:
-    message = f"attention is {value!r}; give 'paged' or 'gather'"
-    with pytest.raises(CacheArgumentError, match=re.escape(message)):
-        PagedPrefixCache(tiny("llama"), attention=value)
-
-
-@pytest.mark.parametrize("value", ["skip", True, None, ["bypass"]])
-def test_on_full_is_to_refuse_or_to_bypass(value: Any) -> None:
-    message = f"on_full is {value!r}; give 'refuse' or 'bypass'"
-    with pytest.raises(CacheArgumentError, match=re.escape(message)):
-        PagedPrefixCache(tiny("llama"), on_full=value)
 
 
 def test_a_store_says_that_its_size_is_not_known_yet() -> None:

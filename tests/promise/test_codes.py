@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
-from ..internals import runs_on_rows, zero_blocks
+from ..internals import zero_blocks
 from ..reference import TOLERANCE, assert_same, batch, is_same, row, run
 from ..tiny_models import build
 
@@ -60,14 +60,11 @@ def model() -> WithCodes:
     return model
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_codes_are_computed_as_with_a_dynamic_cache_and_prompts_are_reused(
-    attention: Any, num_beams: int, model: WithCodes
-) -> None:
+def test_codes_are_computed_as_with_a_dynamic_cache_and_prompts_are_reused(num_beams: int, model: WithCodes) -> None:
     given: dict[str, Any] = {**ROWS, "num_beams": num_beams}
     reference = run(model, **given)
-    cache = PagedPrefixCache(model, block_size=4, attention=attention)
+    cache = PagedPrefixCache(model, block_size=4)
     for is_known in (False, True):
         assert_same(reference, run(model, cache, **given))
         assert (cache.last_call.rows[0].reused_tokens > 0) == is_known
@@ -85,11 +82,11 @@ def test_what_was_generated_from_codes_is_not_found(model: WithCodes) -> None:
     assert cache.stats().num_cached_blocks <= 40 // 4 + 31 // 4
 
 
-def test_codes_that_do_not_fit_run_without_the_store(model: WithCodes) -> None:
+def test_codes_after_a_prompt_that_the_store_has_no_room_for_are_computed_as_ever(model: WithCodes) -> None:
     reference = run(model, **ROWS)
-    cache = PagedPrefixCache(model, block_size=4, num_blocks=4, on_full="bypass")
+    cache = PagedPrefixCache(model, block_size=4, num_blocks=4)
     assert_same(reference, run(model, cache, **ROWS))
-    assert cache.stats().num_bypassed_calls == (not runs_on_rows(cache))  # rows need no blocks
+    assert cache.stats().num_bypassed_calls == 0  # rows need no blocks
 
 
 def test_columns_are_counted_by_positions_where_there_is_no_mask(model: WithCodes) -> None:

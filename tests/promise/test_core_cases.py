@@ -19,7 +19,7 @@ from hf_paged_cache import PagedPrefixCache
 from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
 from ..tiny_models import build
 
-pytestmark = [pytest.mark.usefixtures("one_thread")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LONG = {"max_new_tokens": 20}
 

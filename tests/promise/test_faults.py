@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 
-from ..internals import FAULT_POINTS, FAULT_POINTS_OF_ROWS, layer_write
+from ..internals import FAULT_POINTS, layer_write
 from ..reference import AtStep, assert_same, batch, row, run
-from ..tiny_models import tiny
+from ..tiny_models import build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,9 +32,9 @@ class BoomError(Exception):
     """The fault."""
 
 
-def new_cache(attention: str) -> PagedPrefixCache:
+def new_cache() -> PagedPrefixCache:
     """A cache with a call after it that the next one shares ten tokens with: two blocks and a half."""
-    cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=100, attention=attention)
+    cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=100)
     run(tiny("llama"), cache, **batch(row((1, 10), (2, 4))))
     return cache
 
@@ -82,23 +83,23 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int
     return calls
 
 
-POINTS = [*FAULT_POINTS, (LlamaMLP, "__call__", "paged")]  # not its forward: another one is another root
+POINTS = [*FAULT_POINTS, (LlamaMLP, "__call__")]  # not its forward: another one is another root
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize(("owner", "name"), FAULT_POINTS_OF_ROWS, ids=lambda value: getattr(value, "__name__", value))
-def test_a_fault_in_a_call_on_rows_leaves_nothing_wrong_behind(
+@pytest.mark.parametrize(("owner", "name"), POINTS, ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_in_a_call_leaves_nothing_wrong_behind(
     owner: type, name: str, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny("llama")
     victim = {**batch(PROMPT), "num_beams": 1 if name == "keep_prompt" else 3, "max_new_tokens": 8}
     with monkeypatch.context() as patch:
-        cache = new_cache("paged")
+        cache = new_cache()
         calls = fail_at(patch, owner, name, 0, after)
         run(model, cache, **victim)
     assert calls, "the call never comes here"
     for number in sorted({1, (len(calls) + 1) // 2, len(calls)}):
-        cache = new_cache("paged")
+        cache = new_cache()
         with monkeypatch.context() as patch:
             fail_at(patch, owner, name, number, after)
             with pytest.raises(BoomError):
@@ -106,16 +107,15 @@ def test_a_fault_in_a_call_on_rows_leaves_nothing_wrong_behind(
         assert_sound(cache)
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
-    number: int, after: bool, attention: str, monkeypatch: pytest.MonkeyPatch
+    number: int, after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layers 0 and 1 of the first forward, then of the second; the rows resume from what was confirmed."""
     model = tiny("llama")
     ids = torch.tensor([PROMPT])
-    cache = PagedPrefixCache(model, block_size=4, attention=attention)
+    cache = PagedPrefixCache(model, block_size=4)
     with torch.no_grad():
         wanted = model(ids, use_cache=False).logits
         with monkeypatch.context() as patch:
@@ -136,7 +136,7 @@ def test_a_fault_in_a_layer_of_a_plain_forward_takes_that_forward_back(
 def test_a_fault_in_the_first_forward_of_a_copy_leaves_no_layer_without_what_is_held(
     number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each layer of a copied cache gathers the rows when it first reads, and the second has not yet."""
+    """The second layer of a copied cache has not been written when the first was."""
     model, ids = tiny("llama"), torch.tensor([PROMPT])
     cache = PagedPrefixCache(model, block_size=4)
     with torch.no_grad():
@@ -167,23 +167,21 @@ class FailingStreamer:
         pass
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}])
-def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int, attention: str) -> None:
+def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int) -> None:
     def boom() -> None:
         raise BoomError
 
-    cache = new_cache(attention)
+    cache = new_cache()
     with pytest.raises(BoomError):
         run(tiny("llama"), cache, **batch(PROMPT), **way, logits_processor=[AtStep(step, boom)], max_new_tokens=12)
     assert_sound(cache)
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
-def test_ctrl_c_in_a_streamer(step: int, attention: str) -> None:
-    cache = new_cache(attention)
+def test_ctrl_c_in_a_streamer(step: int) -> None:
+    cache = new_cache()
     with pytest.raises(KeyboardInterrupt):
         run(
             tiny("llama"),
@@ -196,7 +194,7 @@ def test_ctrl_c_in_a_streamer(step: int, attention: str) -> None:
 
 
 def test_what_was_confirmed_before_a_fault_is_reused() -> None:
-    cache = new_cache(attention="paged")
+    cache = new_cache()
     with pytest.raises(BoomError):
         run(tiny("llama"), cache, **batch(PROMPT), streamer=FailingStreamer(4, BoomError()), max_new_tokens=12)
     cache.reset()
@@ -220,7 +218,7 @@ def test_blocks_of_a_prefill_that_failed_are_not_reused(monkeypatch: pytest.Monk
 
 def test_a_forward_that_goes_round_the_hooks_is_refused() -> None:
     model = tiny("llama")
-    cache = new_cache(attention="paged")
+    cache = new_cache()
     with pytest.raises(ForwardMismatchError), torch.no_grad():
         model.model(torch.tensor([PROMPT]), past_key_values=cache)
     assert_sound(cache)
@@ -256,3 +254,20 @@ def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over()
     finally:
         gc.enable()
         gc.collect()
+
+
+@pytest.mark.parametrize(
+    "rows", [[row((1, 12))], [row((1, 12)), row((1, 12)), row((2, 12))]], ids=["1 row", "equal rows"]
+)
+def test_a_call_with_a_misspelt_option_leaves_the_rows_that_can_go_on(rows: list[list[int]]) -> None:
+    model = build("llama")
+    cache, reference = PagedPrefixCache(model, block_size=4, num_blocks=24), DynamicCache(config=model.config)
+    for each in (cache, reference):
+        run(model, each, **batch(*rows), max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_new_tokenss"):
+        run(model, cache, input_ids=torch.tensor([row((9, 20))]), max_new_tokenss=4)
+    assert cache.get_seq_length() == 15
+    new = torch.tensor([[5, 6]] * len(rows))
+    given = {"input_ids": new, "attention_mask": torch.ones(len(rows), 17, dtype=torch.long), "max_new_tokens": 3}
+    assert_same(run(model, reference, **given), run(model, cache, **given))
+    cache.check()

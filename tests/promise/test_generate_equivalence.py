@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..internals import reused_of_chunks, runs_on_rows
+from ..internals import reused_of_chunks
 from ..reference import PROMPT, Forwards, assert_same, batch, row, run
 from ..scenes import Player, play
 from ..tiny_models import build, tiny
@@ -171,7 +171,7 @@ def going_on_from_generated_tokens(play: Player) -> None:
 
 def going_on_with_new_tokens_only(play: Player) -> None:
     output = play.call(**batch(PROMPT, row((4, 30))))
-    assert (output.past_key_values is play.cache) != runs_on_rows(play.cache)  # there it is given the rows
+    assert output.past_key_values is not play.cache  # it is given the rows
     new = torch.tensor([row((2, 7)), row((3, 7))])
     whole = torch.cat((output.sequences.cpu(), new), dim=1)
     mask = torch.cat((batch(PROMPT, row((4, 30)))["attention_mask"], torch.ones(2, 13, dtype=torch.int64)), dim=1)
@@ -229,7 +229,7 @@ def blocks_of_one_token(play: Player) -> None:
 
 
 def many_turns(play: Player) -> None:
-    """Rows come and go: what the buffers hold of earlier rows is never read."""
+    """Rows come and go: what memory holds of earlier rows is never read."""
     play.call(**batch(PROMPT))
     play.hit(**batch(row((1, 20)), row((1, 33), (2, 8))), at_least=1)
     play.hit(**batch(row((1, 33), (2, 3))), num_beams=3, at_least=36)
@@ -284,11 +284,10 @@ def test_generate_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Player
     play(scene, tiny(name))
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}, {}])
-def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], attention: str) -> None:
+def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any]) -> None:
     model = build("llama")
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
     rows = [PROMPT] if how else [PROMPT] * 4
     with Forwards(model) as shapes:
         output = run(model, cache, **batch(*rows), **how)

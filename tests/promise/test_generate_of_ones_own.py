@@ -75,7 +75,6 @@ def test_each_generate_that_it_calls_begins_anew(name: str, how: str, is_passed:
     cache.reset()
     cache.check()
     assert cache.store.blocks.allocator.num_blocks_in_use == 0
-    assert cache.store.blocks.num_reserved_blocks(None) == 0
 
 
 @NAMES

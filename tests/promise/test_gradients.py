@@ -12,16 +12,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
-from ..internals import runs_on_rows
 from ..reference import row
 from ..tiny_models import build
 
 IDS = torch.tensor([row((1, 40)), row((2, 40))])
-
-
-@pytest.fixture(params=["paged", "gather"])
-def attention(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def gradient(
@@ -117,32 +111,20 @@ SCRIPTS = (
 )
 
 
-ON_POOLS = [
-    pytest.param({"name": "llama"}, None, id="llama"),
-    pytest.param({"name": "gemma3", "sliding_window": 9}, None, id="gemma3"),
-    pytest.param({"name": "llama"}, 2, id="none fits"),
-    pytest.param({"name": "llama"}, 5, id="some fit"),
-    pytest.param({"name": "llama"}, 6, id="more fit"),
-]
-
-
-@pytest.mark.parametrize(("settings", "num_blocks"), ON_POOLS)
+@pytest.mark.parametrize(
+    "settings", [{"name": "llama"}, {"name": "gemma3", "sliding_window": 9}], ids=["llama", "gemma3"]
+)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_gradients_are_those_of_a_dynamic_cache(
-    script: Any, settings: Any, num_blocks: int | None, attention: Any
-) -> None:
+def test_gradients_are_those_of_a_dynamic_cache(script: Any, settings: Any) -> None:
     model = build(**settings)
     wanted = gradient(model, DynamicCache(config=model.config), script)
-    cache = PagedPrefixCache(model, num_blocks=num_blocks, attention=attention, on_full="bypass")
+    cache = PagedPrefixCache(model)
     torch.testing.assert_close(gradient(model, cache, script), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
-    if not runs_on_rows(cache):  # where each call with gradients is bypassed, and none for want of blocks
-        assert cache.stats().num_bypassed_calls == (num_blocks is not None)
     cache.reset()
     cache.check()
 
 
-def test_gradients_of_equal_rows_that_leave_the_pool_together(attention: Any) -> None:
-    """One row runs for both; `DynamicCache` has two."""
+def test_gradients_of_rows_that_stay_equal_are_those_of_each_and_the_call_is_counted_as_bypassed() -> None:
     model = build("llama")
 
     def script(model: PreTrainedModel, cache: Any) -> torch.Tensor:
@@ -150,13 +132,13 @@ def test_gradients_of_equal_rows_that_leave_the_pool_together(attention: Any) ->
         return forward(model, cache, 25, 40, IDS[[0, 0]])
 
     wanted = gradient(model, DynamicCache(config=model.config), script)
-    cache = PagedPrefixCache(model, num_blocks=3, attention=attention, on_full="bypass")
+    cache = PagedPrefixCache(model)
     torch.testing.assert_close(gradient(model, cache, script), wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
     assert cache.stats().num_bypassed_calls == 1
 
 
 @pytest.mark.parametrize("trained", ["all", "queries", "a hook's tensor"])
-def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str, attention: Any) -> None:
+def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str) -> None:
     """With one logit kept, only the last token would run; gradients flow through all of them."""
     model = build("llama")
     steering = torch.zeros(64, requires_grad=True)
@@ -164,7 +146,7 @@ def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str, atte
         parameter.requires_grad_(trained == "all" or (trained == "queries" and "q_proj" in name))
     if trained == "a hook's tensor":
         model.model.layers[0].register_forward_hook(lambda module, args, output: output + steering)
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
 
     def script(cache: Any) -> torch.Tensor:
         logits: torch.Tensor = model(IDS, past_key_values=cache, logits_to_keep=1).logits
@@ -180,7 +162,7 @@ def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str, atte
     assert "gradients are on" in cache.last_call.rows[0].stopped
 
 
-def test_a_forward_that_fails_takes_no_gradient_of_those_before_it_along(attention: Any) -> None:
+def test_a_forward_that_fails_takes_no_gradient_of_those_before_it_along() -> None:
     model = build("llama")
 
     def script(model: PreTrainedModel, cache: Any) -> torch.Tensor:
@@ -196,16 +178,15 @@ def test_a_forward_that_fails_takes_no_gradient_of_those_before_it_along(attenti
         raise RuntimeError("on purpose")
 
     wanted = gradient(model, DynamicCache(config=model.config), script)
-    got = gradient(model, PagedPrefixCache(model, attention=attention), script)
+    got = gradient(model, PagedPrefixCache(model), script)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
 
 
-def test_rows_that_a_gradient_flows_through_are_not_copied(attention: Any) -> None:
+def test_rows_that_a_gradient_flows_through_are_not_copied() -> None:
     """Nor can a `DynamicCache` be: torch copies no tensor with a graph."""
     model = build("llama")
-    cache, theirs = PagedPrefixCache(model, attention=attention), DynamicCache(config=model.config)
-    bypassed = PagedPrefixCache(model, num_blocks=2, attention=attention, on_full="bypass")
-    for each, error in ((cache, CacheArgumentError), (bypassed, CacheArgumentError), (theirs, RuntimeError)):
+    cache, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
+    for each, error in ((cache, CacheArgumentError), (theirs, RuntimeError)):
         forward(model, each, 0, 25)
         with pytest.raises(error):
             copy.deepcopy(each)

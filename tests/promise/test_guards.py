@@ -16,9 +16,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 
-from ..internals import make_forwards_cheap, runs_on_rows
+from ..internals import make_forwards_cheap
 from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 from .test_interrupted_calls import Interrupter
@@ -67,28 +67,14 @@ DEEDS: dict[str, Callable[[PagedPrefixCache], Any]] = {
 }
 
 
-@pytest.mark.parametrize("num_blocks", [None, 2], ids=["in the pool", "bypassed"])
-@pytest.mark.parametrize("deed", [deed for deed in DEEDS if deed != "deepcopy"])
-def test_rows_are_not_changed_by_another_thread_between_steps(
-    deed: str, num_blocks: int | None, model: PreTrainedModel
-) -> None:
-    cache, errors = PagedPrefixCache(model, num_blocks=num_blocks, on_full="bypass"), []
+@pytest.mark.parametrize("deed", DEEDS)
+def test_rows_are_not_changed_by_another_thread_between_steps(deed: str, model: PreTrainedModel) -> None:
+    """They are the call's, and not the cache's before it has ended."""
+    cache, errors = PagedPrefixCache(model), []
     act = AtStep(3, lambda: errors.extend(in_another_thread(lambda: DEEDS[deed](cache))))
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, logits_processor=[act]))
-    if not runs_on_rows(cache):  # whose rows are not the cache's while a generate runs
-        assert [type(error) for error in errors] == [CacheBusyError]
-
-
-# What is reserved.
-
-
-def smallest_pool(model: PreTrainedModel, **arguments: Any) -> int:
-    """The least `num_blocks` with which the call is served."""
-    for num_blocks in range(2, 60):
-        with contextlib.suppress(OutOfBlocksError):
-            run(model, PagedPrefixCache(model, block_size=4, num_blocks=num_blocks), **arguments)
-            return num_blocks
-    raise AssertionError("no pool serves the call")
+    wanted = [] if deed in ("reset", "deepcopy") else [CacheArgumentError]  # the cache has none to change
+    assert [type(error) for error in errors] == wanted
 
 
 # What rows share.
@@ -115,11 +101,7 @@ def test_a_reset_while_what_rows_share_is_computed_gives_no_wrong_result() -> No
     model = build("llama")
     cache = PagedPrefixCache(model)
     hook = model.get_input_embeddings().register_forward_hook(lambda *_: cache.reset())
-    if runs_on_rows(cache):  # which are the call's
-        assert_same(run(model, **QUESTIONS), run(model, cache, **QUESTIONS))
-    else:
-        with pytest.raises(CacheBusyError, match="the cache was reset while what its rows share was computed"):
-            run(model, cache, **QUESTIONS)
+    assert_same(run(model, **QUESTIONS), run(model, cache, **QUESTIONS))
     hook.remove()
     assert_same(run(model, **QUESTIONS), run(model, cache, **QUESTIONS))
     cache.check()
@@ -148,8 +130,8 @@ def test_gradients_flow_through_what_rows_share() -> None:
 
 
 @pytest.mark.parametrize("pads", [(0,), (3,), (0, 3)], ids=str)
-def test_of_a_call_that_fails_all_but_the_last_forward_is_stored(pads: tuple[int, ...]) -> None:
-    """After the third step a row has its prompt, and two tokens that are stored; in the pool but for those of the last forward."""
+def test_of_a_call_that_fails_all_that_ran_is_stored(pads: tuple[int, ...]) -> None:
+    """After the third step a row has its prompt, and two tokens that are stored."""
     model = tiny("llama")
     cache = PagedPrefixCache(model, block_size=1)
     rows = [row((seed, 13 - pad)) for seed, pad in enumerate(pads, 1)]
@@ -159,7 +141,7 @@ def test_of_a_call_that_fails_all_but_the_last_forward_is_stored(pads: tuple[int
     with pytest.raises(StopError):
         run(model, cache, **given, logits_processor=[AtStep(3, stop)])
     cache.reset()
-    assert cache.stats().num_cached_blocks == sum(len(tokens) + 1 + runs_on_rows(cache) for tokens in rows)
+    assert cache.stats().num_cached_blocks == sum(len(tokens) + 2 for tokens in rows)
     assert_same(run(model, **given), run(model, cache, **given))
 
 
@@ -187,7 +169,7 @@ def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(
         run(model, cache, **given)
     armed = False
     assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
-    assert cache.last_call.reused_tokens == (62 if runs_on_rows(cache) and where == "after its forward" else 55)
+    assert cache.last_call.reused_tokens == (62 if where == "after its forward" else 55)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -270,13 +252,12 @@ def test_wherever_the_end_of_generate_is_interrupted_a_plain_forward_owes_it_not
         gc.collect()  # what was raised may hold frames
         with torch.no_grad():
             model(IDS, past_key_values=cache, logits_to_keep=1)
-        # on rows, those of an interrupted end may be gone
-        assert cache.last_call.prompt_tokens in ({50, 54} if runs_on_rows(cache) else {54}), interrupter.place
+        assert cache.last_call.prompt_tokens in (50, 54), interrupter.place  # rows of an interrupted end may be gone
         cache.check()
 
 
 def test_blocks_are_found_while_the_call_that_fills_them_still_runs(model: PreTrainedModel) -> None:
-    """Those of the prompt after its forward, and in the pool one that generated tokens fill once the next token is run."""
+    """Those of the prompt are, after its forward; what is generated is kept at the end."""
     store = PrefixStore(model, block_size=4)
     running, other = PagedPrefixCache(store), PagedPrefixCache(store)
     ids, found = torch.tensor([row((1, 10))]), []
@@ -290,7 +271,7 @@ def test_blocks_are_found_while_the_call_that_fills_them_still_runs(model: PreTr
     asked = [AtStep(step, partial(ask, 9 + step)) for step in (2, 4, 9)]
     got = run(model, running, input_ids=ids, max_new_tokens=12, logits_processor=asked)
     assert_same(wanted, got)
-    assert found == ([8, 8, 12] if runs_on_rows(running) else [8, 12, 16])  # 12: of the call that asked before
+    assert found == [8, 8, 12]  # 12: of the call that asked before
 
 
 def without_positions_in_steps(inputs: dict[str, Any]) -> None:
@@ -341,11 +322,10 @@ def test_a_mask_that_shows_padding_is_refused(model: PreTrainedModel) -> None:
     assert cache.stats().num_blocks_in_use == 0
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 @pytest.mark.parametrize("is_additive", [False, True])
 def test_a_mask_a_query_that_shows_padding_is_refused_and_one_that_hides_it_is_not(
-    is_additive: bool, name: str, attention: Any
+    is_additive: bool, name: str
 ) -> None:
     """The padding is seen by the last token alone. Gemma 3 takes masks by kinds of layers."""
     model = tiny(name)
@@ -363,7 +343,7 @@ def test_a_mask_a_query_that_shows_padding_is_refused_and_one_that_hides_it_is_n
         with torch.no_grad():
             return model(new, attention_mask=mask, past_key_values=kept, **given).logits
 
-    reference, cache = DynamicCache(config=model.config), PagedPrefixCache(model, attention=attention)
+    reference, cache = DynamicCache(config=model.config), PagedPrefixCache(model)
     for kept in (reference, cache):
         with torch.no_grad():
             model(**inputs, past_key_values=kept)
@@ -415,7 +395,7 @@ def forward_with(model: PreTrainedModel, masks: Callable[[torch.Tensor], Any], p
         "position_ids": torch.tensor([[30 - pad, 31 - pad], [30, 31]]),
         "logits_to_keep": 1,
     }
-    reference, cache = DynamicCache(config=model.config), PagedPrefixCache(model, attention="gather")
+    reference, cache = DynamicCache(config=model.config), PagedPrefixCache(model)
     with torch.no_grad():
         for kept in (reference, cache):
             model(**inputs, past_key_values=kept)
@@ -441,11 +421,7 @@ def test_a_generate_that_was_overtaken_on_its_cache_gives_no_wrong_result(model:
         def end(self) -> None:
             """Nothing is held back."""
 
-    if runs_on_rows(cache):
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, streamer=Streamer()))
-    else:
-        with pytest.raises(CacheBusyError, match="another generate ran on this cache inside of this one"):
-            run(model, cache, input_ids=IDS, streamer=Streamer())
+    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, streamer=Streamer()))
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
 
 
