@@ -14,13 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import hf_paged_cache
-from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.call import Call
-from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.call.held_steps import HeldSteps
 from hf_paged_cache.integration.forwards_ahead import ForwardsAhead
 from hf_paged_cache.integration.session import Session
+
+import hf_paged_cache
+from hf_paged_cache.blocks import PrefixCachingBlockAllocator
+from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.integration.side_forward import SideForwards
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.prefix_store import PrefixStore

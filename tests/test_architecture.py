@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 # Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but for the
 # modules that a user holds, and the package, which has their names. A file imports from its own folder and from lower levels.
 LEVELS = [
-    ["errors", "stats", "stacks", "wording"],
+    ["errors", "stats", "wording"],
     ["locks"],
     ["blocks"],
     ["kv"],
@@ -51,6 +51,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "prefix_store",
     "trainer",
     "ask.model_check",
+    "ask.stored",
     "jobs.calls",
     "jobs.job",
     "jobs.options",
@@ -63,12 +64,9 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.loading",
     "integration.chunked_prompt",
     "integration.image_inputs",
-    "integration.layers",
     "rows.indexed",
     "rows.states",
-    "integration.without_store",
     "model.cache_adapters",
-    "model.output_flags",
     "model.placeholders",
     "model.probing",
     "model.support",

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf_paged_cache.call.rows import Rows
+from hf_paged_cache.call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
+from hf_paged_cache.kv.slot_mapping import SlotMapping
 
 from hf_paged_cache import CacheArgumentError, PrefixStore
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
-from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
 from hf_paged_cache.integration.forward_arguments import (
     ArgumentReader,
     InputValues,
@@ -23,7 +24,6 @@ from hf_paged_cache.integration.forward_arguments import (
     read_inputs,
 )
 from hf_paged_cache.integration.side_forward import SideForwards
-from hf_paged_cache.kv.slot_mapping import SlotMapping
 
 from ..call.bench import make_row
 from ..conformance import image_zoo

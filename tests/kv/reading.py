@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from hf_paged_cache.kv.slot_mapping import ReadSource
+from torch import Tensor
 
 
 def of_slots(slots: Tensor) -> ReadSource:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
+from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
 
 from hf_paged_cache import PoolArgumentError
 from hf_paged_cache.kv import block_pool, recycled_memory
 from hf_paged_cache.kv.block_pool import BlockPool
-from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
-from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
 
 from .reading import of_slots
 

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hf_paged_cache.kv.slot_mapping import ReadSource
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.kv.block_pool import BlockPool
-from hf_paged_cache.kv.slot_mapping import ReadSource
 from hf_paged_cache.kv.streams import StreamOrder
 
 from ..reference import run

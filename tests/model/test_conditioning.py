@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import _thread
 import copy
 import functools
 import gc
 import io
-import sys
 import threading
 import types
 from collections.abc import Callable
@@ -610,7 +608,7 @@ def test_a_listing_that_was_interrupted_is_made_again(tiny_llama: Model, monkeyp
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where no other thread runs; under the tests' runner there may be some."""
-    monkeypatch.setattr(sys, "_current_frames", lambda: {threading.get_ident(): None})
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
 
 
 @pytest.mark.usefixtures("alone")
@@ -640,12 +638,13 @@ def test_a_model_may_change_in_a_forward_where_another_thread_runs_that_draws_no
     with tqdm(total=1, file=io.StringIO()):
         monitor = tqdm.monitor
     assert monitor.is_alive()  # as a model leaves it that was loaded with a bar
-    idents = {threading.get_ident(), monitor.ident}
-    monkeypatch.setattr(sys, "_current_frames", lambda: dict.fromkeys(idents))
+    threads = [threading.current_thread(), monitor]
+    monkeypatch.setattr(threading, "active_count", lambda: len(threads))
+    monkeypatch.setattr(threading, "enumerate", lambda: threads)
     conditioning = Conditioning(tiny_llama)
     conditioning.digest()
     assert not conditioning.may_change_in_a_forward()
-    idents.add(-1)
+    threads.append(threading.Thread())
     assert conditioning.may_change_in_a_forward()
 
 
@@ -660,19 +659,13 @@ def test_a_model_may_change_in_a_forward_where_a_hook_is_for_all_modules(tiny_ll
 
 
 def test_a_model_may_change_in_a_forward_while_another_thread_lives(tiny_llama: Model) -> None:
-    conditioning, ends, begun = Conditioning(tiny_llama), threading.Lock(), threading.Lock()
+    conditioning, ends = Conditioning(tiny_llama), threading.Event()
     conditioning.digest()
-    ends.acquire()
-    begun.acquire()
-
-    def wait() -> None:
-        begun.release()
-        ends.acquire()
-
-    _thread.start_new_thread(wait, ())  # one that the module `threading` does not know
-    with begun:
-        assert conditioning.may_change_in_a_forward()
-    ends.release()
+    thread = threading.Thread(target=ends.wait, daemon=True)
+    thread.start()
+    assert conditioning.may_change_in_a_forward()
+    ends.set()
+    thread.join()
 
 
 @pytest.mark.usefixtures("alone")
@@ -684,7 +677,8 @@ def test_a_call_alone_reads_the_conditions_once(tiny_llama: Model, monkeypatch: 
     read.clear()
     tiny_llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1)
     assert len(read) == 1
-    monkeypatch.setattr(sys, "_current_frames", lambda: {1: None, 2: None})
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.Thread(), threading.Thread()])
     tiny_llama.generate(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1)
     assert len(read) == 3
     assert cache.last_call.reused_tokens == 38

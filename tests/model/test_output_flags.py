@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from hf_paged_cache.model.output_flags import OUTPUT_FLAGS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_paged_cache.model.conditioning import Conditioning
-from hf_paged_cache.model.output_flags import OUTPUT_FLAGS
 
 from ..conformance import zoo
 from ..reference import Forwards

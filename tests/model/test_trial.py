@@ -34,7 +34,6 @@ from hf_paged_cache.model.trial import (
     default_numbering,
     require_continuable,
     state_traits,
-    unwritten_layers,
     why_it_fails,
 )
 
@@ -154,13 +153,6 @@ def test_logits_that_are_not_finite_are_no_trial_and_a_model_that_was_mended_is_
     require_continuable(model, if_it_runs=True)
     model.lm_head.weight.data.copy_(weight)
     require_continuable(model)
-
-
-def test_layers_that_tokens_alone_do_not_write_are_remembered(tiny_llama: Any) -> None:
-    tiny_llama.model.layers[1].forward = lambda hidden_states, **kwargs: hidden_states
-    assert unwritten_layers(tiny_llama) == frozenset()
-    require_continuable(tiny_llama)
-    assert unwritten_layers(tiny_llama) == {1}
 
 
 def test_a_model_is_tried_once(tiny_llama: Any) -> None:

@@ -52,7 +52,7 @@ def change(model: PreTrainedModel) -> Change:
 def test_a_prompt_computed_under_other_conditions_than_were_read_is_not_kept(
     way: dict[str, Any], model: PreTrainedModel
 ) -> None:
-    cache, once = PagedPrefixCache(model, block_size=4), []
+    cache, once = PagedPrefixCache(model, block_size=4, trust_hooks=True), []
     change = Change(model)
 
     def begin(*_: Any) -> None:
@@ -70,7 +70,7 @@ def test_a_prompt_computed_under_other_conditions_than_were_read_is_not_kept(
 
 
 def test_a_plain_forward_under_other_conditions_than_were_read_is_not_kept(model: PreTrainedModel) -> None:
-    cache, once = PagedPrefixCache(model, block_size=4), []
+    cache, once = PagedPrefixCache(model, block_size=4, trust_hooks=True), []
     change = Change(model)
 
     def begin(*_: Any) -> None:
@@ -108,7 +108,7 @@ def test_a_shared_prefix_computed_before_the_model_changed_is_not_what_rows_resu
     wanted = run(model, **prompts)
     change.end()
     make_forwards_cheap(monkeypatch)
-    cache = PagedPrefixCache(model)
+    cache = PagedPrefixCache(model, trust_hooks=True)
     once.append(change.begin)
     found = run(model, cache, **prompts)
     assert not once
@@ -122,7 +122,7 @@ def test_what_generate_adds_under_other_conditions_is_not_kept_and_its_prompt_is
     way: dict[str, Any], model: PreTrainedModel, change: Change
 ) -> None:
     """Full blocks of it were committed while the call ran: other calls may have found them, no later one does."""
-    cache = PagedPrefixCache(model, block_size=4)
+    cache = PagedPrefixCache(model, block_size=4, trust_hooks=True)
     run(model, cache, input_ids=IDS, max_new_tokens=20, logits_processor=[AtStep(3, change.begin)], **way)
     change.end()
     said = run(model, input_ids=IDS, max_new_tokens=12).sequences
@@ -136,7 +136,7 @@ def test_rows_that_went_on_under_other_conditions_match_no_further_than_these_he
     model: PreTrainedModel, change: Change
 ) -> None:
     """The call's own rows become previous rows, of which even a part of a block is matched."""
-    cache = PagedPrefixCache(model, block_size=4)
+    cache = PagedPrefixCache(model, block_size=4, trust_hooks=True)
     got = run(model, cache, input_ids=IDS, max_new_tokens=9, logits_processor=[AtStep(2, change.begin)])
     change.end()
     assert_same(run(model, input_ids=got.sequences), run(model, cache, input_ids=got.sequences))
@@ -145,7 +145,10 @@ def test_rows_that_went_on_under_other_conditions_match_no_further_than_these_he
 
 def test_a_change_that_is_over_before_anybody_looks_is_not_seen(model: PreTrainedModel, change: Change) -> None:
     """As docs/what_is_reused.md says. This is what the look at the end of a call cannot find; `verify` can."""
-    cache, steps = PagedPrefixCache(model, block_size=4), [AtStep(3, change.begin), AtStep(8, change.end)]
+    cache, steps = (
+        PagedPrefixCache(model, block_size=4, trust_hooks=True),
+        [AtStep(3, change.begin), AtStep(8, change.end)],
+    )
     got = run(model, cache, input_ids=IDS, max_new_tokens=12, logits_processor=steps).sequences
     assert not is_same(run(model, input_ids=got), run(model, cache, input_ids=got))
 
@@ -154,7 +157,7 @@ def test_frequencies_that_another_thread_has_changed_meanwhile_leave_nothing() -
     """Whether the forward has used its own or the other's cannot be said afterwards."""
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     model = build("llama", rope_parameters=scaling, max_position_embeddings=32)
-    cache, ids, armed = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 40))]), []
+    cache, ids, armed = PagedPrefixCache(model, block_size=4, trust_hooks=True), torch.tensor([row((1, 40))]), []
 
     def disturb(*_: Any) -> None:
         if armed:  # what the forward of a short prompt does
@@ -197,7 +200,7 @@ def test_a_reset_while_what_rows_share_is_computed_is_refused_and_changes_nothin
 ) -> None:
     """In a plain forward, of which no bracket tells."""
     make_forwards_cheap(monkeypatch)
-    store = PrefixStore(model, block_size=4)
+    store = PrefixStore(model, block_size=4, trust_hooks=True)
     cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
     errors: list[BaseException] = []
     armed = threading.Event()  # which no look at the hook enters
@@ -231,7 +234,7 @@ def test_a_reset_while_what_rows_share_is_computed_is_refused_and_changes_nothin
 def test_two_threads_on_a_model_whose_forward_takes_a_lock_both_come_to_an_end(
     model: PreTrainedModel, switching: None
 ) -> None:
-    store, lock, held = PrefixStore(model, block_size=4), threading.Lock(), threading.local()
+    store, lock, held = PrefixStore(model, block_size=4, trust_hooks=True), threading.Lock(), threading.local()
 
     def take(*_: Any) -> None:
         if not getattr(held, "it", False):
@@ -266,7 +269,7 @@ def test_a_thread_that_calls_between_the_end_of_a_call_and_what_that_does_distur
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the conditions are read a last time, the rows are still the first thread's, and the cache is every thread's."""
-    cache, digest = PagedPrefixCache(model, block_size=4), Conditioning.digest
+    cache, digest = PagedPrefixCache(model, block_size=4, trust_hooks=True), Conditioning.digest
     errors: list[list[BaseException]] = []
     num_read = 0
 
@@ -290,7 +293,11 @@ def test_a_thread_that_calls_between_the_end_of_a_call_and_what_that_does_distur
 def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, change, wanted = PagedPrefixCache(model, block_size=4), Change(model), run(model, input_ids=IDS)
+    cache, change, wanted = (
+        PagedPrefixCache(model, block_size=4, trust_hooks=True),
+        Change(model),
+        run(model, input_ids=IDS),
+    )
     threads = [{1: None, 2: None}]  # of the looks: two when the conditions are read, and from then on one
     monkeypatch.setattr(sys, "_current_frames", lambda: threads.pop() if threads else {1: None})
     begin_captured = Opening.begin_captured
@@ -323,7 +330,7 @@ def test_a_model_whose_own_code_changes_it_in_the_middle_of_a_call_leaves_nothin
         return plain(self, *args, **kwargs)
 
     model.__class__ = type("Changing", (type(model),), {where: functools.wraps(plain)(changing)})
-    cache = PagedPrefixCache(model, block_size=4)
+    cache = PagedPrefixCache(model, block_size=4, trust_hooks=True)
     num_calls = 0
     ids = run(model, cache, input_ids=IDS, max_new_tokens=20).sequences
     assert num_calls > 5

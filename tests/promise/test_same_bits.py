@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from hf_paged_cache.call.scheduled_forward import Chunks
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.call.scheduled_forward import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
 from hf_paged_cache.integration.opening import Opening
 from tests.differential.kinds import build

@@ -10,14 +10,14 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from hf_paged_cache.call.admission import grow_anew_for
+from hf_paged_cache.kv.slot_mapping import SlotMapping
+from hf_paged_cache.store.holder import Demand
 
 from hf_paged_cache import CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.blocks import BlockTable, root_hash
-from hf_paged_cache.call.admission import grow_anew_for
-from hf_paged_cache.kv.slot_mapping import SlotMapping
 from hf_paged_cache.store import block_store, memory_budget
 from hf_paged_cache.store.block_store import BlockStore
-from hf_paged_cache.store.holder import Demand
 
 from ..kv.reading import of_slots
 
