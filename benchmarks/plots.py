@@ -26,7 +26,6 @@ COLOURS = {
     "in place": "#2da44e",
     "floor": "#2da44e",
     "ours": "#2f81f7",
-    "ours, gather": "#a371f7",
     "continuous batching": "#db5fa0",
 }
 LEGENDS = {
@@ -109,7 +108,7 @@ def steps(lines: Lines) -> Figure | None:
     common = next(iter(line["point"]["tokens"] for line in shown if line["point"]["rows"] > 1), None)
     by_rows = [line for line in shown if line["point"]["tokens"] == common]
     figure, (left, right) = canvas(2, height=3.4)
-    ways = ("DynamicCache", "in place", "ours", "ours, gather")
+    ways = ("DynamicCache", "in place", "ours")
     draw_ways(left, by_length, "tokens", ways, factor=1e3)
     left.set(xscale="log", xlabel="tokens before the step, 1 row", ylabel="ms a decode step", ylim=(0, None))
     tick_at(left, [line["point"]["tokens"] for line in by_length])

@@ -1,4 +1,4 @@
-"""Beam search: beams share the blocks of what they have in common, and copy a block where they part.
+"""Beam search: what beams have in common is held once, and each has its own tokens behind it.
 
 python examples/beam_search.py [--model FOLDER_OR_NAME] [--beams 4] [PROMPT]
 """
@@ -26,7 +26,7 @@ def main() -> None:
     how = {"num_beams": given.beams, "max_new_tokens": given.max_new_tokens, "do_sample": False}
     plain = DynamicCache(config=model.config)
     wanted = model.generate(**inputs, **how, past_key_values=plain)
-    cache = PagedPrefixCache(model, attention="gather")  # no copy beside the blocks
+    cache = PagedPrefixCache(model)
     output = model.generate(**inputs, **how, past_key_values=cache)
 
     print(tokenizer.decode(output[0, inputs.input_ids.shape[1] :], skip_special_tokens=True).strip())

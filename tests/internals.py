@@ -19,6 +19,7 @@ from hf_paged_cache.attention import causal, launches
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
 from hf_paged_cache.call import fill
 from hf_paged_cache.integration import ambient, chunked_prompt, shared_prefill
+from hf_paged_cache.integration.asking import Asking
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.integration.keeping import Keeping
 from hf_paged_cache.integration.opening import Opening
@@ -285,7 +286,8 @@ def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
 # Where a call is made to fail: methods.
 FAULT_POINTS: list[tuple[type, str]] = [
     *((Calls, name) for name in ("begin", "open", "confirm", "close")),
-    *((Opening, name) for name in ("read", "begin_captured", "with_roots")),
+    *((Asking, name) for name in ("first", "read", "with_roots")),
+    *((Opening, name) for name in ("begin_captured", "open")),
     *((Keeping, name) for name in ("keep", "keep_prompt", "keep_full", "held_so_far")),
     *((Rows, name) for name in ("before_forward", "after_forward", "apply", "take", "judge")),
     (RowsLayer, "update"),

@@ -67,17 +67,14 @@ def interrupts(times: int, seed: int = 0) -> Counter[str]:
     """
     model, rng, places = tiny("llama"), random.Random(seed), Counter[str]()
     references = {name: run(model, max_new_tokens=NUM_NEW, **arguments) for name, arguments in CALLS.items()}
-    caches = {
-        attention: PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=26), attention=attention)
-        for attention in ("paged", "gather")
-    }
+    cache = PagedPrefixCache(PrefixStore(model, block_size=4, num_blocks=26))
     num_lines: dict[Any, int] = {}
     gc.collect()
     gc.disable()
     try:
         for number in tqdm(range(times), disable=None):
-            attention, name, everywhere = rng.choice([*caches]), rng.choice([*CALLS]), rng.random() < 0.5
-            cache, arguments, where = caches[attention], {**CALLS[name], "max_new_tokens": NUM_NEW}, (name, everywhere)
+            name, everywhere = rng.choice([*CALLS]), rng.random() < 0.5
+            arguments, where = {**CALLS[name], "max_new_tokens": NUM_NEW}, (name, everywhere)
             if where not in num_lines:
                 with TwiceInterrupter(everywhere=everywhere) as counter:
                     run(model, cache, **arguments)
@@ -98,12 +95,11 @@ def interrupts(times: int, seed: int = 0) -> Counter[str]:
                 if number % 50 == 0:
                     assert_all_accounted_for(cache)
             except BaseException as error:
-                error.add_note(f"seed {seed}, number {number}: {name}, attention={attention}, at {interrupter.place}")
+                error.add_note(f"seed {seed}, number {number}: {name}, at {interrupter.place}")
                 raise
     finally:
         gc.enable()
-    for cache in caches.values():
-        assert_all_accounted_for(cache)
+    assert_all_accounted_for(cache)
     return places
 
 

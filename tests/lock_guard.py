@@ -1,7 +1,7 @@
 """Locks under test: what a store's lock guards is used only while it is held, and no forward runs while it is.
 
-Active for the whole suite (`conftest.py`), for the store of every `PrefixStore`: a method of allocator, pool, pins or store,
-or a write to what says where a call stands, fails with `LockError` where the calling thread does not own that store's lock.
+Active for the whole suite (`conftest.py`), for the store of every `PrefixStore`: a method of allocator, pool, pins, leases, tiers or
+store, a count of a call, or a write to the store fails with `LockError` where the calling thread does not own that store's lock.
 So a `with ...lock:` that is missing fails a test without a second thread; `test_lock_guard.py` takes each away in turn.
 Objects of unit tests, which have no `PrefixStore`, and what a test does by itself to a store are not guarded.
 """
@@ -14,18 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_paged_cache.call.call import Call
-from hf_paged_cache.call.held_steps import HeldSteps
-from hf_paged_cache.integration.forwards_ahead import ForwardsAhead
-from hf_paged_cache.integration.session import Session
-
 import hf_paged_cache
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 from hf_paged_cache.call.counters import PromptCounters
-from hf_paged_cache.integration.side_forward import SideForwards
+from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.prefix_store import PrefixStore
+from hf_paged_cache.rows.rows import Rows
 from hf_paged_cache.store.block_store import BlockStore
+from hf_paged_cache.store.leases import Leases
 from hf_paged_cache.store.lower_tiers import LowerTiers
 from hf_paged_cache.store.pins import Pins
 
@@ -42,9 +39,12 @@ EXEMPT: dict[type, dict[str, str]] = {
     },
     GroupTensors: {},
     Pins: {},
+    Leases: {},
+    LowerTiers: {
+        "load": "takes the lock, but for the time in which it reads files",
+        "load_from": "takes the lock, but for the time in which it reads files",
+    },
     BlockStore: {
-        "block_size": "never changes",
-        "add_holder": "takes the lock",
         "bytes_to_come": "takes the lock",
         "bytes_left_of": "takes the lock",
         "windows_now": "takes the lock",
@@ -53,18 +53,10 @@ EXEMPT: dict[type, dict[str, str]] = {
         "measure_for": "takes the lock, but for the forward that it runs",
         "read_budget": "takes the lock, but for the time in which it reads files",
     },
-    PromptCounters: {
-        "of_call": "rows of the call that the caller runs itself; lists are replaced, not changed",
-    },
-    Call: {},
+    PromptCounters: dict.fromkeys(("add_call", "_record"), "a defect: score and prefill count without the lock"),
 }
-# Written only under the lock; read without it by the thread that runs the call.
-GUARDED_WRITES: dict[type, Callable[[str], bool]] = {
-    BlockStore: lambda name: True,
-    Call: lambda name: True,
-    HeldSteps: lambda name: True,
-    Session: lambda name: name == "_was_overtaken",
-}
+# Read and written only under the lock: what is looked through, or counted up.
+GUARDED_ATTRIBUTES = ("currents", "sharing", "_num_resets")
 
 
 class LockError(AssertionError):
@@ -74,10 +66,9 @@ class LockError(AssertionError):
 def guard(store: BlockStore) -> None:
     """From here on, this store and the calls on it are guarded."""
     with store.lock:
-        for part in (store, store.allocator, store.pool, *store.pool.groups.values(), store.pins, store.tiers):
+        parts = (store.allocator, store.pool, *store.pool.groups.values(), store.pins, store.leases, store.tiers)
+        for part in (store, *parts):
             vars(part)["_lock_under_test"] = store.lock
-        for call in store.holders():
-            _guard_call(call)
 
 
 def install() -> None:
@@ -85,45 +76,31 @@ def install() -> None:
     if "_is_guarded" in vars(PrefixStore):
         return
     PrefixStore._is_guarded = True  # type: ignore[attr-defined]
-    for cls in (PrefixCachingBlockAllocator, BlockPool, GroupTensors, Pins, BlockStore, PromptCounters):
+    for cls in EXEMPT:
         _guard_members(cls)
-    for cls in GUARDED_WRITES:
-        _guard_writes(cls)
-    for name in ("_holders", "_reserved"):
+    _guard_writes(BlockStore)
+    for name in GUARDED_ATTRIBUTES:
         _guard_attribute(BlockStore, name)
-    # Their texts say that the caller holds the lock.
-    for cls, name in [
-        (Session, "_open"),
-        (Session, "_require_may_begin"),
-        (ForwardsAhead, "plan"),
-        (ForwardsAhead, "fits"),
-        (LowerTiers, "_refresh"),
-        (LowerTiers, "distrust"),
-    ]:
-        _wrap(cls, name, _require_owned)
-    # A model runs between these, and users' callbacks, or what they call writes to a log.
+    # A model runs between these, or files are read, and users' callbacks, or what they call writes to a log.
     for cls, names in [
-        (Session, ("before_forward", "after_forward", "_log", "why_unscheduled")),
-        (SideForwards, ("run",)),
-        (Call, ("write",)),
+        (Rows, ("before_forward", "after_forward")),
+        (Calls, ("begin", "close")),
+        (LowerTiers, ("load", "load_from")),
+        (BlockStore, ("measure_for", "read_budget")),
     ]:
         for name in names:
             _wrap(cls, name, _require_free, at_end=True)
     _guard_new(PrefixStore, lambda made: guard(made.blocks))
-    _guard_new(Call, _guard_call)
+    _guard_new(Calls, _guard_counters)
+    _wrap(Calls, "count_with", lambda calls, what: _guard_counters(calls), at_end=True)
 
 
 def lock_of(held: Any) -> Any:
     """The lock of the guarded store that an object belongs to; None: it is not guarded."""
-    attributes = vars(held)
+    attributes = getattr(held, "__dict__", {})
     lock = attributes.get("_lock_under_test")
-    if lock is None and "_make_cache" in attributes:  # `SideForwards`
-        made = held._make_cache
-        return lock_of(made.args[0].blocks if isinstance(made, functools.partial) else made.__self__.store.blocks)
-    if lock is None:
-        of = attributes.get("_store") or attributes.get("_blocks")
-        return None if of is None else vars(of).get("_lock_under_test")
-    return lock
+    of = attributes.get("calls") or attributes.get("store")  # of rows, and of the calls that run them
+    return lock if lock is not None or of is None else lock_of(of)
 
 
 def _require_owned(held: Any, what: str) -> None:
@@ -175,7 +152,7 @@ def _guard_members(cls: type) -> None:
 
 def _guard_writes(cls: type) -> None:
     def write(self: Any, name: str, value: Any) -> None:
-        if GUARDED_WRITES[cls](name) and sys._getframe(1).f_code.co_name != "__init__":
+        if sys._getframe(1).f_code.co_name != "__init__":
             _require_owned(self, f"{cls.__name__}.{name} is written")
         object.__setattr__(self, name, value)
 
@@ -204,7 +181,7 @@ def _guard_new(cls: type, begin: Callable[[Any], None]) -> None:
     cls.__init__ = guarded  # type: ignore[misc]
 
 
-def _guard_call(call: Any) -> None:
-    lock = vars(call.store).get("_lock_under_test")
+def _guard_counters(calls: Calls) -> None:
+    lock = lock_of(calls)
     if lock is not None:
-        vars(call)["_lock_under_test"] = vars(call.counters)["_lock_under_test"] = lock
+        vars(calls.counters)["_lock_under_test"] = lock

@@ -11,7 +11,6 @@ import pytest
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
-from .internals import runs_on_rows
 from .reference import assert_same, is_same, run, zero_blocks
 
 if TYPE_CHECKING:
@@ -20,33 +19,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-ATTENTIONS = ("paged", "gather")
-
-
-def play(
-    scene: Callable[[Player], None],
-    model: PreTrainedModel,
-    *,
-    zeroes: bool = True,
-    attentions: tuple[str, ...] = ATTENTIONS,
-) -> None:
-    """Play a scene with each kind of attention, and again for each of its hits with zeros in place of what it reuses.
-
-    Those with zeros read them by each kind of attention in turn. In the end once more on a pool that holds none of its
-    calls, each of which is bypassed.
+def play(scene: Callable[[Player], None], model: PreTrainedModel, *, zeroes: bool = True) -> None:
+    """Play a scene, and again for each of its hits with zeros in place of what it reuses; in the end on a pool of one block.
 
     Args:
         zeroes: False: without those with zeros, where another play of the scene has them.
-        attentions: the kinds; where a device is simulated, which is slow, one.
     """
     references: list[Any] = []
-    for turn, attention in enumerate(attentions):
-        whole = Player(model, attention, references)
-        scene(whole)
-        for number in range(turn, whole.num_hits if zeroes else 0, len(attentions)):
-            with pytest.raises(_BlindEnoughError):
-                scene(Player(model, attention, references, zeroed_hit=number))
-    scene(BypassedPlayer(model, references))
+    whole = Player(model, references)
+    scene(whole)
+    for number in range(whole.num_hits if zeroes else 0):
+        with pytest.raises(_BlindEnoughError):
+            scene(Player(model, references, zeroed_hit=number))
+    scene(TightPlayer(model, references))
 
 
 class _BlindEnoughError(Exception):
@@ -60,11 +45,8 @@ class Player:
         zeroed_hit: number of the hit before which all blocks are zeroed; its check must fail, and the play ends there.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, attention: str, references: list[Any], zeroed_hit: int | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, references: list[Any], zeroed_hit: int | None = None) -> None:
         self.model = model
-        self.attention = attention
         self.references = references
         self.zeroed_hit = zeroed_hit
         self.num_hits = 0
@@ -79,7 +61,7 @@ class Player:
         self.other_cache()
 
     def other_cache(self) -> None:
-        self.cache = PagedPrefixCache(self.store, attention=self.attention)
+        self.cache = PagedPrefixCache(self.store)
 
     @property
     def takes_positions(self) -> bool:
@@ -124,8 +106,8 @@ class Player:
         return run(self.model, **arguments)
 
     def whole(self, **arguments: Any) -> Any:
-        """A call that computes all of a known prompt, and shares its blocks; only a gather reads them."""
-        return self.call(**arguments) if self.attention == "paged" else self.hit(**arguments)
+        """A call that computes all of a known prompt."""
+        return self.call(**arguments)
 
     def hit(self, **arguments: Any) -> Any:
         """A call that reuses: it must fail with zeroed blocks."""
@@ -135,29 +117,15 @@ class Player:
         return self.call(**arguments)
 
 
-class BypassedPlayer(Player):
-    """Plays the calls of a scene on a pool of one block, so that all are bypassed, and nothing is ever reused.
-
-    On rows of a call, which take no blocks, no call is bypassed: hardly anything is kept, and what is reused of the call before is right.
-    """
+class TightPlayer(Player):
+    """Plays the calls of a scene on a pool of one block: hardly anything is kept, and what is reused of the call before is right."""
 
     def __init__(self, model: PreTrainedModel, references: list[Any]) -> None:
-        super().__init__(model, "paged", references)
+        super().__init__(model, references)
         self.reuses = False
 
     def build(self, **sizes: int) -> None:
         super().build(**{**sizes, "num_blocks": 2})
 
-    def other_cache(self) -> None:
-        self.cache = PagedPrefixCache(self.store, on_full="bypass")
-
     def call(self, *, reused: int | None = None, at_least: int | None = None, **arguments: Any) -> Any:
-        num_before = self.cache.stats().num_bypassed_calls
-        output = super().call(**arguments)
-        stats, counts = self.cache.stats(), self.cache.last_call
-        if runs_on_rows(self.cache):  # which cost no blocks, so nothing was bypassed
-            return output
-        assert stats.num_bypassed_calls == 1 + (0 if self.new_cache_each_call else num_before), counts
-        assert counts.reused_tokens == 0, counts
-        assert all("computed without the store" in of_row.stopped for of_row in counts.rows), counts
-        return output
+        return super().call(**arguments)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from .internals import split_everywhere
 from .programs.comparing import run_program
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -102,11 +103,12 @@ def test_best_of_n_computes_the_prompt_once(run_example: Run) -> None:
     assert re.match(r"sample [0-3]: ", best)
 
 
-def test_beam_search_gives_the_same_tokens_in_less_memory(run_example: Run) -> None:
+def test_beam_search_gives_the_same_tokens_in_less_memory(run_example: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    split_everywhere(monkeypatch)  # of a tiny model it takes less time to read the prompt for each beam
     *_, same, memory = run_example("beam_search.py", "--max-new-tokens", "4")
     assert same.endswith("True")
     ours, plain = map(float, re.findall(r"([\d.]+) MiB", memory))
-    assert ours < plain  # of two layers one is copied for its attention
+    assert ours < plain / 2  # four beams hold the prompt once
 
 
 def test_recommend_ranks_items_of_its_catalogue_and_computes_the_history_once(run_example: Run) -> None:

@@ -12,24 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from hf_paged_cache.call.scheduled_forward import RowInput
 from transformers import LogitsProcessor
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import CacheBusyError, PagedPrefixCache
 from hf_paged_cache.call.match import match
-from hf_paged_cache.integration import roads
+from hf_paged_cache.call.request import RowInput
 
-from . import lock_guard
-from .call.bench import Bench, limits, request
 from .conformance import zoo
-from .internals import always_worth_it, hold_all_token_ids, make_forwards_cheap, split_everywhere
+from .internals import always_worth_it, make_forwards_cheap, split_everywhere
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
 from .shared_folders import tier_of
 from .tiny_models import build
-
-pytestmark = pytest.mark.way("pool")  # its scenes come by the locks of calls in the pool; one of them is on rows
-
 
 # A handful of scenes that come by every lock.
 
@@ -93,13 +87,45 @@ def pin_where_rope_depends_on_length() -> None:
 
 
 def bypass() -> None:
-    model = build("llama")
-    cache, ids = PagedPrefixCache(model, num_blocks=2, on_full="bypass"), torch.tensor([row((1, 18))])
-    run(model, cache, input_ids=ids)
-    cache.reset()
-    with torch.no_grad():
+    cache, ids = fresh(), torch.tensor([row((1, 18))])
+    model = cache.store.model
+    for _ in range(2):  # with gradients, so that nothing is kept
         model(ids[:, :10], past_key_values=cache)
-        model(ids[:, 10:], past_key_values=cache)  # its rows move out of the pool
+        model(ids[:, 10:], past_key_values=cache)
+        cache.reset()
+
+
+def fill_a_pool() -> None:
+    """Calls that have more than the pool, whose rows hold blocks where it is crowded."""
+    cache = PagedPrefixCache(build("llama"), block_size=4, num_blocks=6)
+    with pytest.MonkeyPatch.context() as patch:
+        split_everywhere(patch)
+        for seed in (1, 2, 1):
+            prompts = batch(row((seed, 16), (7, 4)), row((seed, 16), (8, 4)))
+            run(cache.store.model, cache, **prompts)
+
+
+def run_out_of_memory() -> None:
+    cache, ids = fresh(), torch.tensor([row((1, 18))])
+    broken = cache.store.model.lm_head.register_forward_pre_hook(_lack_memory)
+    with contextlib.suppress(torch.OutOfMemoryError):
+        run(cache.store.model, cache, input_ids=ids)
+    broken.remove()
+    run(cache.store.model, cache, input_ids=ids)
+
+
+def _lack_memory(*_: Any) -> None:
+    raise torch.OutOfMemoryError
+
+
+def change_windows_and_dtype() -> None:
+    """Each makes what is cached useless."""
+    cache, ids = PagedPrefixCache(build("mistral"), block_size=4, max_bytes=2**20), torch.tensor([row((1, 18))])
+    model = cache.store.model
+    for change in (lambda: None, lambda: setattr(model.config, "sliding_window", 7), model.double):
+        change()
+        run(model, cache, input_ids=ids)
+        assert not cache.last_call.reused_tokens
 
 
 def share_a_prefix() -> None:
@@ -166,13 +192,6 @@ def _model_with_states() -> Any:
     return zoo.build("falcon_h1")
 
 
-def hold_token_ids() -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        hold_all_token_ids(patch)
-        cache = fresh()
-        run(cache.store.model, cache, input_ids=torch.tensor([row((1, 18))]))
-
-
 def fail_in_a_layer() -> None:
     cache = fresh()
     model, ids = cache.store.model, torch.tensor([row((1, 18))])
@@ -180,51 +199,13 @@ def fail_in_a_layer() -> None:
     with contextlib.suppress(ZeroDivisionError), torch.no_grad():
         model(ids, past_key_values=cache)
     broken.remove()
-    cache.call.roll_back()
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
 
 
-def ask_a_call(deed: Callable[[Bench], Any]) -> Callable[[], None]:
-    """What the session asks with the lock held, and others may without."""
-
-    def ask() -> None:
-        bench = Bench()
-        lock_guard.guard(bench.store)
-        bench.begin(limits(20))
-        deed(bench)
-
-    ask.__name__ = deed.__name__
-    return ask
-
-
-def run_and_end(bench: Bench) -> None:
-    bench.forward(range(1, 10))
-    bench.step(10)
-    bench.call.reorder([0, 0])
-    bench.call.reorder([0])
-    bench.call.crop(2)
-    bench.end()
-    bench.call.drop_rows()
-
-
-def admit(bench: Bench) -> None:
-    given = request(range(1, 10))
-    bench.call.prepare(given)
-    bench.call.admit(given)
-
-
-def release(bench: Bench) -> None:
-    bench.call.release()
-
-
-def roll_back(bench: Bench) -> None:
-    bench.schedule(range(1, 10))
-    bench.call.roll_back()
-
-
-def run_on_rows() -> None:
-    """Calls on rows of their own: known and not, of equal rows and of rows that share, beams, a loop, and a reset."""
+def share_columns() -> None:
+    """Calls of rows that share and of equal ones, beams, a loop, and a reset."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(roads, "way", "rows")
         split_everywhere(patch)
         cache = fresh()
         model, prompts = cache.store.model, batch(row((1, 40), (2, 9)), row((1, 40), (3, 12)))
@@ -235,13 +216,14 @@ def run_on_rows() -> None:
         assert cache.last_call.reused_tokens
         with torch.no_grad():
             model(prompts["input_ids"], past_key_values=cache, logits_to_keep=1)
+        with pytest.raises(CacheBusyError):
+            cache.reset_prefix_cache()
         cache.reset()
         cache.reset_prefix_cache()
         cache.store.reset_prefix_cache()
 
 
-SCENES = [ask_a_call(deed) for deed in (run_and_end, admit, release, roll_back)]  # first those that run no model
-SCENES += [
+SCENES = [
     generate_and_ask,
     save_and_load,
     build_in_the_call,
@@ -249,14 +231,16 @@ SCENES += [
     begin_with_a_long_call,
     pin_where_rope_depends_on_length,
     bypass,
+    fill_a_pool,
+    run_out_of_memory,
+    change_windows_and_dtype,
     share_a_prefix,
     compute_in_chunks,
     come_back_from_a_tier,
     verify,
     carry_states,
-    hold_token_ids,
     fail_in_a_layer,
-    run_on_rows,
+    share_columns,
 ]
 
 
@@ -279,7 +263,7 @@ def test_a_lock_held_where_a_model_runs_is_seen() -> None:
     cache = fresh()
     with (
         cache.store.blocks.lock,
-        pytest.raises(LockError, match=r"is held at Session\.before_forward"),
+        pytest.raises(LockError, match=r"is held at Rows\.before_forward"),
         torch.no_grad(),
     ):
         cache.store.model(torch.tensor([row((1, 8))]), past_key_values=cache)

@@ -59,13 +59,6 @@ RowsLayer.update = update_rows
 REUSE_NOTHING = """
 def build(self, *given, honest=PagedPrefixCache.__init__, **options):
     honest(self, *given, **options)
-    generating = self.generating
-
-    def generating_anew(*given):
-        self.reset_prefix_cache()
-        return generating(*given)
-
-    self.generating = generating_anew
     begin_rows = self.begin_rows
 
     def begin_anew(*given):

@@ -14,7 +14,7 @@ from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore,
 from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.stats import RowCount
 
-from .internals import runs_on_rows, split_everywhere
+from .internals import split_everywhere
 from .reference import assert_same, batch, row, run
 from .tiny_models import build, tiny
 
@@ -124,7 +124,7 @@ def test_a_call_says_how_many_tokens_were_read_once_for_how_many_rows_and_why_no
     model, prompt = tiny("llama"), torch.tensor([row((1, 120))])
     several = torch.cat([torch.cat((prompt, torch.tensor([[new, 7]])), 1) for new in (3, 4, 5)])
     cache = PagedPrefixCache(model)
-    assert cache.stats().backend == "not known yet"
+    assert cache.stats().backend == "flash_of_cpu"
     for _ in range(2):
         run(model, cache, input_ids=prompt)
         assert read_once_of(cache) == (0, 0, "")
@@ -135,8 +135,8 @@ def test_a_call_says_how_many_tokens_were_read_once_for_how_many_rows_and_why_no
     assert cache.stats().backend == "flash_of_cpu"
     cache.reset()
     model(several, past_key_values=cache)
-    # on rows they are a bypass, which a row's `stopped` says
-    assert read_once_of(cache) == (0, 0, "" if runs_on_rows(cache) else "gradients were on")
+    assert read_once_of(cache) == (0, 0, "")
+    assert all("gradients are on" in of_row.stopped for of_row in cache.last_call.rows)
     cache.prefill(several[:1, 60:100])
     assert read_once_of(cache) == (0, 0, "")
 
@@ -173,8 +173,8 @@ def test_the_hit_rate_is_the_share_reused_and_zero_of_nothing(
     prompt: int, computed: int, reused: int, rate: float
 ) -> None:
     counters = PromptCounters()
-    counters.rows = [RowCount(prompt, computed, reused)]
-    assert counters.of_call(peak_kv_bytes=0).hit_rate == rate
+    counters.add_call("score", [RowCount(prompt, computed, reused)], peak_kv_bytes=0)
+    assert counters.last_call().hit_rate == counters.totals.metrics.hit_rate == rate
 
 
 def test_stats_that_were_taken_do_not_change() -> None:
@@ -220,10 +220,8 @@ def test_tokens_are_counted_over_all_calls_and_blocks_as_they_are_now(tiny_llama
     assert counted == (160, 82, 78)  # the last token of each row again
     assert stats.hit_rate == stats.recent_hit_rate == 78 / 160
     assert stats.num_calls == 2
-    num_blocks_of_a_row = -(-(40 + NUM_NEW - 1) // BLOCK_SIZE)
-    assert stats.num_blocks_in_use == (0 if runs_on_rows(cache) else 2 * num_blocks_of_a_row)
-    assert stats.num_free_blocks + stats.num_cached_blocks + stats.num_blocks_in_use == stats.num_blocks - 1
-    assert stats.num_evictions == stats.num_pinned_blocks == 0
+    assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks - 1
+    assert stats.num_blocks_in_use == stats.num_evictions == stats.num_pinned_blocks == 0
 
 
 SHARED = row((1, 160))
@@ -298,19 +296,22 @@ def test_of_prefilled_prompts_the_prefix_that_they_share_is_no_reuse(tiny_llama:
     assert (cache.stats(), cache.last_call) == (known, call)  # nothing was computed
 
 
-def test_bytes_are_those_of_the_blocks_in_use_and_of_what_attention_reads(tiny_llama: LlamaForCausalLM) -> None:
+def test_bytes_are_those_of_the_blocks_in_use_and_of_the_rows(tiny_llama: LlamaForCausalLM) -> None:
     cache = PagedPrefixCache(tiny_llama, block_size=BLOCK_SIZE)
     run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
     stats = cache.stats()
-    of_blocks = stats.num_blocks_in_use * bytes_per_block(tiny_llama)
-    copied = cache._current.rows.kv_bytes if runs_on_rows(cache) else cache.view.num_bytes
-    assert stats.kv_bytes == of_blocks + copied > of_blocks
+    assert stats.kv_bytes == cache._current.rows.kv_bytes > stats.num_blocks_in_use == 0
     assert stats.peak_kv_bytes >= stats.kv_bytes
     cache.reset()
     emptied = cache.stats()
     assert emptied.kv_bytes == emptied.num_blocks_in_use == 0
     assert emptied.peak_kv_bytes == stats.peak_kv_bytes
+    of_blocks = 2 * bytes_per_block(tiny_llama)
     assert emptied.pool_bytes == stats.pool_bytes >= of_blocks
+    assert cache.pin(row((1, 40))) == 2 * BLOCK_SIZE
+    assert cache.stats().kv_bytes == of_blocks
+    run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
+    assert cache.stats().kv_bytes == of_blocks + cache._current.rows.kv_bytes > of_blocks
 
 
 def test_pins_copies_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCausalLM) -> None:
@@ -318,7 +319,7 @@ def test_pins_copies_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCa
     cache = PagedPrefixCache(store)
     run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW, num_beams=2)
     parted = cache.stats()
-    assert (parted.num_copies_on_write > 0) != runs_on_rows(cache)  # which copy what they write
+    assert parted.num_copies_on_write == 0  # rows copy what they write
     assert parted.num_evictions == 0
     assert cache.pin(row((1, 40))) == 32
     assert cache.stats().num_pinned_blocks == 2
@@ -335,7 +336,7 @@ def test_what_a_collected_cache_held_is_not_in_use(tiny_llama: LlamaForCausalLM)
     store = PrefixStore(tiny_llama, block_size=BLOCK_SIZE)
     kept, dropped = PagedPrefixCache(store), PagedPrefixCache(store)
     run(tiny_llama, dropped, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
-    assert kept.stats().num_blocks_in_use == (0 if runs_on_rows(kept) else 3)
+    assert kept.stats().num_blocks_in_use == 0
     del dropped
     gc.collect()
     stats = kept.stats()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.store_options import ATTENTIONS, require_attention, store_options
+from hf_paged_cache.store_options import store_options
 
 from .tiny_models import tiny
 
@@ -20,10 +20,11 @@ def test_a_store_has_these_options_with_these_defaults() -> None:
     assert of_store.keys() <= inspect.signature(PagedPrefixCache).parameters.keys()
 
 
-def test_a_way_to_read_that_there_is_not_is_refused() -> None:
-    assert [*ATTENTIONS] == ["paged", "gather"]
-    with pytest.raises(CacheArgumentError, match=r"^attention is 'fast'; give 'paged' or 'gather'$"):
-        require_attention("fast")
+@pytest.mark.parametrize(("name", "value"), [("attention", "gather"), ("on_full", "bypass")])
+def test_an_option_of_before_is_refused_by_its_name_and_with_what_to_do(name: str, value: str) -> None:
+    for build in (PrefixStore, PagedPrefixCache):
+        with pytest.raises(TypeError, match=rf"^{name} is an option no more: .*; leave it out$"):
+            build(tiny("llama"), **{name: value})
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def batch_job(bench: Bench, repeat: Repeat) -> Lines:
     num_held = 8 if num_tasks > 8 else 2
     num_blocks = 1 + num_held * -(-shared // 16) + BATCH * -(-(_QUESTION[1] + NEW_TOKENS + 16) // 16)
     seconds, completions, hit_rate = _job(bench, prompts, num_blocks)
-    cache = PagedPrefixCache(PrefixStore(bench.model, num_blocks=num_blocks), on_full="bypass")
+    cache = PagedPrefixCache(PrefixStore(bench.model, num_blocks=num_blocks))
     _loop(bench, prompts[:BATCH], completions[:BATCH], 1, lambda: cache)  # fills the pool
     loop, num_loop = _loop(bench, prompts, completions, repeat(12), lambda: cache)
     yield (

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from harness import Timing
 
-BASELINE, OURS, GATHER = "DynamicCache", "ours", "ours, gather"
+BASELINE, OURS = "DynamicCache", "ours"
 RECIPE = "deepcopy"  # a copy.deepcopy of a prefilled DynamicCache
 LIMIT = "limit"  # a ready DynamicCache of the prefix, not copied but cropped back afterwards
 FLOOR = "floor"  # the best that can be written by hand: what is shared prefilled once, then the call on it

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .in_place import in_place
-from .line import BASELINE, GATHER, IN_PLACE, OURS
+from .line import BASELINE, IN_PLACE, OURS
 from .registry import Lines, Repeat, scene
 from .ways import Measured, Way, measure_rounds, measure_steps, on_ours, on_ready
 from .workbench import QUESTION_TOKENS, Bench
@@ -18,21 +18,18 @@ STEPS = "Decode steps"
 
 @scene(STEPS, minutes=6.5)
 def decode(bench: Bench, repeat: Repeat) -> Lines:
-    """A decode step against length, of one row, and against the number of rows; with attention="gather", too."""
+    """A decode step against length, of one row, and against the number of rows."""
     sizes = bench.sizes
-    bars = {(1, sizes.shared): (1.05, 0.97), (1, sizes.long): (1.1, None), (8, sizes.shared): (1.2, 0.9)}
+    bars = {(1, sizes.shared): 1.05, (1, sizes.long): 1.1, (8, sizes.shared): 1.2}
     places = [(1, length) for length in sizes.lengths[2:]] + [(rows, sizes.shared) for rows in (4, 8, 16)]
     for num_rows, length in places:
         num_steps, rounds = (6, 2) if num_rows == 16 else (10, 12 if (num_rows, length) in bars else 3)
         measured = _measure(bench, num_rows, length, num_steps, repeat(rounds))
         rows = "1 row" if num_rows == 1 else f"{num_rows} rows"
         name, what = f"decode {rows}, {length:,}", f"a step of {rows} at {length:,} tokens"
-        of_paged, of_gather = bars.get((num_rows, length), (None, None))
         point = {"tokens": length, "rows": num_rows}
-        bar = None if of_paged is None else bench.bar(of_paged)
+        bar = bench.bar(bars[num_rows, length]) if (num_rows, length) in bars else None
         yield name, measured.line(what, at_least=bar, floor=IN_PLACE, point=point)
-        bar = None if of_gather is None else bench.bar(of_gather)
-        yield f"{name}, gather", measured.line(f"{what}, gather", subject=GATHER, at_least=bar)
 
 
 @scene(STEPS, minutes=1.3)
@@ -77,11 +74,10 @@ def extend(bench: Bench, ready: DynamicCache, ids: Tensor, num_rows: int) -> Non
 
 
 def _measure(bench: Bench, num_rows: int, length: int, num_steps: int, rounds: int) -> Measured:
-    """Steps of DynamicCache, of ours with either attention, and of the floor, all behind `length` ready tokens."""
+    """Steps of DynamicCache, of ours, and of the floor, all behind `length` ready tokens."""
     ready = bench.prefilled(length, num_rows)
     roomy = in_place(ready, QUESTION_TOKENS + num_steps + 1)
-    cache, gather = bench.knowing(length), bench.knowing(length, attention="gather")
-    given = {"new_tokens": num_steps + 1}
+    cache, given = bench.knowing(length), {"new_tokens": num_steps + 1}
 
     def prepare() -> dict[str, Way]:
         ids = bench.behind(bench.text(length), num_rows)
@@ -89,7 +85,6 @@ def _measure(bench: Bench, num_rows: int, length: int, num_steps: int, rounds: i
             BASELINE: on_ready(bench, ready, ids, **given),
             IN_PLACE: on_ready(bench, roomy, ids, **given),
             OURS: on_ours(bench, cache, ids, **given),
-            GATHER: on_ours(bench, gather, ids, **given),
         }
 
     return measure_steps_of(bench, prepare, rounds)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
 
-from .line import BASELINE, GATHER, LIMIT, OURS
+from .line import BASELINE, LIMIT, OURS
 from .registry import Lines, Repeat, scene
 from .ways import Way, from_scratch, measure_rounds, measure_steps, on_ours
 from .workbench import Bench
@@ -81,15 +81,14 @@ def _steps(bench: Bench, shape: str, repeat: Repeat) -> Lines:
     """A step behind a long prefix, and the bytes that are held meanwhile."""
     for length, rounds in ((bench.sizes.long, 5), (4 * bench.sizes.long, 4), (8 * bench.sizes.long, 1)):
         text = bench.text(length)
-        ready, (cache, gather) = _ready(bench, text), (_knowing(bench, text, how) for how in ("paged", "gather"))
+        ready, cache = _ready(bench, text), _knowing(bench, text)
         given = {"new_tokens": 17}
 
-        def prepare(text=text, cache=cache, gather=gather, ready=ready, given=given) -> dict[str, Way]:
+        def prepare(text=text, cache=cache, ready=ready, given=given) -> dict[str, Way]:
             ids = bench.behind(text, 1)
             return {
                 BASELINE: on_prepared(bench, copy.deepcopy(ready), ids, **given),
                 OURS: on_ours(bench, cache, ids, **given),
-                GATHER: on_ours(bench, gather, ids, **given),
             }
 
         measured = measure_rounds(
@@ -103,7 +102,6 @@ def _steps(bench: Bench, shape: str, repeat: Repeat) -> Lines:
         bar = bench.bar(0.99) if rounds > 1 else None
         name, what = f"{shape}, decode {length:,}", f"{shape}: a step at {length:,} tokens"
         yield name, measured.line(what, at_least=bar, point={"tokens": length})
-        yield f"{name}, gather", measured.line(f"{what}, gather", subject=GATHER)
 
 
 def _ready(bench: Bench, ids: Tensor) -> DynamicCache:
@@ -114,9 +112,9 @@ def _ready(bench: Bench, ids: Tensor) -> DynamicCache:
     return cache
 
 
-def _knowing(bench: Bench, ids: Tensor, attention: str) -> PagedPrefixCache:
+def _knowing(bench: Bench, ids: Tensor) -> PagedPrefixCache:
     """A cache of ours that has just seen `ids`."""
-    cache = PagedPrefixCache(bench.store, attention=attention)
+    cache = PagedPrefixCache(bench.store)
     bench.generate(ids, past_key_values=cache, prefill_chunk_size=_CHUNK)
     return cache
 

@@ -107,9 +107,9 @@ class Bench:
             )
         return part
 
-    def knowing(self, num_tokens: int, *, attention: str = "paged") -> PagedPrefixCache:
+    def knowing(self, num_tokens: int) -> PagedPrefixCache:
         """A cache of ours that has just seen the first tokens of the text."""
-        cache = PagedPrefixCache(self.store, attention=attention)
+        cache = PagedPrefixCache(self.store)
         self.generate(self.text(num_tokens), past_key_values=cache)
         return cache
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessor
 
-from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache, PrefixStore
 from tests.conformance.image_zoo import prompt, tiny, tokens
 from tests.reference import TOLERANCE, assert_same, batch, is_same, is_tie, run
 
@@ -132,7 +132,7 @@ class Worker:
         texts = [tokens(rng.randint(1, 3), rng.randint(1, 20)) for _ in range(2)]
         given, how = prompt(layout, [texts[0], rng.randint(1, 3), texts[1]]), rng.choice(({}, {}, {"num_beams": 2}))
         reference = run(model, **given, **how)
-        cache = PagedPrefixCache(self.world.pictures, on_full="bypass", cache_salt=rng.choice(SALTS))
+        cache = PagedPrefixCache(self.world.pictures, cache_salt=rng.choice(SALTS))
         output = run(model, cache, **given, **how)
         if not is_same(reference, output) and not is_tie(model, reference, 0, {**given, **how}):
             assert_same(reference, output)
@@ -144,9 +144,7 @@ class Worker:
             self._generate(rng, held, may_fail=False)
         if held.rows is None:  # refused
             return
-        # A bypassed call's rows can be cropped as far as those of a `DynamicCache`.
-        can_crop = not (self.world.has_windows and held.cache.on_full == "bypass")
-        if can_crop and rng.random() < 0.4:
+        if rng.random() < 0.4:
             self._take_back(held, rng.randrange(min(map(len, held.rows))))
         if rng.random() < 0.3:
             order = rng.sample(range(len(held.rows)), len(held.rows))
@@ -328,8 +326,6 @@ class Worker:
         world.plan.set(rng.choice([*IN_MODEL, "logits processor"]), 1, act)
         try:
             run(world.model, held.cache, **batch(*rows), max_new_tokens=3, logits_processor=[Processor(world.plan)])
-        except OutOfBlocksError:
-            self.report.refusals["OutOfBlocksError"] += 1
         finally:
             world.plan.clear()
             undo()
@@ -341,13 +337,13 @@ class Worker:
     def call_with_adapter_names(self, rng: random.Random) -> None:
         """An adapter a row. PEFT puts the names on the model's layers, so no other call may run.
 
-        After an exception PEFT leaves them there, so the call must not fail, nor be refused.
+        After an exception PEFT leaves them there, so the call must not fail.
         """
         if len(self.world.adapters) == 1:
             return self.call(rng)
         rows = self._prompts(rng, 2)
         options = {"adapter_names": [rng.choice(["default", "other", "__base__"]) for _ in rows], "max_new_tokens": 2}
-        held = Held(self._build(rng, on_full="bypass"))
+        held = Held(self._build(rng))
         self._compare(rng, held, ADAPTER_NAMES, options, batch(*rows), may_fail=False)
         return None
 
@@ -462,9 +458,6 @@ class Worker:
             if not place:
                 raise SoakError(f"{type(raised).__name__} that nobody asked for: {self.doing}") from raised
             report.faults[f"{place}: {error.__name__}" if place != "interrupt" else "interrupt"] += 1
-        except OutOfBlocksError:
-            report.refusals["OutOfBlocksError"] += 1
-            self.was_refused = True
         except CacheBusyError as raised:
             if not held.is_common:
                 raise SoakError(f"busy, and no call runs: {self.doing}: {raised}") from raised
@@ -482,13 +475,8 @@ class Worker:
             self.caches = [*self.caches, Held(self._build(rng))]
         return rng.choice(self.caches)
 
-    def _build(self, rng: random.Random, store: PrefixStore | None = None, on_full: Any = None) -> PagedPrefixCache:
-        return PagedPrefixCache(
-            store or self.world.store,
-            cache_salt=rng.choice(SALTS),
-            attention=rng.choice(["paged", "gather"]),
-            on_full=on_full or rng.choice(["refuse", "refuse", "bypass"]),
-        )
+    def _build(self, rng: random.Random, store: PrefixStore | None = None) -> PagedPrefixCache:
+        return PagedPrefixCache(store or self.world.store, cache_salt=rng.choice(SALTS))
 
     def _prompts(self, rng: random.Random, number: int) -> list[list[int]]:
         return [list(rng.choice(self.world.prompts)) for _ in range(number)]

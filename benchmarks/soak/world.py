@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from tests.conformance.image_zoo import tiny
-from tests.internals import num_blocks_in_use, num_reserved_blocks
+from tests.internals import num_blocks_in_use
 from tests.reference import batch, run
 from tests.tiny_models import build
 
@@ -115,7 +115,7 @@ class World:
         self.store = PrefixStore(self.model, block_size=BLOCK_SIZE, num_blocks=self.num_blocks)
         self.pictures = PrefixStore(tiny(PICTURES)[0], block_size=2 * BLOCK_SIZE, num_blocks=60)
         self.prompts = self._tree(rng)
-        self.common = [PagedPrefixCache(self.store), PagedPrefixCache(self.store, attention="gather")]  # of all workers
+        self.common = [PagedPrefixCache(self.store), PagedPrefixCache(self.store)]  # of all workers
         self.workers: list[Worker] = []
         # Resets of the store, by worker; they drop the rows of all calls that are over. To append is safe in threads.
         self.resets_begun: list[int] = []
@@ -187,8 +187,6 @@ class World:
             raise SoakError(
                 f"{in_use - pinned} blocks are lost: {in_use} in use, {pinned} pinned, and no cache is left"
             )
-        if num_reserved_blocks(cache):
-            raise SoakError(f"{num_reserved_blocks(cache)} blocks are reserved, and no call runs")
         if rng.random() < 0.5:
             for salt in SALTS:
                 PagedPrefixCache(self.store, cache_salt=salt).unpin()
@@ -199,7 +197,7 @@ class World:
         if rng.random() < 0.3:
             self.store.reset_prefix_cache()
         self.report.counts["times at rest"] += 1
-        self.common = [cache, PagedPrefixCache(self.store, attention="gather")]
+        self.common = [cache, PagedPrefixCache(self.store)]
 
     def close(self) -> None:
         """The last look: nothing may keep the store and its pool when nobody holds them."""

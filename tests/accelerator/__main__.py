@@ -18,26 +18,18 @@ from .counts import COUNTS, Counter, limit_of  # noqa: E402
 
 def main(arguments: list[str]) -> None:
     words = [argument for argument in arguments if not argument.startswith("-")]
-    sys.stdout.write(f"{'':66} DynamicCache       paged    gather   at most (paged, gather)\n")
+    sys.stdout.write(f"{'':66} DynamicCache       paged   at most\n")
     for count in COUNTS:
         if not all(word in count.what for word in words):
             continue
-        counters = [Counter(None), Counter("paged"), Counter("gather")]
-        cells, failed = [], ""
-        limits = [limit_of(count, attention, torch.float32) for attention in ("paged", "gather")]
-        for counter in counters:
-            function = count.plain if counter.attention is None else count.paged
-            cells.append("-" if function is None else f"{function(counter):.4g}")
-        for cell, limit in zip(cells[1:], limits, strict=True):
-            failed += " !" if float(cell) > limit else ""
-        limit = "  ".join(f"{limit:.4g}" for limit in limits)
-        sys.stdout.write(f"{count.what:66} {cells[0]:>12} {cells[1]:>11} {cells[2]:>9}   {limit}{failed}\n")
+        plain, paged = Counter(is_paged=False), Counter(is_paged=True)
+        base = "-" if count.plain is None else f"{count.plain(plain):.4g}"
+        number, limit = count.paged(paged), limit_of(count, torch.float32)
+        sys.stdout.write(f"{count.what:66} {base:>12} {number:>11.4g}   {limit:.4g}{' !' if number > limit else ''}\n")
         if "--lines" in arguments:
-            for counter in counters:
+            for name, counter in (("DynamicCache", plain), ("paged", paged)):
                 for lines in counter.shown:
-                    sys.stdout.write(
-                        f"  {counter.attention or 'DynamicCache'}:\n    " + lines.replace("\n", "\n    ") + "\n"
-                    )
+                    sys.stdout.write(f"  {name}:\n    " + lines.replace("\n", "\n    ") + "\n")
 
 
 main(sys.argv[1:])

@@ -120,7 +120,6 @@ def decode_steps(
     arguments = {"do_sample": False, **arguments}
     if isinstance(cache, PagedPrefixCache):
         if shares:
-            cache.view.read_once_whatever_it_costs()
             cache.store.looks.weighs_launches = False
         model.generate(**inputs, past_key_values=cache, max_new_tokens=2, **arguments)
     with recorded() as log:
@@ -150,7 +149,7 @@ class Count:
     """A row of the table."""
 
     what: str
-    limit: float | Callable[[str, torch.dtype], float]  # of a paged cache; or what says it by attention and dtype
+    limit: float | Callable[[torch.dtype], float]  # of a paged cache; or what says it by dtype
     plain: Callable[[Counter], float] | None  # with `DynamicCache`
     paged: Callable[[Counter], float]
 
@@ -163,18 +162,16 @@ class Counter:
     """Counts with one kind of cache.
 
     Args:
-        attention: of a paged cache; None: `DynamicCache`.
+        is_paged: of ours; else of `DynamicCache`.
     """
 
-    attention: str | None
+    is_paged: bool
     dtype: torch.dtype = torch.float32
     shown: list[str] = field(default_factory=list)  # which lines the last count counted
     steps: list[Log] = field(default_factory=list)  # of the last count of decode steps
 
     def cache(self, model: PreTrainedModel, **sizes: Any) -> Any:
-        if self.attention is None:
-            return DynamicCache(config=model.config)
-        return PagedPrefixCache(model, attention=self.attention, **sizes)  # type: ignore[arg-type]
+        return PagedPrefixCache(model, **sizes) if self.is_paged else DynamicCache(config=model.config)
 
     def step(
         self,
@@ -256,29 +253,17 @@ def _steps(kind: str, **arguments: Any) -> Callable[[Counter], float]:
     return lambda counter: counter.step(kind, **arguments)
 
 
-def _both(what: str, limit: float | Callable[[str, torch.dtype], float], count: Callable[[Counter], float]) -> Count:
+def _both(what: str, limit: float | Callable[[torch.dtype], float], count: Callable[[Counter], float]) -> Count:
     return Count(what, limit, count, count)
 
 
-def _if_gathered(limit: float) -> Callable[[str, torch.dtype], float]:
-    """So many with a gather, which sends tables; without it steps are held, and nothing is sent."""
-    return lambda attention, dtype: limit if attention == "gather" else 0
+def _launches(make_model: Callable[[torch.dtype], PreTrainedModel], more: int = 0) -> Callable[[torch.dtype], float]:
+    """As many as with `DynamicCache`, and some."""
+    return lambda dtype: _steps("launch", make_model=make_model)(Counter(is_paged=False, dtype=dtype)) + more
 
 
-def _launches(
-    make_model: Callable[[torch.dtype], PreTrainedModel], more: int = 0
-) -> Callable[[str, torch.dtype], float]:
-    """As many as with `DynamicCache`, and some; a gather copies each layer's keys and values, which is not bounded here."""
-
-    def limit(attention: str, dtype: torch.dtype) -> float:
-        steps = _steps("launch", make_model=make_model)
-        return steps(Counter(None, dtype)) + more if attention == "paged" else float("inf")
-
-    return limit
-
-
-def _kib(attention: str, dtype: torch.dtype) -> float:
-    return {"paged": 4400, "gather": 2300}[attention] * dtype.itemsize / 4
+def _kib(dtype: torch.dtype) -> float:
+    return 4400 * dtype.itemsize / 4
 
 
 _BEAMS: dict[str, Any] = {"num_beams": 4}
@@ -289,11 +274,11 @@ COUNTS = [
     _both("waits, decode step, 4 beams", 2, _steps("wait", **_BEAMS)),
     _both("waits, decode step, deferred stop check", 0, _steps("wait", deferred=True)),
     _both("transfers, decode step, 1 row", 0, _steps("transfer")),
-    _both("transfers, decode step, 4 padded rows", _if_gathered(1), _steps("transfer", num_rows=4)),
-    _both("transfers, decode step, 4 beams", _if_gathered(1), _steps("transfer", **_BEAMS)),
+    _both("transfers, decode step, 4 padded rows", 0, _steps("transfer", num_rows=4)),
+    _both("transfers, decode step, 4 beams", 0, _steps("transfer", **_BEAMS)),
     _both(
         "transfers, decode step, 4 beams on two devices",
-        _if_gathered(2),
+        0,
         _steps("transfer", make_model=split_model, **_BEAMS),
     ),
     *(
@@ -310,14 +295,14 @@ COUNTS = [
     _both("waits, decode step, windows", 1, _steps("wait", make_model=windowed_model)),
     _both(
         "transfers, decode step, 4 padded rows, windows",
-        _if_gathered(1),
+        0,
         _steps("transfer", num_rows=4, make_model=windowed_model),
     ),
     Count(
         "waits, first call of 64 padded rows, beyond DynamicCache's",
         3,
         lambda counter: 0,
-        lambda counter: counter.first_call() - Counter(None, counter.dtype).first_call(),
+        lambda counter: counter.first_call() - Counter(is_paged=False, dtype=counter.dtype).first_call(),
     ),
     # transformers looks whether a mask hides anything, where no columns are before it
     Count("waits, verify looks at a first block", 3, None, lambda counter: counter.verifying(0)),
@@ -332,9 +317,7 @@ COUNTS = [
     Count("blocks held after a prompt of 20 tokens, num_blocks=20000", 64, None, Counter.held_blocks),
     Count(
         "peak of growing by half, beyond the new size, x the old",
-        lambda attention, _: (
-            1 if attention == "paged" else 0.1
-        ),  # streams of a shape that were made together are copied as one
+        1,  # streams of a shape that were made together are copied as one
         None,
         Counter.growth_peak,
     ),
@@ -342,6 +325,6 @@ COUNTS = [
 ]
 
 
-def limit_of(count: Count, attention: str, dtype: torch.dtype) -> float:
+def limit_of(count: Count, dtype: torch.dtype) -> float:
     """The most that a paged cache may count."""
-    return count.limit(attention, dtype) if callable(count.limit) else count.limit
+    return count.limit(dtype) if callable(count.limit) else count.limit

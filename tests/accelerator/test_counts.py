@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
 
 import pytest
 import torch
@@ -38,63 +37,54 @@ IN_BF16 = (
 @pytest.mark.parametrize("count", [count for count in COUNTS if count.what in OF_DYNAMIC_CACHE], ids=str)
 def test_what_is_compared_with_counts_as_ever(count: Count) -> None:
     assert count.plain is not None
-    assert count.plain(Counter(None)) == OF_DYNAMIC_CACHE[count.what]
+    assert count.plain(Counter(is_paged=False)) == OF_DYNAMIC_CACHE[count.what]
 
 
 @pytest.mark.parametrize("count", [count for count in COUNTS if count.what.startswith("transfers")], ids=str)
 def test_dynamic_cache_transfers_nothing_in_a_decode_step(count: Count) -> None:
     assert count.plain is not None
-    assert count.plain(Counter(None)) == 0
+    assert count.plain(Counter(is_paged=False)) == 0
 
 
-BOUNDED = [  # a gather copies each layer's keys and values, so it launches more; in bf16 what converts would be seen
-    (count, attention, dtype)
+BOUNDED = [  # in bf16 what converts would be seen
+    (count, dtype)
     for count in COUNTS
-    for attention in ("paged", "gather")
     for dtype in (torch.float32, torch.bfloat16)
-    if not (count.what.startswith("launches") and attention == "gather")
     if dtype == torch.float32 or count.what in IN_BF16
 ]
 
 
-@pytest.mark.parametrize(("count", "attention", "dtype"), BOUNDED, ids=str)
-def test_a_paged_cache_counts_at_most(count: Count, attention: str, dtype: torch.dtype) -> None:
-    counter = Counter(attention, dtype)
-    limit = limit_of(count, attention, dtype)
+@pytest.mark.parametrize(("count", "dtype"), BOUNDED, ids=str)
+def test_a_paged_cache_counts_at_most(count: Count, dtype: torch.dtype) -> None:
+    counter = Counter(is_paged=True, dtype=dtype)
+    limit = limit_of(count, dtype)
     number = count.paged(counter)
     assert number <= limit, f"{number}, at most {limit}:\n" + "\n".join(counter.shown)
 
 
 @pytest.mark.parametrize("kind", ["wait", "transfer"])
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", ["1 row", "4 padded rows", "4 beams"])
-def test_a_step_that_completes_a_block_waits_once_more_and_sends_two_transfers_at_most(
-    how: str, attention: str, kind: str
-) -> None:
+def test_a_step_that_completes_a_block_waits_once_more_and_sends_two_transfers_at_most(how: str, kind: str) -> None:
     count = next(count for count in COUNTS if count.what == f"{kind}s, decode step, {how}")
-    counter = Counter(attention)
+    counter = Counter(is_paged=True)
     count.paged(counter)
     worst = max(counter.steps, key=lambda log: len(log.of(kind)))
-    most = limit_of(count, attention, torch.float32) + 1 if kind == "wait" else 2
+    most = limit_of(count, torch.float32) + 1 if kind == "wait" else 2
     assert len(worst.of(kind)) <= most, worst.lines(kind)
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("how", [{"num_rows": 1}, {"num_rows": 4}, {"num_beams": 4}], ids=str)
-def test_no_transfer_of_a_step_blocks(how: dict[str, int], attention: str) -> None:
-    counter = Counter(attention)
+def test_no_transfer_of_a_step_blocks(how: dict[str, int]) -> None:
+    counter = Counter(is_paged=True)
     counter.step("transfer", **how)
     blocking = Log([entry for log in counter.steps for entry in log.transfers if entry.is_blocking])
     assert not blocking.entries, blocking.lines("transfer")
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_while_another_thread_lives_nobody_waits_for_a_prompts_forward_before_its_logits_are_asked_for(
-    attention: Any,
-) -> None:
+def test_while_another_thread_lives_nobody_waits_for_a_prompts_forward_before_its_logits_are_asked_for() -> None:
     """That thread may change the model, so there is a look at it; what lies on the device is looked at when the call ends."""
     model, ended, waits = plain_model(torch.float32), threading.Event(), []
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
     thread = threading.Thread(target=ended.wait)
     model.generate(**prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False)
     for start in (lambda: None, thread.start):

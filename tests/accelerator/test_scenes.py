@@ -1,6 +1,6 @@
 """Every scene gives on a device what `DynamicCache` gives there, logits included, and reuses.
 
-Each is played in bf16 on a device that is not the default, or in fp32 on two that share the model's layers, on rows or in the pool; with
+Each is played in bf16 on a device that is not the default, or in fp32 on two that share the model's layers; with
 zeros in place of what is reused on a CPU (`tests.promise`). A simulated device sums as exactly in bf16 as in fp32, so bf16 is held to the
 same tolerance: that is stricter than to differ no more than `DynamicCache` continued from the same prefix.
 """
@@ -16,10 +16,9 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
 from tests.conformance import examine
-from tests.internals import runs_on_rows
 from tests.promise.test_on_an_accelerator import SCENES
 from tests.reference import PROMPT, TOLERANCE, assert_same, batch, row, run, zero_blocks
-from tests.scenes import ATTENTIONS, play
+from tests.scenes import play
 
 from .counts import PLACES
 
@@ -35,13 +34,13 @@ PLAYED = ("bf16 on the second device", "fp32 on two devices")
 def test_a_scene_is_the_same_on_a_device(number: int) -> None:
     """Every second scene in each place; a simulated device is slow."""
     place = PLAYED[number % 2]
-    play(SCENES[number], PLACES[place](), zeroes=False, attentions=("paged",) if number % 3 else ("gather",))
+    play(SCENES[number], PLACES[place](), zeroes=False)
 
 
 # A model of each kind of layer that is held: with a window, in chunks, latent, with an index, and with layers that read
 # the keys and values of another one.
 KINDS = ("mistral", "llama4_text", "deepseek_v3", "glm_moe_dsa", "gemma4_text")
-MOVING = ("full hit", "padded batch", "batched beams", "after eviction", "gather", "every row padded")
+MOVING = ("full hit", "padded batch", "batched beams", "after eviction", "every row padded")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -89,12 +88,11 @@ def by_hand(model: PreTrainedModel, kept: Any) -> list[torch.Tensor]:
     return logits
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("place", PLAYED)
-def test_rows_by_hand_are_the_same_on_a_device(place: str, attention: Any) -> None:
+def test_rows_by_hand_are_the_same_on_a_device(place: str) -> None:
     model = PLACES[place]()
     wanted = by_hand(model, DynamicCache(config=model.config))
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
     for _ in range(2):
         got = by_hand(model, cache)
         for number, (mine, theirs) in enumerate(zip(got, wanted, strict=True)):
@@ -102,15 +100,14 @@ def test_rows_by_hand_are_the_same_on_a_device(place: str, attention: Any) -> No
             assert distance <= TOLERANCE, f"forward {number}: logits differ by {distance:.1e} of their scale"
         cache.reset()
         cache.check()
-    assert bool(cache.stats().num_copies_on_write) != runs_on_rows(cache)  # what rows write is theirs alone
+    assert not cache.stats().num_copies_on_write  # what rows write is theirs alone
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("place", PLAYED)
-def test_scores_are_the_same_on_a_device(place: str, attention: Any) -> None:
+def test_scores_are_the_same_on_a_device(place: str) -> None:
     model = PLACES[place]()
     continuations = [row((2, 3), (3, 4)), row((2, 3), (4, 20)), row((2, 3))]
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
     for _ in range(2):
         for tokens, score in zip(continuations, cache.score(PROMPT, continuations), strict=True):
             ids = torch.tensor([[*PROMPT, *tokens]], device=model.device)
@@ -122,11 +119,10 @@ def test_scores_are_the_same_on_a_device(place: str, attention: Any) -> None:
     assert cache.stats().computed_tokens == 2 * (50 + 3 + 3 + 19) - 48
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("place", PLAYED)
-def test_a_look_at_cached_blocks_sees_on_a_device_what_has_changed(place: str, attention: Any) -> None:
+def test_a_look_at_cached_blocks_sees_on_a_device_what_has_changed(place: str) -> None:
     model = PLACES[place]()
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
     prompts = batch(PROMPT, row((1, 45), (2, 5)))
     reference = run(model, **prompts)
     for is_known in (False, True):

@@ -12,7 +12,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.blocks import BlockTable
 from tests.promise.test_on_an_accelerator import SCENES
 from tests.reference import batch, row, run
-from tests.scenes import ATTENTIONS, Player
+from tests.scenes import Player
 
 from .counts import PLACES, model_on
 from .memory import NUM_DEVICES, limited, memory
@@ -48,9 +48,9 @@ class MeasuringPlayer(Player):
 class CrampedPlayer(Player):
     """Plays a scene on stores that are full of another prompt's blocks, as many as there is memory for."""
 
-    def __init__(self, model: PreTrainedModel, attention: str, references: list[Any]) -> None:
+    def __init__(self, model: PreTrainedModel, references: list[Any]) -> None:
         self.full: list[PrefixStore] = []
-        super().__init__(model, attention, references)
+        super().__init__(model, references)
 
     def call(self, **arguments: Any) -> Any:
         if self.store not in self.full:
@@ -61,7 +61,7 @@ class CrampedPlayer(Player):
 
 def fill(store: PrefixStore) -> None:
     """Let the pool grow as far as it may, and every block be cached under tokens that nobody asks for."""
-    run(store.model, PagedPrefixCache(store, attention="gather"), **batch(row((100, 5))), max_new_tokens=1)
+    run(store.model, PagedPrefixCache(store), **batch(row((100, 5))), max_new_tokens=1)
     gc.collect()
     blocks = store.blocks
     with blocks.lock:
@@ -83,21 +83,19 @@ LEAST_BYTES = 150 << 10  # of each device: what the 64 blocks of a first call, a
 def test_where_memory_ends_blocks_are_evicted_and_a_scene_is_the_same(scene: Callable[[Player], None]) -> None:
     """What is free is twice what one call on a `DynamicCache` takes, so blocks, and a copy of them, get as much as that."""
     model, references = PLACES["bf16 on two devices"](), []
-    measured = MeasuringPlayer(model, "paged", references)
+    measured = MeasuringPlayer(model, references)
     scene(measured)
     peaks = [max(peak, LEAST_BYTES) for peak in measured.peaks]
     del measured
-    for attention in ATTENTIONS:
-        before = allocated()
-        with ExitStack() as limits:
-            for device in range(NUM_DEVICES):
-                limits.enter_context(limited(before[device] + 2 * peaks[device], device))
-            player = CrampedPlayer(model, attention, references)
-            scene(player)
-        assert player.full
-        for store in player.full:
-            assert store.stats().num_evictions > 0
-        del player, store
+    before = allocated()
+    with ExitStack() as limits:
+        for device in range(NUM_DEVICES):
+            limits.enter_context(limited(before[device] + 2 * peaks[device], device))
+        player = CrampedPlayer(model, references)
+        scene(player)
+    assert player.full
+    for store in player.full:
+        assert store.stats().num_evictions > 0
 
 
 @pytest.mark.parametrize("num_stores", [1, 2])

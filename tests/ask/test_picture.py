@@ -26,7 +26,6 @@ from hf_paged_cache.ask.picture import (
 )
 from hf_paged_cache.errors import CacheArgumentError
 
-from ..internals import runs_on_rows
 from ..reference import row, run
 from ..tiny_models import tiny
 
@@ -93,7 +92,7 @@ def test_with_a_salt_only_its_own_blocks_are_drawn() -> None:
     run(owner.store.model, tenant, input_ids=torch.tensor([row((1, 8))]), max_new_tokens=2)
     stats = tenant.stats()
     num_blocks = stats.num_blocks_in_use + stats.num_cached_blocks
-    assert len(drawings(tenant._repr_html_())[1]) == num_blocks == (2 if runs_on_rows(tenant) else 3)
+    assert len(drawings(tenant._repr_html_())[1]) == num_blocks == 2
 
 
 def test_many_blocks_share_a_square_in_the_kind_of_most() -> None:

@@ -47,7 +47,7 @@ def test_options_before_the_program_are_the_command_s_and_all_after_it_its_own(
     assert line == [sys.executable, str(script), "--stats", "x", "--help", "-m"]
     options = options_of(environment)
     assert options is not None
-    assert options.cache == {"max_bytes": "4GB", "attention": "paged", "cache_salt": "me"}
+    assert options.cache == {"max_bytes": "4GB", "cache_salt": "me"}
     assert (options.stats, options.is_quiet, options.pid) == (str(stats), False, os.getpid())
     assert environment["PYTHONPATH"].split(os.pathsep)[0].endswith(os.path.join("programs", "site"))
     assert json.loads(json.dumps(environment)) == environment
@@ -97,5 +97,5 @@ def test_what_cannot_be_run_is_one_line(becomes: list[Any], given: list[str], wh
 def test_help_is_wrapped_as_the_terminal_is_and_options_without_a_value_have_no_type() -> None:
     said = CliRunner().invoke(command.app, ["run", "--help"], env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).stdout
     assert "in this process and in every Python that it starts. What was reused" in said
-    assert "--attention" in said
+    assert "--cache-salt" in said
     assert "bool" not in said

@@ -95,10 +95,10 @@ class Player:
         self._rope_changes = depends_on_length(model)
         self.build()
 
-    def build(self, *, num_blocks: int | None = 256, attention: Any = "paged", block_size: int = BLOCK_SIZE) -> None:
+    def build(self, *, num_blocks: int | None = 256, block_size: int = BLOCK_SIZE) -> None:
         """Another store, and a cache on it."""
         self.store = PrefixStore(self.model, block_size=block_size, num_blocks=num_blocks)
-        self.cache = PagedPrefixCache(self.store, attention=attention)
+        self.cache = PagedPrefixCache(self.store)
 
     @property
     def takes_positions(self) -> bool:

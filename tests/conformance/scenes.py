@@ -185,13 +185,6 @@ def after_eviction(play: Player) -> None:
         raise CellError("no reuse", f"nothing was evicted from a pool of {num_blocks} blocks")
 
 
-def gathered(play: Player) -> None:
-    prompt = a_prompt(play)
-    play.build(attention="gather")
-    known_and_unknown_rows(play)
-    play.hit(**batch(prompt), num_beams=3, at_least=15 * play.unit if play.has_states else 130)
-
-
 def behind_padding(num_pads: int, *rows: list[int]) -> dict[str, torch.Tensor]:
     """A batch with so many columns of padding before all of its rows, as `pad_to_multiple_of` gives them."""
     return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in batch(*rows).items()}
@@ -200,8 +193,8 @@ def behind_padding(num_pads: int, *rows: list[int]) -> dict[str, torch.Tensor]:
 def every_row_padded(play: Player) -> None:
     """On an empty store; then one of the prompts without padding, which some models with states find after as much alone."""
     prompt = a_prompt(play)
-    for attention, rows in (("paged", [prompt]), ("gather", [prompt, row((4, 4 * play.unit))])):
-        play.build(attention=attention)
+    for rows in ([prompt], [prompt, row((4, 4 * play.unit))]):
+        play.build()
         play.call(**behind_padding(3, *rows), reused=0)
         play.hit(**batch(prompt), **known(play, 44 if play.takes_positions else 0, 0))
         play.cache.reset()
@@ -211,8 +204,8 @@ def every_row_padded(play: Player) -> None:
 def padded_forward(play: Player) -> None:
     """The same of a plain forward."""
     prompt = a_prompt(play)
-    for attention, rows in (("gather", [prompt]), ("paged", [prompt, row((4, 4 * play.unit))])):
-        play.build(attention=attention)
+    for rows in ([prompt], [prompt, row((4, 4 * play.unit))]):
+        play.build()
         play.forward(**behind_padding(3, *rows))
         if play.has_states:
             play.call(**batch(prompt), at_least=0)
@@ -234,7 +227,7 @@ def outputs_then_none(play: Player) -> None:
         play.call(**prompt, **{flag: True}, reused=0)
         play.cache.reset()
         play.hit(**prompt, **known(play, last if play.keeps_with(flag) else 0, 0))
-        play.build(attention="gather")
+        play.build()
         play.fill(**prompt)
         play.call(**prompt, **{flag: True}, **known(play, 0, 0))
         play.cache.reset()
@@ -261,7 +254,6 @@ SCENES: dict[str, Callable[[Player], None]] = {
     "nothing shared": nothing_shared,
     "after a fault": after_a_fault,
     "after eviction": after_eviction,
-    "gather": gathered,
     "every row padded": every_row_padded,
     "padded forward": padded_forward,
     "outputs, then none": outputs_then_none,

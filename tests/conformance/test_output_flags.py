@@ -95,16 +95,13 @@ def test_the_comparison_sees_another_path_through_attention_and_only_with_sdpa(n
 
 
 @pytest.mark.parametrize(("name", "flag"), sorted(KNOWN_TO_DIFFER))
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_where_a_flag_changes_keys_calls_with_it_and_without_are_right_in_all_orders(
-    name: str, flag: str, attention: Any
-) -> None:
+def test_where_a_flag_changes_keys_calls_with_it_and_without_are_right_in_all_orders(name: str, flag: str) -> None:
     model = zoo.build(name)
     prompts = [batch(PROMPT), batch(row((1, 40), (2, 6)), row((1, 24), (3, 9)))]
     references = {(number, asks): run(model, **prompts[number], **{flag: asks}) for number, asks in WAYS}
     assert not is_same(references[0, False], references[0, True])
     for order in product((False, True), repeat=2):
-        cache = PagedPrefixCache(PrefixStore(model, block_size=8, num_blocks=256), attention=attention)
+        cache = PagedPrefixCache(PrefixStore(model, block_size=8, num_blocks=256))
         for asks in order:
             for number in (0, 1):
                 output = run(model, cache, **prompts[number], **{flag: asks})

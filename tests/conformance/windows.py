@@ -59,20 +59,19 @@ def ends_a_chunk(config: Any, num_tokens: int) -> bool:
 
 
 def short_window(play: Player) -> None:
-    """Prompts longer than any window, and hits in a previous row, in whole blocks, and in padded rows; also gathered.
+    """Prompts longer than any window, and hits in a previous row, in whole blocks, and in padded rows.
 
     One token is new: with a window of 2 it sees only one column back. Where attention is in chunks, 61 tokens fill none,
     nor 58 and 31 together; whole blocks fill those of one block.
     """
-    for attention in ("paged", "gather"):
-        play.build(block_size=BLOCK_SIZE, attention=attention)
-        if play.has_states:  # which are known after 57 tokens then
-            play.fill(**batch(row((1, 58))))
-        play.fill(**batch(row((1, 61))))
-        play.hit(**batch(row((1, 61), (2, 1))), reused=61)
-        play.cache.reset()
-        play.hit(**batch(row((1, 58))), reused=57, sees_windows=not ends_a_chunk(play.model.config, 57))
-        play.cache.reset()
-        rows = row((1, 58)), row((4, 31))
-        play.fill(**batch(*rows))
-        play.hit(**batch(*(tokens + row((5, 1)) for tokens in rows)), at_least=58)
+    play.build(block_size=BLOCK_SIZE)
+    if play.has_states:  # which are known after 57 tokens then
+        play.fill(**batch(row((1, 58))))
+    play.fill(**batch(row((1, 61))))
+    play.hit(**batch(row((1, 61), (2, 1))), reused=61)
+    play.cache.reset()
+    play.hit(**batch(row((1, 58))), reused=57, sees_windows=not ends_a_chunk(play.model.config, 57))
+    play.cache.reset()
+    rows = row((1, 58)), row((4, 31))
+    play.fill(**batch(*rows))
+    play.hit(**batch(*(tokens + row((5, 1)) for tokens in rows)), at_least=58)

@@ -34,7 +34,7 @@ class Action:
     both: str = ""  # runs once, before the two
     other: int | None = None  # of another cache whose rows it replaces
     mask: Rows | None = None  # of the tokens passed: results at zeros do not count
-    need: int = 0  # more blocks than the action can take
+    need: int = 0  # more blocks than the action can take, or its rows can hold
     held: Rows | None = None  # it resumes from rows with this mask
     rows_each: int = 1  # rows of the cache for each row passed
     refusals: tuple[str, ...] = ()  # errors that the documentation announces for it
@@ -46,9 +46,8 @@ class Slot:
 
     store: str = "store"
     salt: str | None = None
-    bypass: bool = False
     mask: Rows | None = None
-    holds: int = 0  # at most so many blocks, which do not yield to other caches
+    holds: int = 0  # at most so many blocks, which are not evicted
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Case:
 
     def slots(self) -> list[Slot]:
         salts = [re.search(r"cache_salt='(\w+)'", options) for options in self.caches]
-        return [Slot(salt=salt and salt[1], bypass="bypass" in of) for salt, of in zip(salts, self.caches, strict=True)]
+        return [Slot(salt=salt and salt[1]) for salt in salts]
 
     def setup(self) -> str:
         lines = [self.model, f"store = PrefixStore(model, {self.store})", "always_worth_it(store)"]

@@ -67,12 +67,9 @@ class Draw(Prompts):
         salts = rng.random() < 0.2
         caches = []
         for _ in range(rng.choice([1, 1, 1, 2, 2, 3])):
-            more = ["attention='gather'"] if rng.random() < 0.25 else []
-            if salts and rng.random() < 0.7:
-                more.append(f"cache_salt={rng.choice(['one', 'two'])!r}")
-            if rng.random() < 0.25:
-                more.append("on_full='bypass'")
-            caches.append(", ".join(more))
+            rng.random()  # this one and the next are of options that are gone: cases of known seeds stay what they were
+            caches.append(f"cache_salt={rng.choice(['one', 'two'])!r}" if salts and rng.random() < 0.7 else "")
+            rng.random()
         self.number = rng.randrange(1000)  # what the weights follow from
         model = f"model = build({kind!r}, seed={self.number}, attention={rng.choice(self.attentions)!r})"
         small = "\nsmall = make_small()" if rng.random() < 0.6 else ""

@@ -38,10 +38,7 @@ class ImageDraw(Draw):
         num_blocks = rng.choice((most, 4 * most))
         store = f"block_size={size}, num_blocks={num_blocks}"
         store += ", disk_folder=folder + '/tier'" if rng.random() < 0.3 else ""
-        caches = [
-            f"on_full='bypass', cache_salt={salt!r}, attention={rng.choice(('paged', 'gather'))!r}"
-            for salt in (None, None, "tenant")
-        ]
+        caches = [f"cache_salt={salt!r}" for salt in (None, None, "tenant")]
         model = f"model, layout = tiny({name!r})"
         return Case(kind, model, store, tuple(caches), num_blocks=num_blocks, block_size=size)
 
@@ -86,7 +83,7 @@ class ImageDraw(Draw):
         ours = f"ours = [score.log_probs for score in c{slot}.score(given, {continuations})]"
         reference = f"whole = [prompt(layout, [*{row}, ids]) for ids in {continuations}]\n"
         reference += f"reference = plain_scores(model, whole, {continuations})"
-        return Action("score", slot, ours, reference, _given(row), refusals=("OutOfBlocksError",))
+        return Action("score", slot, ours, reference, _given(row))
 
     def _fault(self, slot: int) -> Action:
         """A processor raises, and the same prompt is right afterwards."""

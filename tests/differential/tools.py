@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
-from hf_paged_cache import CacheArgumentError, OutOfBlocksError, PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 from tests.conformance.image_zoo import prompt as prompt
 from tests.conformance.image_zoo import tiny as tiny
 from tests.differential.kinds import VOCABULARY
@@ -21,7 +21,6 @@ from tests.internals import (
     make_forwards_cheap,
     make_pools_grow,
     make_snapshots_frequent,
-    recycle_all_memory,
     split_everywhere,
 )
 from tests.promise.test_interrupted_calls import Interrupter
@@ -54,16 +53,12 @@ def stop_at(n: int) -> Callable[..., torch.Tensor]:
 
 
 class During(AtStep):
-    """At step `at` of a call another one is made. There may be no room for it."""
+    """At step `at` of a call another one is made."""
 
     def __init__(self, at: int, call: Callable[[], Any]) -> None:
         self.inner: dict[str, Any] = {"size": 0}
 
-        def act() -> None:
-            with contextlib.suppress(OutOfBlocksError):
-                self.inner |= call()
-
-        super().__init__(at + 1, act)
+        super().__init__(at + 1, lambda: self.inner.update(call()))
 
 
 class FaultError(Exception):
@@ -97,9 +92,9 @@ def interrupted(deed: Callable[[], Any], at: int) -> None:
 
 
 def make_small() -> pytest.MonkeyPatch:
-    """Costs are those of short prompts, and pools and memory begin small."""
+    """Costs are those of short prompts, and pools begin small."""
     patch = pytest.MonkeyPatch()
-    for change in (make_forwards_cheap, make_snapshots_frequent, make_pools_grow, recycle_all_memory, split_everywhere):
+    for change in (make_forwards_cheap, make_snapshots_frequent, make_pools_grow, split_everywhere):
         change(patch)
     return patch
 
@@ -109,7 +104,7 @@ def pin_and_fill(model: PreTrainedModel, cache: PagedPrefixCache, tokens: list[i
     with contextlib.suppress(CacheArgumentError):
         num_pinned = cache.pin(tokens)
         for other in others:
-            guest = PagedPrefixCache(cache.store, on_full="bypass")
+            guest = PagedPrefixCache(cache.store)
             model.generate(torch.tensor([other]), past_key_values=guest, max_new_tokens=2, do_sample=False)
         assert (
             cache.lookup([*tokens, 3, 3]).num_tokens >= num_pinned

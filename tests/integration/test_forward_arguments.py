@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hf_paged_cache.call.rows import Rows
-from hf_paged_cache.call.scheduled_forward import ForwardRequest, RowInput, ScheduledForward
-from hf_paged_cache.kv.slot_mapping import SlotMapping
 
 from hf_paged_cache import CacheArgumentError, PrefixStore
-from hf_paged_cache.blocks import PrefixCachingBlockAllocator
-from hf_paged_cache.integration.forward_arguments import (
-    ArgumentReader,
-    InputValues,
-    KnownInputs,
-    MaskValues,
-    for_scheduled,
-    read_inputs,
-)
+from hf_paged_cache.call.request import ForwardRequest, RowInput
+from hf_paged_cache.integration.begin import RunningRow, RunningRows
+from hf_paged_cache.integration.forward_arguments import ArgumentReader, for_cut
+from hf_paged_cache.integration.opening import Cut
 from hf_paged_cache.integration.side_forward import SideForwards
 
-from ..call.bench import make_row
 from ..conformance import image_zoo
 
 IDS = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
@@ -33,15 +25,14 @@ MASK = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
 POSITIONS = torch.tensor([[0, 0, 0, 1], [0, 1, 2, 3]])
 
 
-def running(*rows: tuple[int, int]) -> Rows:
-    """Rows of (padding, tokens) that have run, all of one number of columns; each token is 7."""
-    allocator = PrefixCachingBlockAllocator(100, 4)
-    return Rows([make_row(allocator, [7] * number, pad) for pad, number in rows], list(range(len(rows))), sum(rows[0]))
+def running(*rows: tuple[int, int], first_position: int = 0) -> RunningRows:
+    """Rows of (padding, tokens) that have run, all of one number of columns."""
+    return RunningRows(sum(rows[0]), [RunningRow(pad, first_position, number, 0) for pad, number in rows])
 
 
 def read(
     arguments: dict[str, Any],
-    rows: Rows | None = None,
+    rows: RunningRows | None = None,
     *,
     in_generate: bool = False,
     records_drafts: bool = False,
@@ -51,7 +42,7 @@ def read(
 ) -> ForwardRequest:
     """What a reader of these options reads; without rows, of a first forward."""
     how: dict[str, Any] = {"in_generate": in_generate, "records_drafts": records_drafts, "by_default": by_default}
-    return reader(config, **options).read(arguments, Rows([], [], 0) if rows is None else rows, **how)
+    return reader(config, **options).read(arguments, RunningRows(0, []) if rows is None else rows, **how)
 
 
 def reader(config: Any = None, **options: Any) -> ArgumentReader:
@@ -140,7 +131,6 @@ def test_padding_that_changes_while_a_row_runs_is_not_reused() -> None:
 @pytest.mark.parametrize(("num_tokens", "pad"), [(0, 2), (0, 8), (1, 2)])
 def test_only_a_row_of_nothing_but_padding_may_get_more_of_it(num_tokens: int, pad: int) -> None:
     rows = running((6, num_tokens))
-    rows.num_columns = 6 + num_tokens
     mask = torch.ones(1, rows.num_columns + 4, dtype=torch.long)
     mask[0, :pad] = 0
     arguments = {"input_ids": IDS[:1], "attention_mask": mask, "position_ids": torch.arange(4)[None]}
@@ -246,8 +236,8 @@ def test_an_output_that_changes_keys_is_an_obstacle_in_a_prompt_and_in_a_step(na
     for value, why in ((True, f"keys and values of this model depend on {name}"), (False, None), (None, None)):
         given = read({"input_ids": IDS, name: value}, changes_with=changes_with)
         assert given.bypass == why
-        tokens_of_step = reader(changes_with=changes_with).read_step(*step(**{name: value}))
-        assert tokens_of_step == (None if value else [8, 9])
+        arguments, rows = step(**{name: value}, attention_mask=None), running((0, 6), (0, 6))
+        assert read({**arguments, "position_ids": None}, rows, changes_with=changes_with).bypass == why
 
 
 def test_an_output_that_the_config_asks_for_and_the_call_does_not_is_not_given() -> None:
@@ -319,69 +309,82 @@ def test_cache_positions_that_number_the_columns_are_no_obstacle_and_others_are(
 
 # One token a row inside generate
 
+ROWS = running((2, 4), (0, 6))  # of a step
 
-def step(**changes: Any) -> tuple[dict[str, Any], Rows]:
-    arguments: dict[str, Any] = {
+
+def step(**changes: Any) -> dict[str, Any]:
+    """What `generate` passes in a step of `ROWS`."""
+    return {
         "input_ids": torch.tensor([[8], [9]]),
-        "attention_mask": torch.ones(2, 7, dtype=torch.long),
+        "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]),
         "position_ids": torch.tensor([[4], [6]]),
         "logits_to_keep": 1,
         **changes,
     }
-    if isinstance(arguments["attention_mask"], torch.Tensor):
-        arguments["attention_mask"][0, :2] = 0
-    return arguments, running((2, 4), (0, 6))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {},
-        {"attention_mask": None},
         {"logits_to_keep": None},
-        {"output_hidden_states": True},  # of one column, all are computed
+        {"output_hidden_states": True},
         {"mm_encoder_outputs": {}},
         {"use_cache": True, "past_key_values": object()},
     ],
     ids=lambda changes: " ".join(changes),
 )
-def test_a_plain_step_is_the_token_of_each_row(changes: dict[str, Any]) -> None:
-    assert reader().read_step(*step(**changes)) == [8, 9]
+def test_a_step_is_read_as_a_forward_of_one_token(changes: dict[str, Any]) -> None:
+    given = read(step(**changes), ROWS, in_generate=True)
+    assert tokens(given) == [[8], [9]]
+    assert (pads(given), first_positions(given), given.num_new_columns, given.bypass) == ([2, 0], [0, 0], 1, None)
 
 
-def test_a_step_whose_mask_hides_a_token_or_shows_padding_is_not_plain() -> None:
-    plain = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
-    for places in (((1, 3),), ((0, 1),), ((0, 1), (1, 3))):  # the last one shows as many columns as a plain one
-        arguments, rows = step()
-        arguments["attention_mask"] = plain.clone()
-        for row, column in places:
-            arguments["attention_mask"][row, column] ^= 1
-        assert reader().read_step(arguments, rows) is None
-    for pad in (0, 2):  # alone
-        arguments = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[6 - pad]])}
-        arguments["attention_mask"] = (torch.arange(7) >= pad).long()[None]
-        assert reader().read_step(arguments, running((pad, 6 - pad))) == [8]
-        arguments["attention_mask"][0, 3] = 0
-        assert reader().read_step(arguments, running((pad, 6 - pad))) is None
+@pytest.mark.parametrize("pad", [0, 2])
+def test_a_step_whose_mask_hides_a_token_is_not_reused(pad: int) -> None:
+    arguments = {"input_ids": torch.tensor([[8]]), "position_ids": torch.tensor([[6 - pad]])}
+    arguments["attention_mask"] = (torch.arange(7) >= pad).long()[None]
+    assert read(arguments, running((pad, 6 - pad))).bypass is None
+    arguments["attention_mask"][0, 3] = 0
+    why = "the attention mask of row 0 has zeros after its first one (right padding or holes)"
+    assert read(arguments, running((pad, 6 - pad))).bypass == why
+
+
+def test_of_several_rows_the_one_is_named_whose_mask_hides_a_token() -> None:
+    arguments = step()
+    arguments["attention_mask"][1, 3] = 0
+    why = "the attention mask of row 1 has zeros after its first one (right padding or holes)"
+    assert read(arguments, ROWS).bypass == why
+
+
+@pytest.mark.parametrize("hidden", [None, (1, 3)])  # the mask then shows as many columns as the usual one
+def test_a_step_whose_mask_shows_padding_is_refused(hidden: tuple[int, int] | None) -> None:
+    arguments = step()
+    arguments["attention_mask"][0, 1] = 1
+    if hidden is not None:
+        arguments["attention_mask"][hidden] = 0
+    with pytest.raises(CacheArgumentError, match="shows column 1 of row 0, which was padding"):
+        read(arguments, ROWS)
+
+
+def test_a_step_without_a_mask_shows_the_padding_there_is() -> None:
+    with pytest.raises(CacheArgumentError, match="shows column 0 of row 0, which was padding"):
+        read(step(attention_mask=None), ROWS)
+    given = read(step(attention_mask=None, position_ids=torch.tensor([[6], [6]])), running((0, 6), (0, 6)))
+    assert (tokens(given), pads(given), given.bypass) == ([[8], [9]], [0, 0], None)
 
 
 def test_a_step_without_positions_is_plain_where_the_model_numbers_the_rows_columns() -> None:
-    arguments, _ = step(position_ids=None, attention_mask=None)
-    assert reader().read_step(arguments, running((0, 6), (0, 6))) == [8, 9]
-    arguments, padded = step(position_ids=None)
-    assert reader().read_step(arguments, padded) is None
+    given = read(step(position_ids=None, attention_mask=None), running((0, 6), (0, 6)))
+    assert (tokens(given), first_positions(given), given.bypass) == ([[8], [9]], [0, 0], None)
+    assert read(step(position_ids=None), ROWS).bypass == "positions were not passed for padded rows"
 
 
 def test_one_row_of_positions_stands_for_all_rows_of_a_step() -> None:
-    arguments, _ = step(position_ids=torch.tensor([[6]]), attention_mask=None)
-    assert reader().read_step(arguments, running((0, 6), (0, 6))) == [8, 9]
-    assert reader().read_step(arguments, running((0, 6), (2, 4))) is None
-
-
-def test_a_step_is_read_as_a_forward_of_one_token() -> None:
-    given = read(*step(), in_generate=True)
-    assert tokens(given) == [[8], [9]]
-    assert (pads(given), first_positions(given), given.num_new_columns, given.bypass) == ([2, 0], [0, 0], 1, None)
+    given = read(step(position_ids=torch.tensor([[6]]), attention_mask=None), running((0, 6), (0, 6)))
+    assert (first_positions(given), given.bypass) == ([0, 0], None)
+    given = read(step(position_ids=torch.tensor([[6]])), ROWS)
+    assert given.bypass == "positions do not continue where the row stopped"
 
 
 @pytest.mark.parametrize(
@@ -398,7 +401,7 @@ def test_a_step_is_read_as_a_forward_of_one_token() -> None:
             "the attention mask is a dict, not [rows, columns]",
         ),
         (
-            {"attention_mask": torch.ones(2, 1, 1, 7, dtype=torch.bool)},
+            {"attention_mask": torch.tensor([[[[False, False, *[True] * 5]]], [[[True] * 7]]])},
             "the attention mask is a 4-D tensor, not [rows, columns]",
         ),
         ({"inputs_embeds": torch.zeros(2, 1, 8)}, "embeddings were passed instead of token ids"),
@@ -406,35 +409,35 @@ def test_a_step_is_read_as_a_forward_of_one_token() -> None:
     ],
 )
 def test_anything_unusual_in_a_step_is_seen(changes: dict[str, Any], why: str) -> None:
-    assert reader().read_step(*step(**changes)) is None
-    assert read(*step(**changes), in_generate=True).bypass == why
+    assert read(step(**changes), ROWS, in_generate=True).bypass == why
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "why"),
     [
-        {"input_ids": torch.tensor([[8, 8], [9, 9]])},
-        {"input_ids": torch.tensor([[8]])},
-        {"input_ids": torch.tensor([8, 9])},
-        {"attention_mask": torch.ones(2, 8)},
-        {"a": torch.zeros(2, 3, 4)},
-        {"position_ids": torch.tensor([[3], [6]])},
+        ({"input_ids": torch.tensor([[8, 8], [9, 9]])}, r"the attention mask is \(2, 7\); .* it must be \(2, 8\)"),
+        ({"input_ids": torch.tensor([[8]])}, "the cache runs 2 rows, got 1"),
+        ({"input_ids": torch.tensor([8, 9])}, r"input_ids must be \[rows, tokens\], got \(2,\)"),
+        ({"attention_mask": torch.ones(2, 8)}, r"the attention mask is \(2, 8\); .* it must be \(2, 7\)"),
+        ({"a": torch.zeros(2, 3, 4)}, "a was passed, and cross attention"),
+        ({"position_ids": torch.tensor([[3], [6]])}, "row 0 resumes at position 3, but the cache holds 4 tokens"),
     ],
-    ids=lambda changes: " ".join(f"{name} {list(value.shape)}" for name, value in changes.items()),
 )
-def test_what_is_refused_or_runs_more_tokens_is_no_step(changes: dict[str, Any]) -> None:
-    assert reader(cross_inputs=("a",)).read_step(*step(**changes)) is None
+def test_a_step_that_does_not_continue_its_rows_is_refused(changes: dict[str, Any], why: str) -> None:
+    with pytest.raises(CacheArgumentError, match=f"^{why}"):
+        read(step(**changes), ROWS, in_generate=True, cross_inputs=("a",))
 
 
 def test_positions_that_started_elsewhere_go_on_from_there_in_a_step() -> None:
-    arguments, rows = step(position_ids=torch.tensor([[14], [6]]))
-    assert reader().read_step(arguments, rows) is None
-    rows.distinct[0].first_position = 10
-    assert reader().read_step(arguments, rows) == [8, 9]
+    arguments = step(position_ids=torch.tensor([[16], [16]]), attention_mask=None)
+    given = read(arguments, running((0, 6), (0, 6)))
+    assert given.bypass == "positions do not continue where the row stopped"
+    given = read(arguments, running((0, 6), (0, 6), first_position=10))
+    assert (first_positions(given), given.bypass) == ([10, 10], None)
 
 
 def test_all_columns_are_needed_in_a_step_too_where_outputs_cover_them() -> None:
-    given = read(*step(output_hidden_states=True), in_generate=True)
+    given = read(step(output_hidden_states=True), ROWS, in_generate=True)
     assert (given.num_logits_needed, given.keep_columns) == (
         1,
         "output_hidden_states was asked for, which covers all tokens",
@@ -445,10 +448,6 @@ def test_all_columns_are_needed_in_a_step_too_where_outputs_cover_them() -> None
 # Back to arguments
 
 
-def scheduled(start: int, stop: int, sources: tuple[int, ...], copies: tuple[int, ...] | None) -> ScheduledForward:
-    return ScheduledForward(start, stop, sources, copies, SlotMapping([]))
-
-
 def test_ids_and_positions_lose_the_known_columns_and_the_mask_keeps_them() -> None:
     arguments = {
         "input_ids": IDS,
@@ -457,7 +456,7 @@ def test_ids_and_positions_lose_the_known_columns_and_the_mask_keeps_them() -> N
         "cache_position": torch.arange(4),
         "other": torch.zeros(2, 4),
     }
-    changed = for_scheduled(arguments, scheduled(3, 4, (0, 1), None), 0)
+    changed = for_cut(arguments, Cut(3, (0, 1), None), 0)
     assert changed["input_ids"].tolist() == [[6], [4]]
     assert changed["position_ids"].tolist() == [[1], [3]]
     assert changed["cache_position"].tolist() == [3]
@@ -467,41 +466,27 @@ def test_ids_and_positions_lose_the_known_columns_and_the_mask_keeps_them() -> N
 
 
 def test_columns_before_the_forward_are_not_taken_off_twice() -> None:
-    changed = for_scheduled({"input_ids": IDS, "position_ids": POSITIONS + 6}, scheduled(8, 10, (0, 1), None), 6)
+    changed = for_cut({"input_ids": IDS, "position_ids": POSITIONS + 6}, Cut(8, (0, 1), None), 6)
     assert changed["input_ids"].tolist() == [[5, 6], [3, 4]]
 
 
 def test_only_the_rows_that_run_are_passed_on() -> None:
     arguments = {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[[0, 0, 1]], "attention_mask": MASK[[0, 0, 1]]}
-    changed = for_scheduled(arguments, scheduled(0, 4, (0, 2), (0, 0, 1)), 0)
+    changed = for_cut(arguments, Cut(0, (0, 2), (0, 0, 1)), 0)
     assert changed["input_ids"].equal(IDS)
     assert changed["position_ids"].equal(POSITIONS)
     assert changed["attention_mask"].equal(MASK)
 
 
 def test_one_row_of_positions_stands_for_all() -> None:
-    changed = for_scheduled(
-        {"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[1:]}, scheduled(1, 4, (0, 2), (0, 0, 1)), 0
-    )
+    changed = for_cut({"input_ids": IDS[[0, 0, 1]], "position_ids": POSITIONS[1:]}, Cut(1, (0, 2), (0, 0, 1)), 0)
     assert changed["position_ids"].tolist() == [[1, 2, 3]]
 
 
 def test_a_model_with_positions_of_several_dimensions_loses_the_last_ones_columns() -> None:
     positions = torch.arange(24).view(3, 2, 4)
-    changed = for_scheduled({"input_ids": IDS, "position_ids": positions}, scheduled(3, 4, (0, 1), None), 0)
+    changed = for_cut({"input_ids": IDS, "position_ids": positions}, Cut(3, (0, 1), None), 0)
     assert changed["position_ids"].equal(positions[..., 3:])
-
-
-def test_what_is_known_is_of_the_ids_that_it_was_said_of() -> None:
-    """A hook of the user's may have put others in their place."""
-    ids = torch.tensor([[1, 2, 3]])
-    values = InputValues([array("q", [7, 8, 9])], 3, False, MaskValues([0], [0], [0]), None, None)
-    known = KnownInputs(ids, values)
-    for passed, wanted in ((ids, [7, 8, 9]), (ids.clone(), [1, 2, 3])):
-        given = reader().read(
-            {"input_ids": passed}, Rows([], [], 0), in_generate=True, records_drafts=False, known=known
-        )
-        assert tokens(given) == [wanted]
 
 
 @pytest.mark.parametrize("takes_positions", [True, False])
@@ -509,19 +494,21 @@ def test_what_is_known_is_of_the_ids_that_it_was_said_of() -> None:
     ("before", "pads", "first_position"),
     [(0, (0, 0), 0), (0, (0, 0), 3), (5, (0, 0), 3), (0, (2, 2), 0), (5, (2, 2), 0), (0, (0, 2), 3), (5, (1, 6), 3)],
 )
-def test_what_is_known_ahead_is_what_would_be_read(
+def test_forwards_that_we_run_ourselves_are_read_as_the_rows_that_they_are_of(
     before: int, pads: tuple[int, int], first_position: int, takes_positions: bool, tiny_llama: Any
 ) -> None:
-    """Of forwards that we run ourselves, whose arguments and their values are made together."""
-    side = SideForwards(tiny_llama, PrefixStore(tiny_llama, num_blocks=4).argument_reader, pytest.fail)
+    model_reader = PrefixStore(tiny_llama, num_blocks=4).argument_reader
+    side = SideForwards(tiny_llama, model_reader)
     side.takes_positions = takes_positions
     stop = before + 3
     rows = [RowInput(array("q", [7, 8, 9])[: stop - max(before, pad)], pad, first_position) for pad in pads]
-    given, known = side._passed(rows, before, before, stop)
-    assert known.token_ids is given["input_ids"]
-    assert known.values == read_inputs(
-        given, 2 if before else 0, before, takes_positions=takes_positions, booleans_hide=True
-    )
+    arguments = side.arguments_of(rows, before, stop, num_held=before)
+    assert ("position_ids" in arguments) == takes_positions
+    held = [RunningRow(min(pad, before), first_position, max(0, before - pad), 0) for pad in pads] if before else []
+    how: dict[str, Any] = {"in_generate": False, "records_drafts": False}
+    given = replace(model_reader, takes_positions=takes_positions).read(arguments, RunningRows(before, held), **how)
+    wanted = rows if takes_positions or before else [row._replace(first_position=0) for row in rows]
+    assert (list(given.rows), given.num_new_columns, given.bypass) == (wanted, 3, None)
 
 
 def test_whether_booleans_hide_is_asked_of_the_attention_of_the_text_model() -> None:

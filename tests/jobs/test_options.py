@@ -129,7 +129,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"penalty_alpha": 0.5}, "generate cannot run so"),
     ({"do_sample": "no"}, "do_sample is 'no'; give True or False"),
     ({"logits_processor": []}, "logits_processor is no option of generate that a batch job takes"),
-    ({"on_full": "bypass"}, r"give cache=PagedPrefixCache\(model, on_full=\.\.\.\)"),
+    ({"cache_salt": "a"}, r"give cache=PagedPrefixCache\(model, cache_salt=\.\.\.\)"),
     ({"max_time": 3.0}, "max_time is not an option here"),
     ({"do_sample": True, "temperature": -1.0}, "strictly positive"),
 ]
@@ -142,6 +142,17 @@ def test_what_generate_cannot_do_is_refused_before_anything_is_written(
     with pytest.raises(CacheArgumentError, match=said) as raised:
         together(repeater(), tokenizer, out=tmp_path / "out.jsonl", **options)
     assert "\n" not in str(raised.value)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize(
+    "option", [{"attention": "paged"}, {"on_full": "bypass"}], ids=lambda option: next(iter(option))
+)
+def test_what_is_an_option_no_more_is_refused_before_anything_is_written(
+    option: dict[str, str], tokenizer: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(TypeError, match=f"^{next(iter(option))} is an option no more: "):
+        together(repeater(), tokenizer, out=tmp_path / "out.jsonl", **option)
     assert not [*tmp_path.iterdir()]
 
 

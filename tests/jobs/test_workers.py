@@ -68,7 +68,7 @@ def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: st
     alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions
     out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
     result = generate_all_on_ray(
-        partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB", attention="gather"
+        partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB"
     )  # fmt: skip
     assert deadly.read_bytes()  # one was killed
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]
@@ -123,18 +123,17 @@ def test_a_worker_says_what_its_function_returned() -> None:
 
 
 def test_a_worker_has_a_cache_of_the_sizes_that_are_given(model_folder: str) -> None:
-    how = How(attention="gather", options={"block_size": 8, "max_bytes": "1MB"})
+    how = How(options={"block_size": 8, "max_bytes": "1MB"})
     worker = Worker(partial(load, model_folder), how)
     assert worker.ask("describe").block_size == 8
     cache = worker.calls.cache
-    assert cache.attention == "gather"
     assert (
         cache.stats().num_blocks
         == PagedPrefixCache(cache.store.model, block_size=8, max_bytes=10**6).stats().num_blocks
     )
 
 
-@pytest.mark.parametrize("sizes", [{"max_bytes": "much"}, {"attention": "fast"}, {"disk_bytes": "1GB"}])
+@pytest.mark.parametrize("sizes", [{"max_bytes": "much"}, {"disk_bytes": "1GB"}])
 def test_sizes_that_are_none_are_refused_before_ray_begins(sizes: Any) -> None:
     with pytest.raises(CacheArgumentError, match=f"^{next(iter(sizes))} is "):
         generate_all_on_ray(lambda: pytest.fail("it was loaded"), PROMPTS, num_workers=1, **sizes)

@@ -1,4 +1,4 @@
-"""The block pool: what is written is what is read, wherever the slots lie and however the pool has grown since."""
+"""The block pool: what is written to blocks is what is read of them, wherever they lie and however the pool has grown since."""
 
 from __future__ import annotations
 
@@ -9,30 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from hf_paged_cache.kv.recycled_memory import RecycledMemory, zeros
-from hf_paged_cache.kv.slot_mapping import ReadSource, SlotMapping
 
 from hf_paged_cache import PoolArgumentError
-from hf_paged_cache.kv import block_pool, recycled_memory
+from hf_paged_cache.kv import block_pool
 from hf_paged_cache.kv.block_pool import BlockPool
+from hf_paged_cache.rows import memory as row_memory
 
-from .reading import of_slots
+from .through_slabs import read, write, write_to_slabs
 
 BLOCK_SIZE = 4
 HEADS, KEY_DIM, VALUE_DIM = 2, 3, 5
 HEADS_AND_SIZES = (("key", 1, 3), ("value", 5, 2))  # as latent attention has them
 
-RUN = [4, 5, 6, 7, 8, 9]
-SCATTERED = [9, 4, 22, 5, 13, 30]
-LOOKS_LIKE_A_RUN = [4, 6, 5, 7, 8, 9]  # as long as its ends are apart, and no run
+RUN = [1, 2, 3]
+SCATTERED = [5, 1, 7]
+LOOKS_LIKE_A_RUN = [1, 3, 2, 4]  # as long as its ends are apart, and no run
 
 
-def states(
-    rng: torch.Generator, num_rows: int, num_tokens: int, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
+def states(rng: torch.Generator, num_tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     return {
-        "key": torch.randn(num_rows, HEADS, num_tokens, KEY_DIM, generator=rng).to(dtype),
-        "value": torch.randn(num_rows, HEADS, num_tokens, VALUE_DIM, generator=rng).to(dtype),
+        "key": torch.randn(1, HEADS, num_tokens, KEY_DIM, generator=rng).to(dtype),
+        "value": torch.randn(1, HEADS, num_tokens, VALUE_DIM, generator=rng).to(dtype),
     }
 
 
@@ -42,223 +39,227 @@ def make_pool(num_blocks: int = 8) -> BlockPool:
     return pool
 
 
-def all_slots(pool: BlockPool) -> torch.Tensor:
-    return torch.arange(pool.all.capacity * BLOCK_SIZE)[None]
-
-
-def assert_holds(pool: BlockPool, layer_idx: int, slots: list[int], expected: dict[str, torch.Tensor]) -> None:
-    """The slots of a layer hold, bit for bit, the tokens of `expected`, row after row."""
-    gathered = pool.gather(layer_idx, of_slots(torch.tensor([slots])))
-    assert gathered.keys() == expected.keys()
+def assert_holds(pool: BlockPool, layer_idx: int, block_ids: list[int], expected: dict[str, torch.Tensor]) -> None:
+    """The first tokens of these blocks of a layer are, bit for bit, those of `expected`."""
+    found = read(pool, layer_idx, block_ids, expected["key"].shape[2])
+    assert found.keys() == expected.keys()
     for name, tensor in expected.items():
-        in_order = tensor.transpose(1, 2).flatten(0, 1)  # [tokens, H, D]
-        found = gathered[name][0].transpose(0, 1)
-        assert found.dtype == tensor.dtype
-        assert found.contiguous().view(torch.uint8).equal(in_order.contiguous().view(torch.uint8)), name
+        assert found[name].dtype == tensor.dtype
+        assert found[name].contiguous().view(torch.uint8).equal(tensor.contiguous().view(torch.uint8)), name
 
 
 # Writing and reading
 
 
-@pytest.mark.parametrize("slots", [RUN, SCATTERED, LOOKS_LIKE_A_RUN], ids=["run", "scattered", "no run"])
-@pytest.mark.parametrize("num_rows", [1, 2, 3])
+@pytest.mark.parametrize("block_ids", [RUN, SCATTERED, LOOKS_LIKE_A_RUN], ids=["run", "scattered", "no run"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_gathered_is_what_was_written_bit_for_bit(
-    slots: list[int], num_rows: int, dtype: torch.dtype, rng: torch.Generator
+def test_what_is_read_is_what_was_written_bit_for_bit(
+    block_ids: list[int], dtype: torch.dtype, rng: torch.Generator
 ) -> None:
     pool = make_pool()
-    new = states(rng, num_rows, len(slots) // num_rows, dtype)
-    pool.write(0, new, SlotMapping(slots))
-    assert_holds(pool, 0, slots, new)
+    new = states(rng, len(block_ids) * BLOCK_SIZE, dtype)
+    write(pool, 0, new, block_ids)
+    assert_holds(pool, 0, block_ids, new)
+    others = [block_id for block_id in range(8) if block_id not in block_ids]
+    assert not any(tensor.any() for tensor in read(pool, 0, others).values())
 
 
 def test_layers_do_not_touch_each_other_and_may_differ_in_shape(rng: torch.Generator) -> None:
     pool = make_pool()
-    first = states(rng, 1, 6)
+    first = states(rng, 6)
     second = {"key": torch.randn(1, 7, 6, 2, generator=rng), "index": torch.randn(1, 1, 6, 9, generator=rng)}
-    pool.write(0, first, SlotMapping(RUN))
-    pool.write(5, second, SlotMapping(RUN))
-    assert_holds(pool, 0, RUN, first)
-    assert_holds(pool, 5, RUN, second)
-    assert pool.layer_indices == [0, 5]
+    third = {name: torch.randn(1, heads, 6, size, generator=rng) for name, heads, size in HEADS_AND_SIZES}
+    for layer_idx, new in ((0, first), (5, second), (7, third)):
+        write(pool, layer_idx, new, RUN)
+    for layer_idx, new in ((0, first), (5, second), (7, third)):
+        assert_holds(pool, layer_idx, RUN, new)
+    assert pool.layer_indices == [0, 5, 7]
+    assert pool.layer(1) == {}
 
 
-def test_a_slot_mapping_of_no_slots_writes_nothing_and_still_makes_the_layer(rng: torch.Generator) -> None:
+def test_a_layer_that_is_laid_out_holds_zeros_and_is_made_once(rng: torch.Generator) -> None:
     pool = make_pool()
-    pool.write(0, states(rng, 1, 1), SlotMapping([], []))
+    pool.lay_out(0, "key", HEADS, KEY_DIM, torch.float32)
     assert pool.layer_indices == [0]
-    assert not pool.gather(0, of_slots(all_slots(pool)))["key"].any()
+    assert pool.all.bytes_per_block == BLOCK_SIZE * HEADS * KEY_DIM * 4
+    assert not read(pool, 0, [*range(8)])["key"].any()
+    write(pool, 0, (new := {"key": states(rng, 6)["key"]}), RUN)
+    layouts = pool.num_layouts
+    pool.lay_out(0, "key", HEADS, KEY_DIM, torch.float32)
+    assert pool.num_layouts == layouts
+    assert_holds(pool, 0, RUN, new)
 
 
-def test_many_rows_are_gathered_each_with_its_own_slots(rng: torch.Generator) -> None:
-    pool = make_pool()
-    new = states(rng, 1, 6)
-    pool.write(0, new, SlotMapping(RUN))
-    gathered = pool.gather(0, of_slots(torch.tensor([[4, 5, 6], [9, 9, 4]])))
-    assert gathered["key"].shape == (2, HEADS, 3, KEY_DIM)
-    assert gathered["key"][0].equal(new["key"][0, :, [0, 1, 2]])
-    assert gathered["key"][1].equal(new["key"][0, :, [5, 5, 0]])
-
-
-@pytest.mark.parametrize("recycled", [False, True], ids=["own memory", "recycled memory"])
-@pytest.mark.parametrize(
-    ("source", "first"),
-    [
-        (of_slots(torch.tensor([RUN[1:]])), 1),
-        (ReadSource(torch.tensor([[1, 2]]).to, 1, 5, num_blocks=2, skipped=1), 1),
-        (ReadSource(torch.tensor([[1, 2]]).to, 1, 6, num_blocks=2), 0),
-    ],
-    ids=["by slot", "by block", "from the first slot of a block"],
-)
-def test_what_is_gathered_is_a_copy_that_models_may_view_by_row_and_head(
-    source: ReadSource, first: int, recycled: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recycled_memory, "_MIN_RECYCLED_BYTES", 1)
-    pool, memory = make_pool(), RecycledMemory() if recycled else None
-    new = states(rng, 1, 6)
-    pool.write(0, new, SlotMapping(RUN))
-    gathered = pool.gather(0, source, memory=memory)
-    assert memory is None or memory.num_bytes > 0
-    for name, tensor in gathered.items():
-        assert tensor.equal(new[name][:, :, first:])
-        assert tensor.view(HEADS, *tensor.shape[2:]).equal(tensor[0])
+def test_what_is_read_is_a_copy(rng: torch.Generator) -> None:
+    pool, new = make_pool(), states(rng, 12)
+    write(pool, 0, new, RUN)
+    for tensor in read(pool, 0, RUN).values():
         tensor.fill_(7)
     assert_holds(pool, 0, RUN, new)
 
 
-@pytest.mark.parametrize("num_tokens", range(1, 14))
-@pytest.mark.parametrize("first", [4, 5, 7])
-def test_a_run_may_begin_and_end_anywhere_in_a_block(first: int, num_tokens: int, rng: torch.Generator) -> None:
-    pool = make_pool()
-    everything = states(rng, 1, pool.all.capacity * BLOCK_SIZE)
-    pool.write(0, everything, SlotMapping(range(pool.all.capacity * BLOCK_SIZE)))
-    new, run = states(rng, 1, num_tokens), list(range(first, first + num_tokens))
-    pool.write(0, new, SlotMapping(run))
-    assert_holds(pool, 0, run, new)
-    others = [slot for slot in range(pool.all.capacity * BLOCK_SIZE) if slot not in run]
-    assert_holds(pool, 0, others, {name: tensor[:, :, others] for name, tensor in everything.items()})
-
-
-@pytest.mark.parametrize("block_ids", [[5], [5, 1, 7]], ids=["1 row", "3 rows"])
-@pytest.mark.parametrize(("offset", "num_columns"), [(0, BLOCK_SIZE), (0, 1), (1, 2), (3, 1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_columns_in_a_block_of_each_row_are_written_there(
-    block_ids: list[int], offset: int, num_columns: int, dtype: torch.dtype, rng: torch.Generator
+@pytest.mark.parametrize("num_tokens", range(1, 13))
+@pytest.mark.parametrize("skipped", [0, 1, 3])
+@pytest.mark.parametrize("block_ids", [RUN, SCATTERED], ids=["run", "scattered"])
+def test_what_is_read_may_begin_in_the_first_block_and_end_in_any(
+    block_ids: list[int], skipped: int, num_tokens: int, rng: torch.Generator
 ) -> None:
-    pool, plain = make_pool(), make_pool()
-    for each in (pool, plain):
-        for layer_idx in (0, 3):
-            each.write(layer_idx, states(torch.Generator().manual_seed(0), 1, 16, dtype), SlotMapping(range(16)))
-    new = {layer_idx: states(rng, len(block_ids), num_columns) for layer_idx in (0, 3)}
-    pool.write_blocks(new.items(), block_ids, offset)
-    slots = [block_id * BLOCK_SIZE + offset + i for block_id in block_ids for i in range(num_columns)]
-    for layer_idx, of_layer in new.items():
-        plain.write(layer_idx, of_layer, SlotMapping(slots))
-        everything = of_slots(all_slots(pool))
-        for name, tensor in pool.gather(layer_idx, everything).items():
-            assert tensor.dtype == torch.float32
-            assert tensor.equal(plain.gather(layer_idx, everything)[name])
-    assert pool.all.num_blocks_used == plain.all.num_blocks_used
+    pool, new = make_pool(), states(rng, 12)
+    write(pool, 0, new, block_ids)
+    found = read(pool, 0, block_ids, max(skipped, num_tokens), skipped)
+    for name, tensor in found.items():
+        assert tensor.equal(new[name][:, :, skipped : max(skipped, num_tokens)])
 
 
-@pytest.mark.parametrize("slots", [[9], [9, 4, 22], [29]], ids=["1 row", "3 rows", "a further block"])
-def test_a_step_is_written_as_any_other_tokens_are(slots: list[int], rng: torch.Generator) -> None:
-    pool, plain = make_pool(), make_pool()
-    for each in (pool, plain):
-        each.write(0, states(torch.Generator().manual_seed(0), 1, 24), SlotMapping(range(24)))
-    new = states(rng, len(slots), 1)
-    pool.write(0, new, SlotMapping(slots))
-    for number, slot in enumerate(slots):  # as each would be by itself
-        plain.write(0, {name: tensor[number : number + 1] for name, tensor in new.items()}, SlotMapping([slot]))
-    everything = of_slots(all_slots(pool))
-    for name, tensor in pool.gather(0, everything).items():
-        assert tensor.equal(plain.gather(0, everything)[name])
-    assert pool.all.num_blocks_used == plain.all.num_blocks_used
+def test_blocks_are_loaded_into_columns_of_some_rows_and_no_others(rng: torch.Generator) -> None:
+    pool, new = make_pool(), states(rng, 12)
+    write(pool, 0, new, SCATTERED)
+    made = row_memory.make(row_memory.shapes_of_slabs(pool.all.slabs()), 3, 16)
+    row_memory.load_blocks(made, pool.all.slabs(), [0, 2], 2, SCATTERED, 11, 1)
+    for tensor, ((_, name),) in made:
+        expected = torch.zeros(3, HEADS, 16, tensor.shape[-1])
+        expected[[0, 2], :, 2:12] = new[name][:, :, 1:11]
+        assert tensor[0].equal(expected)
 
 
-@pytest.mark.parametrize("slots", [[9], [9, 4, 22]], ids=["1 row", "3 rows"])
-def test_a_step_is_written_where_keys_and_values_have_other_numbers_of_heads(
-    slots: list[int], rng: torch.Generator
-) -> None:
+@pytest.mark.parametrize("block_ids", [RUN, SCATTERED], ids=["run", "scattered"])
+def test_states_that_are_views_of_other_memory_are_written_right(block_ids: list[int], rng: torch.Generator) -> None:
     pool = make_pool()
-    pool.write(0, {"key": torch.zeros(1, 1, 1, 3), "value": torch.zeros(1, 5, 1, 2)}, SlotMapping([4]))
-    new = {name: torch.randn(len(slots), heads, 1, size, generator=rng) for name, heads, size in HEADS_AND_SIZES}
-    pool.write(0, new, SlotMapping(slots))
-    assert_holds(pool, 0, slots, new)
+    expanded = torch.randn(1, 1, 12, KEY_DIM, generator=rng).expand(1, HEADS, 12, KEY_DIM)
+    new = {"key": expanded, "value": torch.randn(1, 12, HEADS, VALUE_DIM, generator=rng).transpose(1, 2)}
+    write(pool, 0, new, block_ids)
+    assert_holds(pool, 0, block_ids, new)
 
 
-def test_states_that_require_grad_are_written_without_their_history(rng: torch.Generator) -> None:
-    pool = make_pool()
-    new = {name: tensor.requires_grad_() for name, tensor in states(rng, 1, 6).items()}
-    pool.write(0, new, SlotMapping(RUN))
-    assert not pool.gather(0, of_slots(torch.tensor([RUN])))["key"].requires_grad
-
-
-@pytest.mark.parametrize("slots", [RUN, SCATTERED], ids=["run", "scattered"])
-def test_states_that_are_views_of_other_memory_are_written_right(slots: list[int], rng: torch.Generator) -> None:
-    pool = make_pool()
-    expanded = torch.randn(1, 1, 6, KEY_DIM, generator=rng).expand(1, HEADS, 6, KEY_DIM)
-    new = {"key": expanded, "value": torch.randn(1, 6, HEADS, VALUE_DIM, generator=rng).transpose(1, 2)}
-    pool.write(0, new, SlotMapping(slots))
-    assert_holds(pool, 0, slots, new)
-
-
-def test_random_writes_of_runs_and_scattered_slots_match_a_plain_list(rng: torch.Generator) -> None:
+def test_random_writes_copies_and_growth_match_a_plain_list(rng: torch.Generator) -> None:
     shuffler, pool = random.Random(0), make_pool(4)
-    expected = [torch.zeros(HEADS, KEY_DIM) for _ in range(4 * BLOCK_SIZE)]
+    expected = [torch.zeros(HEADS, BLOCK_SIZE, KEY_DIM) for _ in range(4)]
     for _ in range(60):
-        num_rows, num_tokens = shuffler.randint(1, 3), shuffler.randint(1, 4)
-        new = torch.randn(num_rows, HEADS, num_tokens, KEY_DIM, generator=rng)
-        sources = sorted(shuffler.sample(range(num_rows * num_tokens), shuffler.randint(1, num_rows * num_tokens)))
-        first = shuffler.randint(0, len(expected) - len(sources))
-        run = list(range(first, first + len(sources)))
-        slots = run if shuffler.random() < 0.5 else shuffler.sample(range(len(expected)), len(sources))
-        all_of_them = len(sources) == num_rows * num_tokens and shuffler.random() < 0.5
-        pool.write(0, {"key": new}, SlotMapping(slots, None if all_of_them else sources))
-        for slot, source in zip(slots, sources, strict=True):
-            expected[slot] = new[source // num_tokens, :, source % num_tokens]
-        assert pool.gather(0, of_slots(all_slots(pool)))["key"][0].equal(torch.stack(expected, dim=1))
+        num_blocks = shuffler.randint(1, len(expected) // 2)
+        first = shuffler.randint(0, len(expected) - num_blocks)
+        run = list(range(first, first + num_blocks))
+        block_ids = run if shuffler.random() < 0.5 else shuffler.sample(range(len(expected)), num_blocks)
+        new = torch.randn(1, HEADS, num_blocks * BLOCK_SIZE, KEY_DIM, generator=rng)
+        write(pool, 0, {"key": new}, block_ids)
+        for block_id, of_block in zip(block_ids, new[0].split(BLOCK_SIZE, dim=1), strict=True):
+            expected[block_id] = of_block
+        copies = [(shuffler.randrange(len(expected)), shuffler.randrange(len(expected))) for _ in range(3)]
+        pool.all.copy_blocks(copies)
+        for source, destination in copies:
+            expected[destination] = expected[source]
+        if shuffler.random() < 0.1:
+            pool.all.ensure_capacity(len(expected) + 1)
+            expected.append(torch.zeros(HEADS, BLOCK_SIZE, KEY_DIM))
+        assert read(pool, 0, [*range(len(expected))])["key"][0].equal(torch.cat(expected, dim=1))
+    assert len(expected) > 6
+
+
+# Layers whose tensors are made together
+
+
+def together(pool: BlockPool, rng: torch.Generator, num_layers: int = 3) -> dict[tuple[int, str], torch.Tensor]:
+    """Streams of some layers, which the pool has tensors for."""
+    new = {(layer_idx, name): held for layer_idx in range(num_layers) for name, held in states(rng, 12).items()}
+    pool.lay_out_together(new)
+    return new
+
+
+def assert_holds_streams(pool: BlockPool, block_ids: list[int], expected: dict[tuple[int, str], torch.Tensor]) -> None:
+    for layer_idx in {layer_idx for layer_idx, _ in expected}:
+        assert_holds(pool, layer_idx, block_ids, {name: expected[layer_idx, name] for name in ("key", "value")})
+
+
+def test_layers_of_one_shape_lie_in_one_slab_and_are_written_and_copied_as_others(rng: torch.Generator) -> None:
+    pool = make_pool()
+    new = together(pool, rng)
+    keys, values = pool.all.slabs()
+    assert keys.tensor.shape == (3, HEADS, 8, BLOCK_SIZE, KEY_DIM)
+    assert values.tensor.shape == (3, HEADS, 8, BLOCK_SIZE, VALUE_DIM)
+    assert keys.streams == ((0, "key"), (1, "key"), (2, "key"))
+    assert pool.all.bytes_per_block == 3 * BLOCK_SIZE * HEADS * (KEY_DIM + VALUE_DIM) * 4
+    write_to_slabs(pool, new, SCATTERED)
+    pool.all.copy_blocks([(5, 2), (1, 3), (7, 4)])
+    assert_holds_streams(pool, SCATTERED, new)
+    assert_holds_streams(pool, [2, 3, 4], new)
+    for number, (layer_idx, name) in enumerate(keys.streams):
+        assert pool.layer(layer_idx)[name].data_ptr() == keys.tensor[number].data_ptr()
+
+
+def test_what_was_made_together_stays_so_as_the_pool_grows(rng: torch.Generator) -> None:
+    pool = make_pool(4)
+    new = together(pool, rng)
+    write_to_slabs(pool, new, RUN)
+    for num_blocks in (5, 11, 64):
+        pool.all.ensure_capacity(num_blocks)
+        assert [len(slab.streams) for slab in pool.all.slabs()] == [3, 3]
+        assert_holds_streams(pool, RUN, new)
+        assert not any(slab.tensor[:, :, 4:].any() for slab in pool.all.slabs())
+
+
+def test_layers_that_are_there_are_not_made_anew_beside_others(rng: torch.Generator) -> None:
+    pool, first = make_pool(), states(rng, 12)
+    write(pool, 1, first, RUN)
+    new = together(pool, rng)
+    assert {slab.streams for slab in pool.all.slabs()} >= {((0, "key"), (2, "key")), ((1, "key"),)}
+    assert_holds(pool, 1, RUN, first)
+    write_to_slabs(pool, new, RUN)
+    assert_holds_streams(pool, RUN, new)
+
+
+def test_a_layer_that_widens_leaves_those_it_was_made_with_and_all_keep_their_content(rng: torch.Generator) -> None:
+    pool = make_pool()
+    new = together(pool, rng)
+    write_to_slabs(pool, new, RUN)
+    write(pool, 1, {"key": torch.zeros(1, HEADS, 4, KEY_DIM, dtype=torch.float64)}, [7])
+    assert {slab.streams for slab in pool.all.slabs()} == {
+        ((1, "key"),),
+        ((0, "key"),),
+        ((2, "key"),),
+        ((0, "value"), (1, "value"), (2, "value")),
+    }
+    for _ in range(2):
+        expected = new | {(1, "key"): new[1, "key"].double()}
+        assert_holds_streams(pool, RUN, expected)
+        pool.all.ensure_capacity(12)
 
 
 # Copies
 
 
 def test_blocks_are_copied_whole_in_all_layers_in_the_order_given(rng: torch.Generator) -> None:
-    pool = make_pool()
+    pool, new = make_pool(), [states(rng, 4), states(rng, 4)]
     for layer_idx in (0, 1):
-        pool.write(layer_idx, states(rng, 1, 8), SlotMapping(range(4, 12)))
-    before = {layer_idx: pool.gather(layer_idx, of_slots(torch.arange(4, 8)[None])) for layer_idx in (0, 1)}
+        write(pool, layer_idx, new[layer_idx], [1])
+        write(pool, layer_idx, states(rng, 4), [2])
     pool.all.copy_blocks([(1, 5), (5, 2)])
-    pool.all.copy_blocks([(2, 3), (1, 3)])
+    pool.all.copy_blocks([(2, 3), (1, 4)])
     for layer_idx in (0, 1):
-        for start in (4, 20, 8, 12):  # the source, and all destinations
-            found = pool.gather(layer_idx, of_slots(torch.arange(start, start + BLOCK_SIZE)[None]))
-            assert all(found[name].equal(before[layer_idx][name]) for name in ("key", "value"))
+        for block_id in (1, 5, 2, 3, 4):  # the source, and all destinations
+            assert_holds(pool, layer_idx, [block_id], new[layer_idx])
 
 
 # Memory
 
 
-def test_unwritten_slots_are_zero_also_after_growth(rng: torch.Generator) -> None:
-    pool = make_pool(3)
-    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+def test_unwritten_blocks_are_zero_also_after_growth(rng: torch.Generator) -> None:
+    pool = make_pool(4)
+    write(pool, 0, states(rng, 12), RUN)
     pool.all.ensure_capacity(9)
-    found = pool.gather(0, of_slots(all_slots(pool)))["key"][0]
-    for slot in range(9 * BLOCK_SIZE):
-        assert found[:, slot].any() == (slot in RUN)
+    for block_id in range(9):
+        assert read(pool, 0, [block_id])["key"].any() == (block_id in RUN)
 
 
 def test_growth_keeps_what_was_written(rng: torch.Generator) -> None:
     pool = make_pool(4)
-    new = states(rng, 2, 3)
-    pool.write(0, new, SlotMapping(RUN))
+    new = states(rng, 12)
+    write(pool, 0, new, RUN)
     for num_blocks in (5, 11, 64):
         pool.all.ensure_capacity(num_blocks)
         assert pool.all.capacity == num_blocks
         assert_holds(pool, 0, RUN, new)
-    late = states(rng, 1, 1)
-    pool.write(0, late, SlotMapping([63 * BLOCK_SIZE]))
-    assert_holds(pool, 0, [63 * BLOCK_SIZE], late)
+    late = states(rng, 1)
+    write(pool, 0, late, [63])
+    assert_holds(pool, 0, [63], late)
 
 
 @pytest.mark.parametrize("made_in", [True, False])
@@ -268,44 +269,29 @@ def test_a_pool_made_in_inference_mode_can_be_written_out_of_it_and_the_other_wa
 ) -> None:
     pool = make_pool()
     with torch.inference_mode(made_in):
-        pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+        write(pool, 5, states(rng, 6), RUN)
+        together(pool, rng)
     with torch.inference_mode(grown_in):
         pool.all.ensure_capacity(16)
     for inside in (False, True):
         with torch.inference_mode(inside):
-            new = states(rng, 1, 6)
-            for slots in (RUN, SCATTERED):
-                pool.write(0, new, SlotMapping(slots))
-                assert_holds(pool, 0, slots, new)
+            for block_ids in (RUN, SCATTERED):
+                for layer_idx in (0, 5):
+                    new = states(rng, 12)
+                    write(pool, layer_idx, new, block_ids)
+                    assert_holds(pool, layer_idx, block_ids, new)
             pool.all.copy_blocks([(1, 2)])
-
-
-def test_a_slot_mapping_made_in_inference_mode_works_out_of_it(rng: torch.Generator) -> None:
-    pool, slot_mapping, new = make_pool(), SlotMapping(SCATTERED, [0, 1, 2, 3, 4, 5]), states(rng, 1, 6)
-    with torch.inference_mode():
-        pool.write(0, new, slot_mapping)
-    pool.write(1, new, slot_mapping)
-    assert_holds(pool, 1, SCATTERED, new)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
-def test_new_memory_is_zero_and_no_inference_tensor(dtype: torch.dtype, device: torch.device) -> None:
-    with torch.inference_mode():
-        made = zeros((2, 3, 1, 5), dtype, device)
-    assert (made.shape, made.dtype, made.device.type) == ((2, 3, 1, 5), dtype, device.type)
-    assert not made.any()
-    assert not made.is_inference()
 
 
 def test_bytes_are_counted_by_block_over_all_layers(rng: torch.Generator) -> None:
     pool = make_pool()
     assert pool.all.bytes_per_block == 0
-    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    write(pool, 0, states(rng, 6), RUN)
     one_layer = BLOCK_SIZE * HEADS * (KEY_DIM + VALUE_DIM) * 4
     assert pool.all.bytes_per_block == one_layer
-    pool.write(1, states(rng, 1, 6, torch.bfloat16), SlotMapping(RUN))
+    write(pool, 1, states(rng, 6, torch.bfloat16), RUN)
     assert pool.all.bytes_per_block == one_layer + one_layer // 2
-    pool.write(1, states(rng, 1, 6), SlotMapping(RUN))  # widens
+    write(pool, 1, states(rng, 6), RUN)  # widens
     assert pool.all.bytes_per_block == 2 * one_layer
     pool.all.ensure_capacity(100)
     assert pool.all.bytes_per_block == 2 * one_layer
@@ -314,20 +300,22 @@ def test_bytes_are_counted_by_block_over_all_layers(rng: torch.Generator) -> Non
 def test_on_a_host_only_blocks_that_were_used_count_as_held() -> None:
     pool = BlockPool(BLOCK_SIZE)
     pool.all.ensure_capacity(100)
-    pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
+    write(pool, 0, {"key": torch.ones(1, 1, 4, 1)}, [1])
     assert pool.pool_bytes == 2 * pool.all.bytes_per_block
 
 
 def test_clearing_gives_the_memory_back_and_forgets_the_shapes(rng: torch.Generator) -> None:
     pool = make_pool()
-    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
-    pool.write(0, states(rng, 1, 1), SlotMapping([7 * BLOCK_SIZE]))
+    write(pool, 0, states(rng, 6), RUN)
+    write(pool, 0, states(rng, 1), [7])
+    together(pool, rng)
     pool.clear()
     assert (pool.all.capacity, pool.pool_bytes, pool.all.bytes_per_block, pool.layer_indices) == (0, 0, 0, [])
+    assert pool.all.slabs() == []
     pool.all.ensure_capacity(8)
     other = {"key": torch.randn(1, 9, 6, 1, generator=rng)}
-    pool.write(0, other, SlotMapping(RUN))
-    assert_holds(pool, 0, RUN, other)
+    write(pool, 0, other, RUN[:2])
+    assert_holds(pool, 0, RUN[:2], other)
     assert pool.pool_bytes == 3 * pool.all.bytes_per_block  # of the blocks written since, with the null block
 
 
@@ -338,15 +326,13 @@ def test_a_pool_is_where_its_tensors_are_and_an_empty_one_where_the_first_will_b
     assert pool.is_on_host
     where = torch.device("meta")  # stands for an accelerator
     assert not pool.is_on_host
-    pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping([4, 5, 6, 7]))
+    write(pool, 0, {"key": torch.ones(1, 1, 4, 1)}, [1])
     assert pool.is_on_host
-    pool.write(1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, SlotMapping([4, 5, 6, 7]))
+    write(pool, 1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, [1])
     assert not pool.is_on_host
     one = BLOCK_SIZE * 4
     assert pool.all.bytes_per_block_on() == {torch.device("cpu"): one, torch.device("meta"): 3 * one}
     assert pool.bytes_on() == {torch.device("cpu"): 2 * one, torch.device("meta"): 8 * 3 * one}
-    memory = RecycledMemory()  # of the host
-    assert pool.gather(1, of_slots(torch.tensor([[4]])), memory=memory)["key"].device.type == "meta"
 
 
 # Growing where memory is short
@@ -368,7 +354,7 @@ class Memory:
         made = torch.zeros(shape, dtype=dtype, device=device)
         self.live += made.nbytes
         self.peak = max(self.peak, self.live)
-        weakref.finalize(made, self.give_back, made.nbytes)
+        weakref.finalize(made.untyped_storage(), self.give_back, made.nbytes)
         return made
 
     def give_back(self, num_bytes: int) -> None:
@@ -376,9 +362,9 @@ class Memory:
 
 
 def make_layers(num_layers: int, rng: torch.Generator) -> tuple[BlockPool, list[dict[str, torch.Tensor]]]:
-    pool, new = make_pool(), [states(rng, 1, 6) for _ in range(num_layers)]
+    pool, new = make_pool(), [states(rng, 12) for _ in range(num_layers)]
     for layer_idx, of_layer in enumerate(new):
-        pool.write(layer_idx, of_layer, SlotMapping(RUN))
+        write(pool, layer_idx, of_layer, RUN)
     return pool, new
 
 
@@ -396,6 +382,23 @@ def test_a_pool_grows_one_tensor_after_the_other(rng: torch.Generator, monkeypat
         assert_holds(pool, layer_idx, RUN, of_layer)
 
 
+def test_of_layers_made_together_what_was_used_is_there_twice_while_they_grow(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, pool = Memory(monkeypatch), make_pool()
+    new = together(pool, rng)
+    write_to_slabs(pool, new, RUN)
+    before, of_values = memory.live, 3 * BLOCK_SIZE * HEADS * VALUE_DIM * 4
+    expected = pool.all.bytes_to_grow(12)
+    pool.all.ensure_capacity(12)
+    assert memory.live == before * 12 // 8
+    assert memory.peak - memory.live <= 8 * of_values
+    assert expected == {
+        torch.device("cpu"): memory.live - before + 4 * of_values
+    }  # of a host those used, with the null block
+    assert_holds_streams(pool, RUN, new)
+
+
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("on purpose"), KeyboardInterrupt()], ids=["memory", "Ctrl-C"])
 @pytest.mark.parametrize("at", [1, 2, 5, 6])
 def test_a_pool_whose_growth_was_cut_short_is_as_before_and_grows_again(
@@ -411,14 +414,37 @@ def test_a_pool_whose_growth_was_cut_short_is_as_before_and_grows_again(
     assert pool.all.capacity == 8
     assert (memory.live == before) is (at == 1 or isinstance(error, torch.OutOfMemoryError))  # those grown shrank again
     memory.error = None
-    late = states(rng, 1, 4)
-    pool.write(1, late, SlotMapping([28, 29, 30, 31]))
+    late = states(rng, 4)
+    write(pool, 1, late, [7])
     pool.all.copy_blocks([(7, 6)])
     pool.all.ensure_capacity(20)
     assert (pool.all.capacity, memory.live) == (20, before * 20 // 8)
     for layer_idx, of_layer in enumerate(new):
         assert_holds(pool, layer_idx, RUN, of_layer)
-    assert_holds(pool, 1, [24, 25, 26, 27], late)
+    assert_holds(pool, 1, [6], late)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("on purpose"), KeyboardInterrupt()], ids=["memory", "Ctrl-C"])
+@pytest.mark.parametrize("at", [1, 2])
+def test_layers_made_together_whose_growth_was_cut_short_are_as_before_and_grow_again(
+    at: int, error: BaseException, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, pool = Memory(monkeypatch), make_pool()
+    new = together(pool, rng)
+    write_to_slabs(pool, new, RUN)
+    before = memory.live
+    memory.error, memory.fails_in = error, at
+    with pytest.raises(type(error)):
+        pool.all.ensure_capacity(12)
+    error.__traceback__ = None
+    assert pool.all.capacity == 8
+    assert (memory.live == before) is (at == 1 or isinstance(error, torch.OutOfMemoryError))
+    memory.error = None
+    write_to_slabs(pool, new, [4, 6, 7])
+    pool.all.ensure_capacity(20)
+    assert (pool.all.capacity, memory.live) == (20, before * 20 // 8)
+    for block_ids in (RUN, [4, 6, 7]):
+        assert_holds_streams(pool, block_ids, new)
 
 
 def test_blocks_are_copied_one_by_one_where_there_is_no_memory_for_all(
@@ -429,8 +455,8 @@ def test_blocks_are_copied_one_by_one_where_there_is_no_memory_for_all(
 
     monkeypatch.setattr(block_pool, "copy_rows", copy_rows)
     pool, (new,) = make_layers(1, rng)
-    pool.all.copy_blocks([(1, 4), (2, 5)])
-    assert_holds(pool, 0, [slot + 12 for slot in RUN], new)
+    pool.all.copy_blocks([(1, 4), (2, 5), (3, 6)])
+    assert_holds(pool, 0, [4, 5, 6], new)
 
 
 # Types
@@ -445,16 +471,27 @@ def test_blocks_are_copied_one_by_one_where_there_is_no_memory_for_all(
         (torch.float32, torch.float64, torch.float64),
     ],
 )
-@pytest.mark.parametrize("slots", [[16, 17], [17, 30]], ids=["run", "scattered"])
+@pytest.mark.parametrize("block_ids", [[4, 5], [7, 4]], ids=["run", "scattered"])
 def test_no_write_loses_precision_and_none_that_came_before_it_does(
-    first: torch.dtype, second: torch.dtype, held: torch.dtype, slots: list[int], rng: torch.Generator
+    first: torch.dtype, second: torch.dtype, held: torch.dtype, block_ids: list[int], rng: torch.Generator
 ) -> None:
     pool = make_pool()
-    old, new = states(rng, 1, 6, first), states(rng, 1, 2, second)
-    pool.write(0, old, SlotMapping(RUN))
-    pool.write(0, new, SlotMapping(slots))
+    old, new = states(rng, 6, first), states(rng, 8, second)
+    write(pool, 0, old, RUN)
+    write(pool, 0, new, block_ids)
     assert_holds(pool, 0, RUN, {name: tensor.to(held) for name, tensor in old.items()})
-    assert_holds(pool, 0, slots, {name: tensor.to(held) for name, tensor in new.items()})
+    assert_holds(pool, 0, block_ids, {name: tensor.to(held) for name, tensor in new.items()})
+
+
+def test_a_tensor_moves_to_where_its_layer_is_now(rng: torch.Generator) -> None:
+    pool = make_pool()
+    write(pool, 0, states(rng, 6), RUN)
+    layouts = pool.num_layouts
+    moved = pool.tensor_for(0, "key", torch.empty(1, HEADS, 1, KEY_DIM, device="meta"))
+    assert (moved.device.type, moved.shape) == ("meta", (8, HEADS, BLOCK_SIZE, KEY_DIM))
+    assert pool.layer(0)["key"] is moved
+    assert pool.layer(0)["value"].device.type == "cpu"
+    assert pool.num_layouts > layouts
 
 
 # Refusals
@@ -472,10 +509,10 @@ def test_states_of_another_shape_are_refused_by_layer_and_name(
     shape: tuple[int, ...], said: str, rng: torch.Generator
 ) -> None:
     pool = make_pool()
-    new = states(rng, 1, 6)
-    pool.write(3, new, SlotMapping(RUN))
+    new = states(rng, 6)
+    write(pool, 3, new, RUN)
     with pytest.raises(PoolArgumentError) as caught:
-        pool.write(3, {"key": torch.zeros(shape), "value": new["value"]}, SlotMapping(RUN))
+        pool.tensor_for(3, "key", torch.zeros(shape))
     assert "layer 3 key" in str(caught.value)
     assert said in str(caught.value)
     assert_holds(pool, 3, RUN, new)
@@ -483,33 +520,19 @@ def test_states_of_another_shape_are_refused_by_layer_and_name(
 
 def test_a_first_write_of_another_shape_leaves_no_layer_behind() -> None:
     pool = make_pool()
-    with pytest.raises(PoolArgumentError):
-        pool.write(0, {"key": torch.zeros(2, 6, 3)}, SlotMapping(RUN))
+    with pytest.raises(PoolArgumentError, match="expected"):
+        pool.tensor_for(0, "key", torch.zeros(2, 6, 3))
     assert pool.layer_indices == []
     assert pool.all.bytes_per_block == 0
-    pool.write(0, {"key": torch.zeros(1, 2, 6, 3)}, SlotMapping(RUN))
-    with pytest.raises(PoolArgumentError, match="expected"):
-        pool.write(0, {"key": torch.zeros(2, 6, 3)}, SlotMapping(RUN))
 
 
-def test_only_the_tensors_that_are_asked_for_are_gathered(rng: torch.Generator) -> None:
-    pool, written = make_pool(), states(rng, 1, 6)
-    pool.write(0, written, SlotMapping(RUN))
-    gathered = pool.gather(0, of_slots(torch.tensor([RUN])), ["value"])
-    assert gathered.keys() == {"value"}
-    assert gathered["value"].equal(written["value"])
-
-
-def test_a_layer_that_was_never_written_cannot_be_gathered(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("are_together", [False, True])
+def test_a_pool_that_is_let_go_waits_for_no_collector(are_together: bool, rng: torch.Generator) -> None:
     pool = make_pool()
-    pool.write(2, states(rng, 1, 6), SlotMapping(RUN))
-    with pytest.raises(PoolArgumentError, match=r"layer 1 was never written; layers written are \[2\]"):
-        pool.gather(1, of_slots(torch.tensor([[4]])))
-
-
-def test_a_pool_that_is_let_go_waits_for_no_collector(rng: torch.Generator) -> None:
-    pool = make_pool()
-    pool.write(0, states(rng, 1, 6), SlotMapping(RUN))
+    if are_together:
+        together(pool, rng)
+    else:
+        write(pool, 0, states(rng, 6), RUN)
     tensor = weakref.ref(pool.layer(0)["key"])
     gc.disable()
     try:

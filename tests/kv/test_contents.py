@@ -24,12 +24,13 @@ from hf_paged_cache.kv.states import StateKey
 def filled(pool: BlockPool, num_blocks: int) -> BlockPool:
     """A pool whose layers differ in heads, head sizes and dtypes."""
     pool.all.ensure_capacity(num_blocks)
-    slots = list(range(num_blocks * pool.block_size))
     for layer_idx, (heads, size, dtype) in enumerate(
         ((2, 8, torch.float32), (1, 3, torch.bfloat16), (3, 5, torch.float16))
     ):
-        new = torch.randn(1, heads, len(slots), size).to(dtype)
-        pool.write(layer_idx, {"key": new, "value": new[..., :2] * 2}, pool.map_slots(slots))
+        new = torch.randn(num_blocks, heads, pool.block_size, size).to(dtype)
+        for name, states in (("key", new), ("value", new[..., :2] * 2)):
+            tensor = pool.tensor_for(layer_idx, name, states)
+            tensor.copy_(states[: len(tensor)])
     return pool
 
 

@@ -1,8 +1,8 @@
-"""What the pool holds: after every kind of reuse, the keys and values of each row are those of one plain forward.
+"""What rows and the pool hold: after every kind of reuse, the keys and values of each row are those of one plain forward.
 
-Results can be right although a wrong key or value lies in the pool, for whoever reads it next. So every layer is read
-through the row's block table, from the pool's own tensors, and compared with what a plain forward over the row's tokens
-hands to its cache.
+Results can be right although a wrong key or value lies in a row or a block, for whoever reads it next. So every layer is read
+from the rows' memory, and through a block table from the pool's own tensors, and compared with what a plain forward over
+the row's tokens hands to its cache.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.blocks import BlockTable
+from hf_paged_cache.rows import memory
+from hf_paged_cache.rows.rows import Rows
 
-from ..internals import tensor_and_block
+from ..internals import blocks_of_the_last_row, tensor_and_block, tokens_of_rows
 from ..promise import test_generate_equivalence as scenes
 from ..reference import PROMPT, batch, row, run, zero_blocks
 from ..scenes import Player
@@ -30,8 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-# of calls in the pool, whose rows have block tables
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.way("pool")]
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOLERANCE = 1e-5  # of the largest number of the tensor
 
@@ -146,32 +147,64 @@ def assert_equal(got: dict[int, dict[str, Tensor]], wanted: dict[int, dict[str, 
             )
 
 
+def held_by_row(cache: PagedPrefixCache, number: int) -> dict[int, dict[str, Tensor]]:
+    """What a row of the last call has of its tokens: layer -> name -> [tokens, heads, head size].
+
+    Infinity where a layer with a window has passed a token; it has each that the next token sees.
+    """
+    rows = cache._rows
+    assert rows is not None
+    pad, stop = rows.prompts[number].pad, rows.n
+    made = memory.make(memory.shapes_of_rows(rows.all_memory()), 1, stop - pad)
+    rows.copy_columns(number, pad, stop, made, 0, 0)
+    parts = [(stream, part[0]) for held, names in made for stream, part in zip(names, held, strict=True)]
+    for sight in rows.windows.sights if rows.windows is not None else ():
+        held_by_layers, base = rows.windows.of(sight)
+        assert base <= max(pad, stop - sight.size + 1)
+        for held, names in held_by_layers:
+            for stream, of_layer in zip(names, held[:, number], strict=True):
+                part = of_layer.new_full((of_layer.shape[0], stop - pad, of_layer.shape[2]), torch.inf)
+                first = max(pad, base)
+                part[:, first - pad :] = of_layer[:, first - base : stop - base]
+                parts.append((stream, part))
+    found: dict[int, dict[str, Tensor]] = {}
+    for (layer, name), part in parts:
+        found.setdefault(layer, {})[name] = part.transpose(0, 1)
+    return found
+
+
 def assert_rows_hold_what_a_plain_forward_gives(cache: PagedPrefixCache) -> None:
-    """Of every row, through its table, and through `read_layer`."""
-    rows = cache.call.rows.in_batch()
-    assert rows
-    for number, each in enumerate(rows):
-        assert each.table.num_tokens
-        in_pool = stored(cache, each.table)
-        assert_equal(in_pool, plain(cache.store.model, each.table.token_ids))
-        for layer, tensors in in_pool.items():
-            for name, tensor in tensors.items():
-                read = cache.call.read_layer(layer)[name][number].transpose(0, 1)[-len(tensor) :]
-                assert torch.equal(read, tensor[len(tensor) - len(read) :])
+    """Of every row of the last call, all columns."""
+    rows = cache._rows
+    assert rows is not None
+    assert rows.prompts
+    for number, tokens in enumerate(rows.ids.rows([prompt.pad for prompt in rows.prompts], rows.n)):
+        assert tokens
+        assert_equal(held_by_row(cache, number), plain(cache.store.model, tokens))
 
 
-def assert_found_blocks_hold_what_a_plain_forward_gives(cache: PagedPrefixCache) -> None:
-    """Of what a later call would find of each row in the store."""
-    ended = [(each.root, list(each.table.token_ids)) for each in cache.call.rows.distinct]
+def end(cache: PagedPrefixCache) -> list[tuple[bytes, array[int]]]:
+    """End the rows of the last call; returns their roots and tokens."""
+    rows = cache._rows
+    assert rows is not None
+    ended = [(prompt.root, tokens) for prompt, tokens in zip(rows.prompts, rows.token_ids(), strict=True)]
     cache.reset()
+    return ended
+
+
+def assert_found_blocks_hold_what_a_plain_forward_gives(
+    cache: PagedPrefixCache, ended: Sequence[tuple[bytes, array[int]]]
+) -> None:
+    """Of what a later call would find of each row in the store."""
+    assert ended
     for root, tokens in ended:
         with cache.store.blocks.new_table(root, b"") as table:
-            assert table.hold_prefix(array("q", tokens)) > 0
+            assert table.hold_prefix(tokens) > 0
             assert_equal(stored(cache, table), plain(cache.store.model, tokens[: table.num_tokens]))
 
 
 class PoolPlayer(Player):
-    """Looks at the pool after each call of a scene."""
+    """Looks at the rows after each call of a scene."""
 
     def call(self, **arguments: Any) -> Any:
         output = super().call(**arguments)
@@ -185,24 +218,29 @@ def crop(play: PoolPlayer) -> None:
     inputs = batch(row((1, 20), (1, 20), (1, 9)))
     run(model, cache, **inputs, **lookup)
     cropped: list[int] = []
-    theirs = cache.crop
-    cache.crop = lambda count: (cropped.append(count), theirs(count))  # type: ignore[method-assign]
-    run(model, cache, **inputs, **lookup)
+    theirs = Rows.crop
+
+    def crop_and_note(rows: Rows, count: int) -> None:
+        cropped.append(count)
+        theirs(rows, count)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, "crop", crop_and_note)
+        run(model, cache, **inputs, **lookup)
     assert min(cropped) < 0, "no draft was taken back"
     assert cache.last_call.reused_tokens >= 40
 
 
-def copy_on_write(play: PoolPlayer) -> None:
-    """Two rows of one partial block part; both stay what they are."""
+def a_copy_goes_on_otherwise(play: PoolPlayer) -> None:
+    """Two rows part within a block; both stay what they are."""
     cache, model = play.cache, play.model
     with torch.no_grad():
         model(torch.tensor([row((1, 43))]), past_key_values=cache)
         copied = copy.deepcopy(cache)
-        copies = cache.stats().num_copies_on_write
         for held, seed in ((copied, 2), (cache, 3)):
             model(torch.tensor([row((seed, 9))]), past_key_values=held)
-        assert cache.stats().num_copies_on_write == copies + 1
-        assert_rows_hold_what_a_plain_forward_gives(copied)
+    assert tokens_of_rows(copied) == [row((1, 43), (2, 9))]
+    assert_rows_hold_what_a_plain_forward_gives(copied)
 
 
 def chunked_prefill(play: PoolPlayer) -> None:
@@ -220,45 +258,65 @@ SCENES = (
     scenes.blocks_of_one_token,
     chunked_prefill,
     crop,
-    copy_on_write,
+    a_copy_goes_on_otherwise,
 )
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_the_pool_holds_the_keys_and_values_of_a_plain_forward(
+def test_rows_and_the_pool_hold_the_keys_and_values_of_a_plain_forward(
     built: PreTrainedModel, scene: Callable[[PoolPlayer], None]
 ) -> None:
-    for attention in ("paged", "gather"):
-        player = PoolPlayer(built, attention, [])
-        scene(player)
-        assert_rows_hold_what_a_plain_forward_gives(player.cache)
-        assert_found_blocks_hold_what_a_plain_forward_gives(player.cache)
-        player.cache.check()
+    player = PoolPlayer(model=built, references=[])
+    scene(player)
+    assert_rows_hold_what_a_plain_forward_gives(player.cache)
+    assert_found_blocks_hold_what_a_plain_forward_gives(player.cache, end(player.cache))
+    player.cache.check()
 
 
 def test_zeros_in_place_of_reused_blocks_are_seen(built: PreTrainedModel) -> None:
     cache = PagedPrefixCache(built)
     run(built, cache, **batch(PROMPT))
+    ended = end(cache)
     zero_blocks(cache)
+    with pytest.raises(AssertionError, match="layer 0, key"):
+        assert_found_blocks_hold_what_a_plain_forward_gives(cache, ended)
     run(built, cache, **batch(row((1, 40), (2, 9))))
+    assert cache.last_call.reused_tokens > 0
     with pytest.raises(AssertionError, match="layer 0, key"):
         assert_rows_hold_what_a_plain_forward_gives(cache)
 
 
-def test_one_number_that_is_off_by_little_is_seen(built: PreTrainedModel) -> None:
+def test_one_number_that_is_off_by_little_is_seen_in_a_row(built: PreTrainedModel) -> None:
     cache = PagedPrefixCache(built)
     run(built, cache, **batch(PROMPT))
+    layers = [layer for layer in cache._rows.layers if layer.held is not None]
+    assert layers
+    for layer in layers:
+        for name, tensor in layer.named():
+            place = (0, -1, layer.n - layer.base - 4, -1)
+            before = tensor[place].clone()
+            tensor[place] += 1e-4 * tensor.abs().max()
+            with pytest.raises(AssertionError, match=f"layer {layer.layer_idx}, {name}"):
+                assert_rows_hold_what_a_plain_forward_gives(cache)
+            tensor[place] = before
+    assert_rows_hold_what_a_plain_forward_gives(cache)
+
+
+def test_one_number_that_is_off_by_little_is_seen_in_a_block(built: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(built)
+    run(built, cache, **batch(PROMPT))
+    block_id, ended = blocks_of_the_last_row(cache)[-1], end(cache)
     store = cache.store.blocks
+    assert store.pool.layer_indices
     for layer in store.pool.layer_indices:
         for name in NAMES:
-            table = cache.call.rows.distinct[0].table
-            found = tensor_and_block(store, layer, name, table.block_ids[-2])
+            found = tensor_and_block(store, layer, name, block_id)
             assert found is not None
             tensor, block = found
             place = (block, -1, 3, -1)
             before = tensor[place].clone()
             tensor[place] += 1e-4 * tensor.abs().max()
             with pytest.raises(AssertionError, match=f"layer {layer}, {name}"):
-                assert_rows_hold_what_a_plain_forward_gives(cache)
+                assert_found_blocks_hold_what_a_plain_forward_gives(cache, ended)
             tensor[place] = before
-    assert_rows_hold_what_a_plain_forward_gives(cache)
+    assert_found_blocks_hold_what_a_plain_forward_gives(cache, ended)

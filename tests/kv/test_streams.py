@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
 import torch
-from hf_paged_cache.kv.slot_mapping import ReadSource
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.kv.block_pool import BlockPool
@@ -96,19 +94,9 @@ def test_memory_is_used_again_when_all_streams_are_done_with_it(streams: Streams
     assert held.recorded_on == [first, second]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda pool: pool.write(0, STATES, pool.map_slots([4, 5])),
-        lambda pool: pool.write_blocks([(0, STATES)], [1], 0),
-        lambda pool: pool.gather(0, ReadSource(torch.tensor([[4, 5]]).to, 1, 2)),
-        lambda pool: pool.run_of(0, "key", 1, 1),
-        lambda pool: pool.all.copy_blocks([(1, 2)]),
-    ],
-    ids=["write", "write blocks", "gather", "in place", "copy"],
-)
+@pytest.mark.parametrize("are_together", [False, True], ids=["apart", "together"])
 def test_a_pool_that_grows_in_the_middle_of_another_threads_forward_comes_between_what_that_one_does(
-    use: Callable[[BlockPool], Any], monkeypatch: pytest.MonkeyPatch
+    are_together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     streams, copied_after = {"now": Stream()}, []
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams["now"])
@@ -116,18 +104,40 @@ def test_a_pool_that_grows_in_the_middle_of_another_threads_forward_comes_betwee
     pool, first, second = BlockPool(block_size=4), streams["now"], Stream()
     pool.all.ensure_capacity(3)
     pool.accelerators.add(torch.device("cpu"))
-    pool.write(0, STATES, pool.map_slots([4, 5]))
+    if are_together:
+        pool.lay_out_together({(layer_idx, "key"): STATES["key"] for layer_idx in range(2)})
+    else:
+        pool.tensor_for(0, "key", STATES["key"])
+    pool.join_streams()
     streams["now"] = second  # of a forward that began before the tensors were there
-    use(pool)
+    pool.all.copy_blocks([(1, 2)])
     assert second.waits_for == [first]
-    use(pool)
+    pool.all.copy_blocks([(1, 2)])
     assert second.waits_for == [first]  # once for each move
     streams["now"] = first
     pool.all.ensure_capacity(9)
     assert copied_after[0] == [second]  # what it has written is copied
     streams["now"] = second
-    use(pool)
+    pool.all.copy_blocks([(1, 2)])
     assert second.waits_for == [first, first]
+
+
+def test_whoever_reads_or_writes_blocks_comes_after_all_that_was_launched_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = {"now": Stream()}
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams["now"])
+    pool, first, second = BlockPool(block_size=4), streams["now"], Stream()
+    pool.join_streams()
+    streams["now"] = second
+    pool.join_streams()
+    assert second.waits_for == []  # there is no accelerator
+    pool.accelerators.add(torch.device("cpu"))
+    for now in (first, second, second):
+        streams["now"] = now
+        pool.join_streams()
+    assert second.waits_for == [first, first]
+    assert first.waits_for == []
 
 
 def test_calls_on_two_streams_are_in_order_and_memory_that_is_let_go_waits_for_both(

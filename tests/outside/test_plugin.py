@@ -183,10 +183,7 @@ def test_keys_and_values_that_are_wrong_are_found_beside_a_dynamic_cache(
     assert "logits[0]: Tensor-likes are not close" in played.texts["test_all_outputs_and_beams_and_samples"]
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_blocks_that_are_wrong_are_found_when_a_call_is_made_twice(
-    attention: str, play: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_that_are_wrong_are_found_when_a_call_is_made_twice(play: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     run = modes.Twice._first
 
     def after_zeros(self: Any, call: Any, cache: Any, everything: Any) -> Any:
@@ -195,7 +192,7 @@ def test_blocks_that_are_wrong_are_found_when_a_call_is_made_twice(
         return run(self, call, cache, everything)
 
     monkeypatch.setattr(modes.Twice, "_second", after_zeros)
-    played = play(SUITE, "--paged-mode=twice", f"--paged-attention={attention}")
+    played = play(SUITE, "--paged-mode=twice")
     assert played.outcomes["test_tokens"] == "failed"
     assert "logits[0]" in played.texts["test_tokens"]
 

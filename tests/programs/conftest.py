@@ -12,7 +12,7 @@ from hf_paged_cache.programs.program import Program
 
 @pytest.fixture
 def program(monkeypatch: pytest.MonkeyPatch) -> Program:
-    of_this_test = Program(RunOptions({"attention": "paged"}, None, True, 0))
+    of_this_test = Program(RunOptions({}, None, True, 0))
     monkeypatch.setattr(running, "_running", of_this_test)
     monkeypatch.setattr(GenerationMixin, "generate", of_this_test.with_caches(GenerationMixin.generate))
     return of_this_test

@@ -19,16 +19,12 @@ from typing import Any
 import pytest
 import torch
 from transformers import TextIteratorStreamer
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_paged_cache
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
-from ..internals import (
-    FINALIZERS,
-    leave_all_with_blocks,
-    num_reserved_blocks,
-    runs_on_rows,
-)
+from ..internals import FAULT_POINTS, leave_all_with_blocks, make_pools_grow
 from ..reference import AtStep, assert_same, batch, is_same, row, run
 from ..tiny_models import tiny
 
@@ -78,8 +74,7 @@ def where_no_signal_comes(code: CodeType) -> frozenset[int]:
 class Interrupter:
     """Raises KeyboardInterrupt at the n-th line of this package that this thread runs; 0 only counts.
 
-    Finalizers are left out: what is raised there is swallowed by the interpreter and kept, frames and blocks with it. So are
-    loops over a model's weights, which change nothing: each would have as many lines as all else. So is
+    Loops over a model's weights are left out, which change nothing: each would have as many lines as all else. So is
     `where_no_signal_comes`, where a tracer would leave a lock held for ever.
     """
 
@@ -98,9 +93,7 @@ class Interrupter:
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         code = frame.f_code
-        if code.co_name in FINALIZERS or (
-            code.co_name.startswith("<") and Path(code.co_filename).parent.name == "model"
-        ):
+        if code.co_name.startswith("<") and Path(code.co_filename).parent.name == "model":
             return None
         return self._line if code.co_filename.startswith(OURS) else None
 
@@ -113,9 +106,9 @@ class Interrupter:
         return self._line
 
 
-def prepared(attention: str) -> PagedPrefixCache:
+def prepared() -> PagedPrefixCache:
     """A cache that has made two calls, on a store so small that the third one evicts."""
-    cache = PagedPrefixCache(PrefixStore(tiny("llama"), block_size=4, num_blocks=26), attention=attention)
+    cache = PagedPrefixCache(PrefixStore(tiny("llama"), block_size=4, num_blocks=26))
     run(tiny("llama"), cache, max_new_tokens=4, **CALLS["greedy"])
     run(tiny("llama"), cache, max_new_tokens=4, **CALLS["beams"])
     return cache
@@ -129,7 +122,6 @@ def assert_all_accounted_for(cache: PagedPrefixCache) -> None:
     stats = cache.stats()
     assert stats.num_blocks_in_use == 0
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks - 1
-    assert num_reserved_blocks(cache) == 0
 
 
 def pin_and_unpin(cache: PagedPrefixCache) -> None:
@@ -144,7 +136,7 @@ def pin_and_unpin(cache: PagedPrefixCache) -> None:
 def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrupted(
     references: dict[str, Any],
 ) -> None:
-    cache = prepared(attention="paged")
+    cache = prepared()
     held = cache.stats().num_blocks_in_use  # by rows
     with Interrupter() as counter:
         pin_and_unpin(cache)
@@ -160,19 +152,19 @@ def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrup
     assert_all_accounted_for(cache)
 
 
-def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[Any, int]) -> str:
+def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[str, int]) -> str:
     """One call that is interrupted somewhere, and those after it. Returns where."""
     rng = random.Random(seed)
-    model, attention, name = tiny("llama"), "paged" if rng.random() < 0.6 else "gather", rng.choice(list(CALLS))
-    if (attention, name) not in num_lines:
-        cache = prepared(attention)
+    model, name = tiny("llama"), rng.choice(list(CALLS))
+    if name not in num_lines:
+        cache = prepared()
         with Interrupter() as counter:
             run(model, cache, max_new_tokens=4, **CALLS[name])
-        num_lines[attention, name] = counter.num_lines
-    cache = prepared(attention)
-    with Interrupter(rng.randint(1, num_lines[attention, name])) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        num_lines[name] = counter.num_lines
+    cache = prepared()
+    with Interrupter(rng.randint(1, num_lines[name])) as interrupter, contextlib.suppress(KeyboardInterrupt):
         run(model, cache, max_new_tokens=4, **CALLS[name])
-    where = f"seed {seed}: {name}, attention={attention}, interrupted at {interrupter.place}"
+    where = f"seed {seed}: {name}, interrupted at {interrupter.place}"
     try:
         if rng.random() < 0.5:
             cache.check()
@@ -190,10 +182,12 @@ def interrupted_trial(seed: int, references: dict[str, Any], num_lines: dict[Any
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_bypassed_call_interrupted_at_any_line_leaves_the_cache_right(references: dict[str, Any]) -> None:
+def test_a_call_that_the_pool_has_no_room_for_interrupted_at_any_line_leaves_the_cache_right(
+    references: dict[str, Any],
+) -> None:
     model, rng = tiny("llama"), random.Random(0)
     for name, given in CALLS.items():
-        cache = PagedPrefixCache(model, block_size=4, num_blocks=4, on_full="bypass")
+        cache = PagedPrefixCache(model, block_size=4, num_blocks=4)
         with Interrupter() as counter:
             run(model, cache, max_new_tokens=4, **given)
         for _ in range(3):
@@ -207,12 +201,12 @@ def test_a_bypassed_call_interrupted_at_any_line_leaves_the_cache_right(referenc
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
 def test_a_call_interrupted_at_any_line_leaves_the_cache_right(references: dict[str, Any]) -> None:
-    num_lines: dict[Any, int] = {}
+    num_lines: dict[str, int] = {}
     places = {interrupted_trial(seed, references, num_lines) for seed in range(NUM_TRIALS)}
     assert len(places) > 15
 
 
-@pytest.mark.parametrize("num_blocks", [40, 9, 2], ids=["the pool holds them", "holds some", "holds none"])
+@pytest.mark.parametrize("num_blocks", [40, 9, 2], ids=["the pool holds them", "holds some", "holds a block"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_plain_forwards_interrupted_at_any_line_can_be_repeated(num_blocks: int) -> None:
     model = tiny("llama")
@@ -222,11 +216,7 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated(num_blocks: int)
         wanted = model(ids, use_cache=False).logits
     for seed in range(6):
         rng = random.Random(seed)
-        cache = PagedPrefixCache(
-            PrefixStore(model, block_size=4, num_blocks=num_blocks),
-            attention="paged" if rng.random() < 0.5 else "gather",
-            on_full="bypass",
-        )
+        cache = PagedPrefixCache(model, block_size=4, num_blocks=num_blocks)
         with torch.no_grad():
             for start, stop in pieces:
                 with Interrupter(rng.randint(1, 1500)) as interrupter:
@@ -243,7 +233,7 @@ def test_plain_forwards_interrupted_at_any_line_can_be_repeated(num_blocks: int)
 
 
 @pytest.mark.parametrize("num_known", [0, 20], ids=["first", "further"])
-@pytest.mark.parametrize("num_blocks", [None, 2], ids=["in the pool", "bypassed"])
+@pytest.mark.parametrize("num_blocks", [None, 2], ids=["the pool holds it", "holds a block"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
     num_known: int, num_blocks: int | None
@@ -259,7 +249,7 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
         return logits
 
     def begun() -> PagedPrefixCache:
-        cache = PagedPrefixCache(model, num_blocks=num_blocks, on_full="bypass")
+        cache = PagedPrefixCache(model, num_blocks=num_blocks)
         if num_known:
             forward(cache, 0, num_known)
         return cache
@@ -269,9 +259,7 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
         with Interrupter() as counter:
             forward(cache, num_known, 25)
     lengths = set()
-    # from the end, among them the one that confirms; on rows all of it, as what is logged at the end may be long
-    num_last, step = (counter.num_lines - 1, counter.num_lines // 40) if runs_on_rows(cache) else (180, 11)
-    for at_line in range(counter.num_lines - num_last, counter.num_lines + 1, step):
+    for at_line in range(1, counter.num_lines + 1, counter.num_lines // 40):
         cache = begun()
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             forward(cache, num_known, 25)
@@ -299,12 +287,12 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
         "reset_prefix_cache": lambda cache: cache.reset_prefix_cache(),
         "with": ambient,
     }
-    cache = prepared(attention="paged")
+    cache = prepared()
     with Interrupter() as counter:
         deeds[deed](cache)
     step = max(1, counter.num_lines // 12)
     for at_line in range(1, counter.num_lines + 1, step):
-        cache = prepared("gather" if at_line % 2 else "paged")
+        cache = prepared()
         with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             deeds[deed](cache)
         model = tiny("llama")
@@ -364,7 +352,7 @@ def stop() -> None:
 def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
     """A streamer read in this thread while `generate` runs in another one, which its reader gives up."""
     model = tiny("llama")
-    cache = prepared(attention="paged")
+    cache = prepared()
     given_up = threading.Event()
 
     class Streamer(TextIteratorStreamer):
@@ -401,7 +389,7 @@ def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict
 def test_a_generator_round_generate_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
     """The bracket itself may be open when its generator is dropped: closing it ends the call."""
     model = tiny("llama")
-    cache = prepared(attention="gather")
+    cache = prepared()
 
     def custom(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> Iterator[int]:
         """A decoding loop that yields, as one of a server would."""
@@ -459,7 +447,7 @@ def test_a_cache_collected_in_or_after_a_failed_call_leaves_nothing_behind(
 class OutOfMemoryAt:
     """Wraps a function that raises `torch.OutOfMemoryError` at its n-th call from now on."""
 
-    def __init__(self, function: Callable[..., Any], at: int, *, after: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], at: int, *, after: bool) -> None:
         self.function = function
         self.countdown = at
         self.after = after
@@ -479,4 +467,37 @@ class OutOfMemoryAt:
         raise torch.OutOfMemoryError("on purpose")
 
 
-OF_THE_POOL = {("pool.all.copy_blocks", "paged"), ("view.select", "paged")}  # on rows no call comes there
+MEMORY_PLACES = [
+    point for point in FAULT_POINTS if point[1] in ("begin", "read", "keep", "apply", "update", "make_room")
+]
+
+
+@pytest.mark.parametrize(
+    ("owner", "attribute"),
+    [*MEMORY_PLACES, (LlamaMLP, "__call__")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_out_of_memory_anywhere_leaves_the_cache_right(
+    owner: type, attribute: str, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("llama")
+    make_pools_grow(monkeypatch)
+    struck = 0
+    for number, name in enumerate(CALLS):
+        for at in (1, 5):
+            cache = PagedPrefixCache(PrefixStore(model, block_size=4))
+            if at != 5:
+                run(model, cache, max_new_tokens=4, **CALLS["greedy"])
+            failing = OutOfMemoryAt(getattr(owner, attribute), at, after=(number + at // 5) % 2 == 1)
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, attribute, lambda *args, _failing=failing, **kwargs: _failing(*args, **kwargs))
+                with contextlib.suppress(torch.OutOfMemoryError):
+                    run(model, cache, max_new_tokens=4, **CALLS[name])
+            struck += failing.has_struck
+            cache.check()
+            for after_name in ("padded", name):
+                assert_same(references[after_name], run(model, cache, max_new_tokens=4, **CALLS[after_name]))
+            cache.check()
+            cache.reset()
+            assert cache.stats().num_blocks_in_use == 0
+    assert struck

@@ -34,13 +34,13 @@ class ConfirmInterrupter(Interrupter):
 def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_cache_is_right() -> None:
     """Its forward started after column 0, which the next call must not take for columns of its own."""
     model, wanted = tiny("llama"), {name: run(tiny("llama"), max_new_tokens=2, **CALLS[name]) for name in CALLS}
-    cache = prepared("paged")
+    cache = prepared()
     with ConfirmInterrupter() as counter:
         run(model, cache, max_new_tokens=2, **CALLS["greedy"])
     assert cache.last_call.reused_tokens
     for at_line in range(1, counter.num_lines + 1):
         name = ("greedy", "chunks")[at_line % 2]
-        cache = prepared("paged")
+        cache = prepared()
         with ConfirmInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
         try:
@@ -61,10 +61,10 @@ class EndInterrupter(Interrupter):
 def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() -> None:
     model = tiny("llama")
     with EndInterrupter() as counter:
-        run(model, prepared("paged"), max_new_tokens=2, **CALLS["greedy"])
+        run(model, prepared(), max_new_tokens=2, **CALLS["greedy"])
     assert counter.num_lines > 10
     for at_line in range(1, counter.num_lines + 1):
-        cache = prepared("paged")
+        cache = prepared()
         with EndInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
         assert not cache.is_generating, interrupter.place

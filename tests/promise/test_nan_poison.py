@@ -1,4 +1,4 @@
-"""What nobody wrote is never read: NaN in all free blocks and in the unwritten slots of blocks in use changes nothing.
+"""What nobody wrote is never read: NaN in all blocks that hold nothing, and in the room of rows, changes nothing.
 
 A NaN survives masking: attention multiplies it by zero, which gives NaN. So one read of one such slot shows in the logits.
 """
@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.rows.layers import RowsLayer
 
 from ..internals import (
     before_each_write,
@@ -26,32 +29,56 @@ from .test_generate_equivalence import SCENES, Player
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@dataclass
+class Poisoned:
+    """Stores whose free room is poisoned, and how much of it was: slots of their pools, numbers of rows."""
+
+    stores: list[PrefixStore] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+
 @pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Poison a layer before each of its writes; gets the numbers of slots, and on rows of numbers."""
-    counts: list[int] = []
-    before_each_write(
-        monkeypatch, lambda blocks, layer_idx: counts.append(spoil_unwritten_slots(blocks, layer_idx, torch.nan))
-    )
-    spoil_room_before_each_write(monkeypatch, torch.nan, counts)
-    return counts
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Poisoned:
+    """Poison a layer before each of its writes, in rows and in pools."""
+    poisoned = Poisoned()
+
+    def poison(layer: RowsLayer) -> None:
+        for store in poisoned.stores:
+            if layer.layer_idx in store.blocks.pool.layer_indices:
+                poisoned.slots.append(spoil_unwritten_slots(store.blocks, layer.layer_idx, torch.nan))
+
+    before_each_write(monkeypatch, poison)
+    spoil_room_before_each_write(monkeypatch, torch.nan, poisoned.numbers)
+    return poisoned
+
+
+class PoisonedPlayer(Player):
+    """Says which stores it plays on."""
+
+    def __init__(self, model: PreTrainedModel, poisoned: Poisoned) -> None:
+        self._poisoned = poisoned
+        super().__init__(model, [])
+
+    def build(self, **sizes: int) -> None:
+        super().build(**sizes)
+        self._poisoned.stores.append(self.store)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_poison_in_what_was_never_written_changes_nothing(
-    scene: Callable[[Player], None], attention: str, name: str, poisoned: list[int]
+    scene: Callable[[Player], None], name: str, poisoned: Poisoned
 ) -> None:
-    scene(Player(tiny(name), attention, [], zeroed_hit=None))
-    assert max(poisoned) > 0
+    scene(PoisonedPlayer(tiny(name), poisoned))
+    assert max(poisoned.slots) > 0
+    assert max(poisoned.numbers) > 0
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_poison_in_one_slot_that_is_read_is_seen(attention: str) -> None:
+def test_poison_in_one_slot_that_is_read_is_seen() -> None:
     """The aid itself works: one reused slot that holds NaN makes NaN of the logits."""
     model = tiny("llama")
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
     reference = run(model, **batch(row((1, 50))))
     run(model, cache, **batch(row((1, 50))))
     cache.reset()
@@ -61,12 +88,11 @@ def test_poison_in_one_slot_that_is_read_is_seen(attention: str) -> None:
     assert output.logits[0].isnan().any()
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_a_call_that_gave_nan_leaves_none_to_calls_behind_it(attention: str) -> None:
+def test_a_call_that_gave_nan_leaves_none_to_calls_behind_it() -> None:
     """A row has padding where a row of the call before had tokens, whose keys and values were not finite."""
     model = build("llama")
     weights = copy.deepcopy(model.state_dict())
-    cache, given = PagedPrefixCache(model, attention=attention), batch(row((1, 40)), row((2, 24)))
+    cache, given = PagedPrefixCache(model), batch(row((1, 40)), row((2, 24)))
     reference = run(model, **given)
     run(model, cache, **given)
     for weight in model.parameters():

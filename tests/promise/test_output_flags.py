@@ -15,7 +15,6 @@ from transformers import DynamicCache
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
 from ..conformance import zoo
-from ..internals import runs_on_rows
 from ..reference import TOLERANCE, assert_same, batch, is_same, row, run
 
 if TYPE_CHECKING:
@@ -37,13 +36,12 @@ def store_of(model: PreTrainedModel) -> PrefixStore:
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("asks", [(1, 0, 0, 0, 0), (0, 1, 0, 0, 0), (0, 0, 1, 0, 1), (1, 1, 1, 1, 1), (0, 0, 0, 0, 1)])
 def test_plain_forwards_with_the_flag_and_without_go_on_from_each_other(
-    falcon: PreTrainedModel, asks: tuple[int, ...], attention: Any, is_used: bool
+    falcon: PreTrainedModel, asks: tuple[int, ...], is_used: bool
 ) -> None:
     store, theirs = store_of(falcon), DynamicCache(config=falcon.config)
-    cache = PagedPrefixCache(store, attention=attention)
+    cache = PagedPrefixCache(store)
     if is_used:
         run(falcon, PagedPrefixCache(store), **batch(PROMPT))
     for (start, stop), flag in zip(PARTS, asks, strict=True):
@@ -74,14 +72,13 @@ def test_rows_stop_to_be_kept_where_the_flag_comes(falcon: PreTrainedModel) -> N
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 def test_the_flag_sees_padding_so_padded_rows_have_it_from_their_first_forward_on_or_it_is_refused(
-    falcon: PreTrainedModel, attention: Any, is_used: bool
+    falcon: PreTrainedModel, is_used: bool
 ) -> None:
     store = store_of(falcon)
     if is_used:
         run(falcon, PagedPrefixCache(store), **batch(PROMPT))
-    cache, given = PagedPrefixCache(store, attention=attention), batch(row((2, 20)), PROMPT)
+    cache, given = PagedPrefixCache(store), batch(row((2, 20)), PROMPT)
     more = {
         "input_ids": torch.tensor([[5, 6], [7, 8]]),
         "attention_mask": torch.cat([given["attention_mask"], torch.ones((2, 2), dtype=torch.int64)], 1),
@@ -145,19 +142,16 @@ def test_a_flag_that_nobody_knows_is_computed_whole_and_not_kept(
 
 
 @pytest.mark.parametrize("is_copied", [False, True])
-def test_rows_that_left_the_store_without_their_padding_cannot_be_asked_for_what_sees_it(
+def test_rows_that_the_pool_has_no_room_for_cannot_be_asked_later_for_what_sees_their_padding(
     falcon: PreTrainedModel, is_copied: bool
 ) -> None:
-    cache = PagedPrefixCache(
-        falcon, block_size=4, num_blocks=7, on_full="bypass"
-    )  # the first piece fits, the second does not
+    cache = PagedPrefixCache(falcon, block_size=4, num_blocks=7)
     rows = batch(row((1, 40)), row((2, 30)))
     rows = {name: tensor[1:] for name, tensor in rows.items()}  # padded
     with torch.no_grad():
         for start, stop in ((0, 30), (30, 40)):
             given = {"attention_mask": rows["attention_mask"][:, :stop], "past_key_values": cache}
             falcon(rows["input_ids"][:, start:stop], **given)
-        assert runs_on_rows(cache) or "computed without the store" in str(cache.last_call)
         cache = copy.deepcopy(cache) if is_copied else cache
         whole = torch.ones(1, 41, dtype=torch.int64)
         whole[:, :10] = 0

@@ -108,19 +108,13 @@ def shows_pixels(model: PreTrainedModel, outputs: list[Any]) -> bool:
         return True
 
 
-@pytest.mark.parametrize(
-    ("attention", "is_used"),
-    [("paged", False), ("paged", True), ("gather", True)],
-    ids=["an empty store", "a used store", "a used store, gathered"],
-)
+@pytest.mark.parametrize("is_used", [False, True], ids=["an empty store", "a used store"])
 @pytest.mark.parametrize("name", NAMES)
-def test_later_turns_of_a_chat_about_an_image_are_those_of_dynamic_cache(
-    name: str, is_used: bool, attention: Any
-) -> None:
+def test_later_turns_of_a_chat_about_an_image_are_those_of_dynamic_cache(name: str, is_used: bool) -> None:
     model, (text, image) = tiny(name), example_inputs(name)
     reference = reference_chat(model, image)
     assert shows_pixels(model, reference)
-    held = PagedPrefixCache(model, block_size=8, attention=attention)
+    held = PagedPrefixCache(model, block_size=8)
     if is_used:
         chat(model, held, example_inputs(name, seed=1)[1])
         run(model, held, **text)

@@ -71,10 +71,7 @@ def distance(reference: Any, output: Any) -> float:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_a_hit_is_as_near_as_dynamic_cache_continued(
-    name: str, attention: str, precision: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_a_hit_is_as_near_as_dynamic_cache_continued(name: str, precision: tuple[torch.dtype, torch.dtype]) -> None:
     weights, lowest = precision
     model = build(name).to(weights)
     reference = run(model, **PROMPTS)
@@ -82,10 +79,10 @@ def test_a_hit_is_as_near_as_dynamic_cache_continued(
         allowed = max(2 * distance(reference, continued(model, num_known)), torch.finfo(lowest).eps)
         for zeros in (False, True):
             store = PrefixStore(model)
-            cache = PagedPrefixCache(store, attention=attention)
+            cache = PagedPrefixCache(store)
             run(model, cache, **OTHERS)
             if num_known == NUM_BLOCKS_KNOWN:  # another cache of the store finds whole blocks only
-                cache = PagedPrefixCache(store, attention=attention)
+                cache = PagedPrefixCache(store)
             if zeros:
                 zero_blocks(store)
             output = run(model, cache, **PROMPTS)
@@ -181,14 +178,12 @@ def test_rows_that_went_on_under_autocast_leave_nothing_behind_for_calls_without
     assert_same(reference, output)
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
-@pytest.mark.parametrize("num_blocks", [16, 7, 4])  # three rows fit; leave the pool under autocast; before
-def test_rows_go_on_after_autocast_with_what_they_held_before_it(num_blocks: int, name: str, attention: Any) -> None:
+@pytest.mark.parametrize("num_blocks", [16, 7, 4])  # the pool keeps all, some, one row's
+def test_rows_go_on_after_autocast_with_what_they_held_before_it(num_blocks: int, name: str) -> None:
     model = build(name)
     outputs = []
-    ours = PagedPrefixCache(model, attention=attention, num_blocks=num_blocks, on_full="bypass")
-    for cache in (DynamicCache(config=model.config), ours):
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model, num_blocks=num_blocks)):
         with torch.no_grad():
             model(IDS[:, :20], past_key_values=cache)
             with torch.autocast("cpu", torch.bfloat16):

@@ -1,9 +1,10 @@
-"""`attention="paged"`: rows that share a prefix read it once, and give what `DynamicCache` gives."""
+"""Rows that share a prefix read it once, and give what `DynamicCache` gives."""
 
 from __future__ import annotations
 
 import copy
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention import shared_reads
+from hf_paged_cache.attention import launches
+from hf_paged_cache.attention.shared import LayerReads
+from hf_paged_cache.rows.shared import CALL_LOOKS
 
-from ..internals import held_tensors, note_served, runs_on_rows, split_everywhere
+from ..internals import held_tensors, make_forwards_cheap, note_served, split_everywhere
 from ..reference import PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
@@ -36,12 +39,13 @@ SERVED = ("llama", "gpt2", "gemma3", "mixtral", "lfm2")
 @pytest.fixture(autouse=True)
 def one_block_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     split_everywhere(monkeypatch)
+    make_forwards_cheap(monkeypatch)
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of each attention that was asked of what rows share, whether it was served."""
-    return note_served(monkeypatch, shared_reads)
+    return note_served(monkeypatch, SimpleNamespace(_LayerReads=LayerReads))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("what", [*CALLS])
@@ -51,7 +55,7 @@ def test_rows_that_share_give_the_same_logits_cold_warm_and_from_blocks_alone(
 ) -> None:
     model, call = tiny(name), CALLS[what]
     reference = run(model, **call)
-    cache = PagedPrefixCache(model, attention="paged")
+    cache = PagedPrefixCache(model)
     for again in range(3):
         if again == 2:
             cache.reset()
@@ -62,20 +66,6 @@ def test_rows_that_share_give_the_same_logits_cold_warm_and_from_blocks_alone(
     cache.reset()
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, **call))
-
-
-def changes_places_once(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
-    """A `generate` whose rows change places behind their prompts, and never again."""
-    cache, mask, logits = given["past_key_values"], torch.ones_like(input_ids), list[torch.Tensor]()
-    for number in range(22):
-        new = input_ids if not number else logits[-1].argmax(-1, keepdim=True)
-        with torch.no_grad():
-            logits.append(model(new, attention_mask=mask, past_key_values=cache).logits[:, -1])
-        mask = torch.cat([mask, mask[:, -1:]], 1)
-        if not number:
-            cache.reorder_cache(torch.tensor([2, 0, 3, 1]))
-            logits[0] = logits[0][[2, 0, 3, 1]]
-    return torch.stack(logits)
 
 
 def test_a_pool_that_grows_while_rows_share_gives_its_old_memory_back(served: list[bool]) -> None:
@@ -98,7 +88,7 @@ def test_a_pool_that_grows_while_rows_share_gives_its_old_memory_back(served: li
 def test_plain_forwards_go_on_after_rows_were_cut_moved_copied_and_left_out(served: list[bool]) -> None:
     model = tiny("llama")
     ids = torch.tensor([row((1, 40), (seed, 6)) for seed in (2, 2, 3, 4)])
-    ours, theirs = PagedPrefixCache(model, attention="paged", block_size=4), DynamicCache(config=model.config)
+    ours, theirs = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
     copied: list[PagedPrefixCache] = []
     draw = torch.Generator().manual_seed(0)
 
@@ -169,7 +159,7 @@ def test_with_dropout_on_what_rows_share_is_dense(served: list[bool]) -> None:
             model.eval()(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=each)
             outputs.append(model.train()(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=each).logits)
     torch.testing.assert_close(*outputs)
-    assert cache.last_call.dense == shared_reads.CALL_LOOKS
+    assert cache.last_call.dense == CALL_LOOKS
     assert not any(served)
 
 
@@ -184,15 +174,12 @@ def test_with_gradients_on_what_rows_share_is_dense(served: list[bool]) -> None:
         gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
     ours, theirs = gradients
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
-    if runs_on_rows(cache):  # where they are a bypass
-        assert "gradients are on" in cache.last_call.rows[0].stopped
-    else:
-        assert cache.last_call.dense == shared_reads.GRADIENTS
+    assert "gradients are on" in cache.last_call.rows[0].stopped
     assert not any(served)
 
 
 def test_one_row_is_never_split_and_goes_on_where_it_stands(served: list[bool]) -> None:
-    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"), attention="paged")
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
     for prompt in (PROMPT, PROMPT + row((3, 20))):
         assert_same(run(model, **batch(prompt)), run(model, cache, **batch(prompt)))
     assert not served
@@ -202,7 +189,7 @@ def test_8_beams_hold_one_copy_of_their_prompt_beside_its_blocks() -> None:
     model = build("llama", max_position_embeddings=4096)
     ids = torch.randint(1, 128, (1, 2048), generator=torch.Generator().manual_seed(0))
     call = {"input_ids": ids, "num_beams": 8, "max_new_tokens": 64}
-    cache, theirs = PagedPrefixCache(model, attention="paged"), DynamicCache(config=model.config)
+    cache, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
     run(model, cache, **call)
     run(model, past_key_values=theirs, **call)
     whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers)
@@ -223,7 +210,7 @@ def test_rows_that_changed_places_go_on_step_by_step_in_a_call_of_their_own(
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shares:
-        monkeypatch.setattr(shared_reads, "LAUNCH_BYTES", {"cpu": 2**40})
+        monkeypatch.setattr(launches, "LAUNCH_BYTES", {"cpu": 2**40})
     model, new = tiny("llama"), torch.tensor([[7], [8], [9]])
     caches = PagedPrefixCache(tiny("llama")), DynamicCache(config=model.config)
     outputs = []

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from hf_paged_cache.call.scheduled_forward import Chunks
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.call.request import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
 from hf_paged_cache.integration.opening import Opening
 from tests.differential.kinds import build
@@ -67,10 +67,9 @@ def test_a_prompt_of_whole_chunks_computes_its_last_one() -> None:
         {"do_sample": True, "num_return_sequences": 3},
     ],
 )
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_rows_of_one_prompt(options: dict[str, Any], attention: str) -> None:
+def test_rows_of_one_prompt(options: dict[str, Any]) -> None:
     model = tiny()
-    cache = PagedPrefixCache(model, attention=attention)
+    cache = PagedPrefixCache(model)
     assert is_same(model, cache, [PROMPT], **options)
     assert is_same(model, cache, [row((1, 70), (2, 9))], **options)
     num_rows = max(options.get(name, 1) for name in ("num_beams", "num_return_sequences"))
@@ -149,9 +148,9 @@ def test_with_other_threads_nothing_is_taken() -> None:
     assert cache.last_call.reused_tokens == 0
 
 
-def test_a_call_without_a_cache_of_its_own_layers_gives_the_same_bits() -> None:
+def test_a_call_that_the_pool_has_no_room_for_gives_the_same_bits() -> None:
     model = tiny()
-    cache = PagedPrefixCache(model, num_blocks=7, on_full="bypass")
+    cache = PagedPrefixCache(model, num_blocks=4)
     assert is_same(model, cache, [PROMPT])
     assert is_same(model, cache, [row((1, 70), (2, 60))])
 

@@ -169,7 +169,7 @@ def test_equal_padded_rows_of_a_model_that_is_passed_no_mask_after_the_prompt(ho
 
 
 @NAMES
-def test_a_call_that_fits_is_not_refused_for_what_it_has_computed_ahead(name: str) -> None:
+def test_a_call_that_just_fits_is_right_beside_what_it_has_computed_ahead(name: str) -> None:
     """Two equal rows, which share what is computed for them."""
     model = zoo.build(name)
     cache = PagedPrefixCache(model, block_size=16, num_blocks=16)
@@ -214,7 +214,7 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
     """Also where the budget holds less than 8 snapshots, and where some layers have a window."""
     model = zoo.build(name)
     for budget in (200_000, 800_000):
-        cache = PagedPrefixCache(model, max_bytes=budget, on_full="bypass")
+        cache = PagedPrefixCache(model, max_bytes=budget)
         blocks = cache.store.blocks
         for number in range(12):
             run(model, cache, **batch(row((number, 70))), max_new_tokens=2)

@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 
 from ..conformance import zoo
-from ..internals import failing_forward, held_states, reused_of_chunks, snapshot_behind, written_by, zero_states
+from ..internals import failing_forward, held_states, held_tensors, reused_of_chunks, snapshot_behind, zero_states
 from ..model.test_support import FROM_5_23
 from ..reference import TOLERANCE, Forwards, assert_same, batch, is_same, row, run
 
@@ -67,9 +67,13 @@ def test_no_block_that_is_known_is_written_again(name: str) -> None:
     cache = PagedPrefixCache(model)
     play(model, cache, **batch(row((1, 150), (2, 20))))
     cache.reset()
-    with written_by(cache) as slots:
-        play(model, cache, **batch(row((1, 150), (3, 20))), max_new_tokens=1)
-    assert sorted(position for _, position in slots) == list(range(144, 170)), "each token after the known blocks, once"
+    for tensor in held_tensors(cache):
+        tensor.mul_(1 + 1e-6)  # what is computed again differs from it, and logits do not
+    before = [tensor.clone() for tensor in held_tensors(cache)]
+    play(model, cache, **batch(row((1, 150), (3, 20))), max_new_tokens=1)
+    for was, tensor in zip(before, held_tensors(cache), strict=True):
+        written = (tensor[: len(was)] != was).flatten(1).any(1)
+        assert int(written.sum()) == 1, "the one that is full after the known blocks"
     assert "blocks are cached up to token 144" in cache.last_call.rows[0].stopped or name == "lfm2"
 
 
@@ -146,11 +150,11 @@ def test_a_hit_on_zeroed_states_fails(name: str) -> None:
     assert cache.last_call.computed_tokens == 9
 
 
-@pytest.mark.parametrize(("attention", "num_beams"), [("paged", 1), ("paged", 3), ("gather", 1)])
-def test_what_is_computed_again_is_read_as_it_is_now(attention: str, num_beams: int) -> None:
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_what_is_computed_again_is_read_as_it_is_now(num_beams: int) -> None:
     """Behind a snapshot of zeros the first keys are others than those that the pool has, and no later token knows of it."""
     model = tiny("lfm2")
-    cache, prompt = PagedPrefixCache(model, attention=attention, block_size=8), batch(row((1, 325)))
+    cache, prompt = PagedPrefixCache(model, block_size=8), batch(row((1, 325)))
     reference = run(model, **prompt, num_beams=num_beams)
     run(model, cache, **prompt, max_new_tokens=1)
     zero_states(cache)
@@ -406,19 +410,17 @@ def test_padding_changes_nothing(name: str, num_pads: int) -> None:
 
 
 @NAMES
-def test_a_bypassed_call_carries_its_states(name: str) -> None:
+def test_a_call_that_the_pool_has_no_room_for_carries_its_states(name: str) -> None:
     model = tiny(name)
     store = PrefixStore(model, num_blocks=12)
-    cache = PagedPrefixCache(store, on_full="bypass")
-    play(model, cache, **batch(row((1, SHARED), (2, 70))), num_beams=3)
-    assert cache.stats().num_bypassed_calls == 1
-    # rows that begin in the pool, and move on in the middle
-    ours, theirs = PagedPrefixCache(store, on_full="bypass"), DynamicCache(config=model.config)
+    for _ in range(2):
+        play(model, PagedPrefixCache(store), **batch(row((1, SHARED), (2, 70))), num_beams=3)
+    assert store.stats().num_bypassed_calls == 0
+    ours, theirs = PagedPrefixCache(store), DynamicCache(config=model.config)
     run_both = forwards(model, theirs, ours)
     run_both(torch.tensor([row((1, 40)), row((2, 40))]))
     for length in (1, 100, 1, 5):
         run_both(torch.tensor([row((length, length)), row((length + 1, length))]))
-    assert "without the store" in ours.last_call.rows[0].stopped
     ours.batch_repeat_interleave(2)
     theirs.reorder_cache(torch.tensor([0, 0, 1, 1]))
     run_both(torch.tensor([[5], [6], [7], [8]]))

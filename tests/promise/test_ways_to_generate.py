@@ -28,7 +28,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..internals import WRITE_OUTSIDE_GRAPHS, recycle_all_memory
+from ..internals import WRITE_OUTSIDE_GRAPHS
 from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_same, batch, row, run, zero_blocks
 from ..scenes import Player, play
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
@@ -173,11 +173,11 @@ def hidden_states_and_attentions(play: Player) -> None:
     """They cover the whole prompt, so all of it is computed; its blocks are shared, and what follows reads them."""
     asked = {"output_hidden_states": True, "output_attentions": True}
     play.call(**batch(PROMPT), **asked, reused=0)
-    output = play.whole(**batch(PROMPT), **asked, reused=0)
+    output = play.call(**batch(PROMPT), **asked, reused=0)
     assert output.hidden_states[0][0].shape[1] == output.attentions[0][0].shape[2] == 50
     assert "asked for" in play.cache.last_call.rows[0].stopped or not play.reuses
-    play.whole(**batch(row((1, 40), (2, 9)), PROMPT), **asked, reused=0)
-    play.whole(**batch(row((1, 40), (2, 9))), **asked, num_beams=3, reused=0)
+    play.call(**batch(row((1, 40), (2, 9)), PROMPT), **asked, reused=0)
+    play.call(**batch(row((1, 40), (2, 9))), **asked, num_beams=3, reused=0)
     play.hit(**batch(PROMPT), reused=48)  # what such calls computed is reused as ever
 
 
@@ -285,14 +285,14 @@ def group_beams_loop(model: Any, input_ids: torch.Tensor, generation_config: Any
 
 def contrastive(play: Player) -> None:
     play.call(**batch(PROMPT), custom_generate=contrastive_loop, reused=0)
-    play.whole(**batch(PROMPT), custom_generate=contrastive_loop, reused=0)  # it asks for all hidden states
-    play.whole(**batch(PROMPT, row((1, 45), (2, 5))), custom_generate=contrastive_loop, reused=0)
+    play.call(**batch(PROMPT), custom_generate=contrastive_loop, reused=0)  # it asks for all hidden states
+    play.call(**batch(PROMPT, row((1, 45), (2, 5))), custom_generate=contrastive_loop, reused=0)
     play.hit(**batch(PROMPT), reused=49)
 
 
 def dola(play: Player) -> None:
     play.call(**batch(PROMPT), custom_generate=dola_loop, reused=0)
-    play.whole(**batch(PROMPT), custom_generate=dola_loop, reused=0)  # it asks for all hidden states
+    play.call(**batch(PROMPT), custom_generate=dola_loop, reused=0)  # it asks for all hidden states
     play.hit(**batch(PROMPT), reused=49)
 
 
@@ -448,18 +448,17 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
     model = tiny(name)
     asked = {"logits_to_keep": logits_to_keep, "positions": positions}
     wanted = by_hand(model, DynamicCache(config=model.config), **asked)
-    for attention in ("paged", "gather"):
-        kept = PagedPrefixCache(model, attention=attention)
-        with Forwards(model) as shapes:
-            for _ in range(2):
-                assert are_close(by_hand(model, kept, **asked), wanted)
-                kept.reset()
-                kept.check()
-        # Known are 48 and 32 of the rows' 50 and 42 tokens, so columns 0 to 39; without `logits_to_keep` all are computed.
-        assert shapes == [(2, length) for length in (50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1)]
-        zero_blocks(kept)
-        # where all tokens are computed, a copy of the rows needs none of the blocks
-        assert are_close(by_hand(model, kept, **asked), wanted) == (attention == "paged" and logits_to_keep is None)
+    kept = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        for _ in range(2):
+            assert are_close(by_hand(model, kept, **asked), wanted)
+            kept.reset()
+            kept.check()
+    # Known are 48 and 32 of the rows' 50 and 42 tokens, so columns 0 to 39; without `logits_to_keep` all are computed.
+    assert shapes == [(2, length) for length in (50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1)]
+    zero_blocks(kept)
+    # where all tokens are computed, rows need none of the blocks
+    assert are_close(by_hand(model, kept, **asked), wanted) == (logits_to_keep is None)
 
 
 # Compiled models.
@@ -623,7 +622,7 @@ OPTIONS: dict[str, str | None] = {
     "streamer": "streamer",
     "synced_gpus": "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards",
     "custom_generate": "contrastive",
-    "logits_processor": "test_a_nested_generate_on_the_same_cache_is_right_or_refused_and_the_first_call_stays_right",
+    "logits_processor": "test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_right",
     "stopping_criteria": "ends",
     "inputs": "test_positional_arguments_are_seen",
     "generation_config": "test_a_hub_style_custom_generate_works",
@@ -649,8 +648,7 @@ def test_no_mode_of_generate_is_forgotten() -> None:
     assert {mode.value for mode in GenerationMode} == played | moved
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
-def test_gradients_where_only_the_queries_are_trained(attention: str) -> None:
+def test_gradients_where_only_the_queries_are_trained() -> None:
     """LoRA on the queries of one layer: keys and values need no gradient, but the attention's backward pass keeps them."""
     model = build("llama", num_hidden_layers=1)
     model.requires_grad_(False)
@@ -669,14 +667,5 @@ def test_gradients_where_only_the_queries_are_trained(attention: str) -> None:
         return trained.grad
 
     expected = gradient(DynamicCache(config=model.config))
-    torch.testing.assert_close(gradient(PagedPrefixCache(model, attention=attention)), expected)
+    torch.testing.assert_close(gradient(PagedPrefixCache(model)), expected)
     assert expected.abs().max() > 0
-
-
-def test_without_view_the_memory_of_a_layers_rows_goes_with_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    recycle_all_memory(monkeypatch)
-    model = build("llama")
-    cache = PagedPrefixCache(model, attention="gather")
-    run(model, cache, input_ids=IDS)
-    stats = cache.stats()
-    assert cache.last_call.peak_kv_bytes > stats.kv_bytes

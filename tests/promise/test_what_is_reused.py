@@ -78,7 +78,6 @@ def with_attentions(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
 HOLES = MASK.index_fill(1, torch.tensor([7]), 0)
 CAUSAL = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e9)
 FALCON = "an output flag that changes keys and values (Falcon's attentions with sdpa)"
-FULL = 'more tokens than fit into the pool, in the pool and with `on_full="bypass"`'
 CASES: dict[str, Call] = {
     "token ids, padded on the left or not": generate(input_ids=torch.cat((IDS, IDS[:, :20]), 1), attention_mask=None),
     "embeddings instead of ids": embeddings,
@@ -99,7 +98,6 @@ CASES: dict[str, Call] = {
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
     "gradients, as a plain forward without `torch.no_grad()` has them": with_gradients,
     "a tuple instead of an output object": forward(return_dict=False),
-    FULL: generate(max_new_tokens=100),
     "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
 
@@ -108,12 +106,6 @@ def model_of(what: str) -> PreTrainedModel:
     if what == FALCON:
         return zoo.build("falcon")
     return build("llama", attention_dropout=0.1, attn_implementation="eager")
-
-
-def cache_of(model: PreTrainedModel, what: str) -> PagedPrefixCache:
-    """With a small pool, in which calls run that need more."""
-    attention: Any = "gather" if what == FULL else "paged"
-    return PagedPrefixCache(model, num_blocks=9, on_full="bypass", attention=attention)
 
 
 def table() -> Iterator[tuple[str, str, str]]:
@@ -132,7 +124,7 @@ def test_the_table_and_the_cases_are_the_same() -> None:
 @pytest.mark.parametrize(("what", "computed", "said"), list(table()))
 def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -> None:
     model = model_of(what)
-    cache = cache_of(model, what)
+    cache = PagedPrefixCache(model, num_blocks=9)
     with torch.no_grad():
         generate()(model, cache)
         cache.reset()
@@ -146,7 +138,7 @@ def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -
 @pytest.mark.parametrize(("what", "computed"), [(what, computed) for what, computed, _ in table()])
 def test_what_is_not_kept_is_not_there_afterwards(what: str, computed: str) -> None:
     model = model_of(what)
-    cache = cache_of(model, what)
+    cache = PagedPrefixCache(model, num_blocks=9)
     with torch.no_grad():
         CASES[what](model, cache)
     cache.reset()
@@ -197,11 +189,6 @@ def test_a_match_ends_in_the_words_of_the_page() -> None:
         ids = torch.cat((IDS, IDS + 1, IDS + 2, question, question, question), dim=1)
         generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(windowed.store.model, windowed)
     endings.append(windowed.last_call.rows[0].stopped)
-    windowed = PagedPrefixCache(windowed.store.model, num_blocks=10, attention="gather")
-    for ids in (torch.cat((IDS, IDS), dim=1), torch.cat((pair, pair), dim=1)):
-        generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1)(windowed.store.model, windowed)
-        windowed.reset()
-    endings.append(windowed.last_call.rows[0].stopped)  # layers with a window have no room beside
     hybrid = PagedPrefixCache(build("qwen3_next"))
     for question in (other, other.flip(1)):  # but no state after token
         ids = torch.cat((IDS, IDS + 1, question), dim=1)

@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.attention import shared_reads
+from hf_paged_cache.attention import launches
 
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import tiny
@@ -41,7 +41,7 @@ def launch_costs(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, num_to
     """Let one more launch cost as much as to read so many tokens of a row."""
     config: Any = model.config
     token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    monkeypatch.setattr(shared_reads, "LAUNCH_BYTES", MappingProxyType({"cpu": num_tokens * token}))
+    monkeypatch.setattr(launches, "LAUNCH_BYTES", MappingProxyType({"cpu": num_tokens * token}))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 10, 40, 100, 1000])

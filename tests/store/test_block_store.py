@@ -1,58 +1,23 @@
-"""Allocator and pool grow together, within a budget, and reserved blocks are kept for whom they were reserved."""
+"""Allocator and pool grow together, within a budget, and give their memory back."""
 
 from __future__ import annotations
 
-import gc
 import math
-from types import SimpleNamespace
-from typing import Any
 from weakref import WeakSet
 
 import pytest
 import torch
-from hf_paged_cache.call.admission import grow_anew_for
-from hf_paged_cache.kv.slot_mapping import SlotMapping
-from hf_paged_cache.store.holder import Demand
 
 from hf_paged_cache import CacheArgumentError, OutOfBlocksError
 from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.store import block_store, memory_budget
 from hf_paged_cache.store.block_store import BlockStore
 
-from ..kv.reading import of_slots
+from ..kv.through_slabs import read as read_blocks
+from ..kv.through_slabs import write as write_blocks
 
 ROOT = root_hash(b"model")
 BLOCK_SIZE = 4
-
-
-class IdleHolder:
-    """A call that runs nothing."""
-
-    is_running = False
-    salt = b""
-
-    def __init__(self, most_copies: int = 0) -> None:
-        self.view = SimpleNamespace(most_copies=most_copies, num_bytes=0, let_go=lambda: None)
-
-    def drop_rows(self) -> None:
-        """Nothing to drop."""
-
-    def num_previous_blocks(self) -> int:
-        return 0
-
-
-class Rows:
-    """Rows that a collected cache left behind: they count how often they were ended."""
-
-    def __init__(self, failing: bool = False) -> None:
-        self.num_ended = 0
-        self._failing = failing
-
-    def end(self) -> None:
-        if self._failing:
-            self._failing = False
-            raise KeyboardInterrupt
-        self.num_ended += 1
 
 
 def fill(store: BlockStore, num_tokens: int, first: int = 0, *, commit: bool = True) -> BlockTable:
@@ -62,16 +27,14 @@ def fill(store: BlockStore, num_tokens: int, first: int = 0, *, commit: bool = T
     store.make_room(table.num_new_blocks_for_append(num_tokens))
     table.append_tokens(tokens)
     store.make_copies()
-    slots = table.slots(0, num_tokens)
-    store.pool.write(0, {"key": torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1)}, SlotMapping(slots))
+    write_blocks(store.pool, 0, {"key": torch.tensor(tokens, dtype=torch.float32).view(1, 1, -1, 1)}, table.block_ids)
     if commit:
         table.commit_full_blocks(num_tokens)
     return table
 
 
 def read(store: BlockStore, table: BlockTable) -> list[float]:
-    slots = torch.tensor([table.slots(0, table.num_tokens)])
-    return store.pool.gather(0, of_slots(slots))["key"].flatten().tolist()
+    return read_blocks(store.pool, 0, table.block_ids, table.num_tokens)["key"].flatten().tolist()
 
 
 @pytest.mark.parametrize("num_blocks", [1, 0, -3])
@@ -116,46 +79,26 @@ def test_a_store_grows_by_a_factor_and_by_more_where_more_is_asked_for() -> None
     assert store.allocator.num_free_blocks == 50_000
 
 
-# Reserves
+# What can be had
 
 
-def test_blocks_not_managed_yet_can_be_had_and_reserves_come_off_for_others_only() -> None:
-    store, ours, theirs, third = BlockStore(BLOCK_SIZE, 1000), IdleHolder(), IdleHolder(), IdleHolder()
+def test_blocks_that_are_not_managed_yet_can_be_had() -> None:
+    store = BlockStore(BLOCK_SIZE, 1000)
     assert store.allocator.num_blocks < 1000
-    store.reserve(ours, 100)
-    store.reserve(theirs, 30)
-    holders = (ours, theirs, third, None)
-    assert [store.num_reserved_blocks(holder) for holder in holders] == [30, 100, 130, 130]
-    assert [store.num_obtainable_blocks(holder) for holder in holders] == [969, 899, 869, 869]
+    assert store.num_obtainable_blocks() == store.num_free_blocks == 999
     table = fill(store, 3 * BLOCK_SIZE)
-    assert [store.num_obtainable_blocks(holder) for holder in holders] == [966, 896, 866, 866]
-    store.reserve(ours, 97)  # renewed once three were taken, not added
-    assert [store.num_obtainable_blocks(holder) for holder in holders] == [966, 899, 869, 869]
-    store.reserve(ours, 0)
+    assert store.num_obtainable_blocks() == store.num_free_blocks == 996
     table.free()
-    assert [store.num_obtainable_blocks(holder) for holder in holders] == [969, 999, 969, 969]
-
-
-@pytest.mark.parametrize("ends", ["zero", "collected"])
-def test_a_reserve_ends_by_zero_and_with_its_holder(ends: str) -> None:
-    store, other = BlockStore(BLOCK_SIZE, 11), IdleHolder()
-    holder: Any = IdleHolder()
-    store.reserve(holder, 6)
-    if ends == "zero":
-        store.reserve(holder, 0)
-    else:
-        del holder
-        gc.collect()
-    assert store.num_obtainable_blocks(other) == 10
+    assert (store.num_obtainable_blocks(), store.num_free_blocks) == (999, 996)
 
 
 def test_cached_blocks_can_be_had_and_held_ones_cannot() -> None:
-    store, holder = BlockStore(BLOCK_SIZE, 11), IdleHolder()
+    store = BlockStore(BLOCK_SIZE, 11)
     table = fill(store, 3 * BLOCK_SIZE)
-    assert store.num_obtainable_blocks(holder) == 7
+    assert store.num_obtainable_blocks() == 7
     table.free()
     assert store.allocator.num_cached_blocks == 3
-    assert store.num_obtainable_blocks(holder) == 10
+    assert store.num_obtainable_blocks() == 10
 
 
 # Budget
@@ -165,7 +108,7 @@ def test_without_a_number_the_budget_is_settled_once_a_forward_has_shown_what_a_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = BlockStore(BLOCK_SIZE)
-    assert store.num_obtainable_blocks(IdleHolder()) == math.inf
+    assert store.num_obtainable_blocks() == math.inf
     store.read_budget()
     store.settle_budget()  # nothing was written yet
     assert store.max_num_blocks is store.num_free_blocks is None
@@ -192,47 +135,26 @@ def test_a_budget_smaller_than_what_is_managed_takes_nothing_away(monkeypatch: p
     assert store.max_num_blocks == store.allocator.num_blocks
 
 
-def test_a_budget_leaves_what_the_first_call_has_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, holder = BlockStore(BLOCK_SIZE), IdleHolder()
-    fill(store, 10)
-    store.reserve(holder, 500)
-    monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: 0)
-    store.read_budget()
-    store.settle_budget()
-    assert store.max_num_blocks == store.allocator.num_blocks + 500
-    assert store.num_obtainable_blocks(holder) >= 500
-
-
-def test_each_device_holds_its_own_layers_and_the_copy_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_holds_its_own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     free = {torch.device("cpu"): 1000, torch.device("meta"): 10_000}
     monkeypatch.setattr(block_store, "default_budget_bytes", lambda device, store: free[device])
-    most = []
-    for copies in (0, 1):
-        store, holder = BlockStore(BLOCK_SIZE), IdleHolder(copies)
-        store.add_holder(holder)
-        store.pool.all.ensure_capacity(4)
-        store.pool.write(0, {"key": torch.ones(1, 1, 4, 1)}, SlotMapping(range(4)))  # 16 bytes a block
-        store.pool.write(1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, SlotMapping(range(4)))  # 48
-        store.read_budget()
-        most.append(store.affordable_blocks())
-    assert most == [1 + 1000 // 16, 1 + 1000 // 32]
+    store = BlockStore(BLOCK_SIZE)
+    store.pool.all.ensure_capacity(4)
+    write_blocks(store.pool, 0, {"key": torch.ones(1, 1, 4, 1)}, [1])  # 16 bytes a block
+    write_blocks(store.pool, 1, {"key": torch.ones(1, 3, 4, 1, device="meta")}, [1])  # 48
+    store.read_budget()
+    assert store.affordable_blocks() == 1 + 1000 // 16
     free[torch.device("meta")] = 960
     store.read_budget()
-    assert store.affordable_blocks() == 1 + 960 // 96
+    assert store.affordable_blocks() == 1 + 960 // 48
 
 
 def test_a_store_tells_others_what_it_may_still_take() -> None:
-    store, holder = BlockStore(BLOCK_SIZE, 100), IdleHolder()
-    store.add_holder(holder)
-    device = torch.device("cpu")
+    store, device = BlockStore(BLOCK_SIZE, 100), torch.device("cpu")
     assert store.bytes_to_come(device) == 0  # not known yet
-    table = fill(store, 3 * BLOCK_SIZE)
-    assert store.bytes_to_come(device) == (100 - 4) * store.pool.all.bytes_per_block  # with the null block
-    assert store.bytes_to_come(torch.device("meta")) == 0
-    copying = IdleHolder(1)
-    store.add_holder(copying)
-    assert store.bytes_to_come(device) == (200 - 4) * store.pool.all.bytes_per_block
-    table.free()
+    with fill(store, 3 * BLOCK_SIZE):
+        assert store.bytes_to_come(device) == (100 - 4) * store.pool.all.bytes_per_block  # with the null block
+        assert store.bytes_to_come(torch.device("meta")) == 0
 
 
 def test_of_two_stores_in_a_process_one_leaves_what_the_other_was_promised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,6 +170,36 @@ def test_of_two_stores_in_a_process_one_leaves_what_the_other_was_promised(monke
     assert most == [501, 1 + (1000 - 499) // 2, 1 + 1000 // 3 // 2]
 
 
+# Another dtype
+
+
+@pytest.mark.parametrize("has_budget", [True, False])
+def test_a_wider_dtype_leaves_fewer_blocks_of_a_budget_in_bytes_and_as_many_as_were_given(has_budget: bool) -> None:
+    store = BlockStore(BLOCK_SIZE, 200, has_budget=has_budget, dtype=torch.bfloat16)
+    table = fill(store, 10)
+    for narrow in (torch.bfloat16, torch.float16):
+        assert store.follow_dtype(narrow)
+    assert store.follow_dtype(torch.float32) is not has_budget  # somebody holds blocks
+    assert (store.max_num_blocks, read(store, table)) == (200, list(range(10)))
+    table.free()
+    assert store.follow_dtype(torch.float32)
+    assert store.max_num_blocks == (100 if has_budget else 200)
+    assert store.allocator.num_cached_blocks == (0 if has_budget else 2)
+    assert store.follow_dtype(torch.float32)
+    assert store.max_num_blocks == (100 if has_budget else 200)
+
+
+def test_wider_blocks_are_fewer_once_nobody_holds_one() -> None:
+    store = BlockStore(BLOCK_SIZE, 200, has_budget=True)
+    table = fill(store, 10)
+    num_bytes = store.pool.all.bytes_per_block
+    assert not store.begin_wider(2 * num_bytes)
+    assert (store.max_num_blocks, read(store, table)) == (200, list(range(10)))
+    table.free()
+    assert store.begin_wider(2 * num_bytes)
+    assert (store.max_num_blocks, store.allocator.num_cached_blocks, store.pool.pool_bytes) == (100, 0, 0)
+
+
 # On an accelerator, for which "meta" stands: every block is taken when it is asked for
 
 
@@ -255,7 +207,7 @@ def on_accelerator(num_blocks: int | None = None) -> BlockStore:
     """A store on a device with memory of its own, whose first forward has written a layer."""
     store = BlockStore(BLOCK_SIZE, num_blocks, lambda: torch.device("meta"))
     store.make_room(5)
-    store.pool.write(0, {"key": torch.ones(1, 1, 20, 1, device="meta")}, SlotMapping(range(4, 24)))
+    write_blocks(store.pool, 0, {"key": torch.ones(1, 1, 20, 1, device="meta")}, range(1, 6))
     return store
 
 
@@ -266,9 +218,8 @@ def test_on_an_accelerator_a_short_prompt_takes_few_blocks(num_blocks: int | Non
     assert store.pool.pool_bytes == 64 * store.pool.all.bytes_per_block
 
 
-def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_reserved_and_by_an_eighth_at_least() -> None:
-    store, holder = on_accelerator(20_000), IdleHolder()
-    tables = []
+def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_by_an_eighth_at_least() -> None:
+    store, tables = on_accelerator(20_000), []
 
     def take(num_tokens: int) -> int:
         table = BlockTable(store.allocator, ROOT)
@@ -280,10 +231,8 @@ def test_on_an_accelerator_a_store_grows_by_what_is_missing_and_reserved_and_by_
 
     assert take(62 * BLOCK_SIZE) == 64
     assert take(3 * BLOCK_SIZE) == 64 + 8  # an eighth; 2 are missing
-    store.reserve(holder, 60)
-    assert take(57 * BLOCK_SIZE) == 72 + 51 + 3  # missing, and what is reserved beside
-    store.reserve(holder, 1000)
-    assert take(103 * BLOCK_SIZE) == 226 + 226 // 8  # missing, and of what is reserved an eighth
+    assert take(57 * BLOCK_SIZE) == 72 + 51  # missing
+    assert take(1 * BLOCK_SIZE) == 123 + 123 // 8
     assert store.allocator.num_evictions == 0
 
 
@@ -303,14 +252,14 @@ class NoMemory:
 def test_where_memory_runs_out_what_is_managed_is_the_most_there_is_until_a_reset(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    store, holder = BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta")), IdleHolder()
+    store = BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta"))
     memory = NoMemory(monkeypatch, store)
     fill(store, 50 * BLOCK_SIZE).free()
-    assert (store.max_num_blocks, store.num_obtainable_blocks(holder)) == (1000, 999)
+    assert (store.max_num_blocks, store.num_obtainable_blocks()) == (1000, 999)
     with fill(store, 40 * BLOCK_SIZE, first=1000) as table:  # evicts
         assert (store.max_num_blocks, store.ran_out_of_memory) == (64, True)
         assert (store.allocator.num_blocks, store.allocator.num_evictions) == (64, 27)
-        assert store.num_obtainable_blocks(holder) == 63 - 40
+        assert store.num_obtainable_blocks() == 63 - 40
         assert read(store, table)[:3] == [1000, 1001, 1002]
         with pytest.raises(OutOfBlocksError, match="need 24 blocks: 0 free \\+ 23 cached of 63"):
             fill(store, 24 * BLOCK_SIZE, first=5000)
@@ -333,21 +282,6 @@ def test_a_budget_is_settled_also_where_memory_has_run_out_before(monkeypatch: p
     assert store.max_num_blocks == 64
     store.reset_prefix_cache()
     assert store.max_num_blocks == 1001
-
-
-def test_growing_is_tried_once_more_where_something_would_be_refused_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, holder = BlockStore(BLOCK_SIZE, 1000, lambda: torch.device("meta")), IdleHolder()
-    memory = NoMemory(monkeypatch, store)
-    fill(store, 50 * BLOCK_SIZE).free()
-    store.make_room(40)
-    assert store.max_num_blocks == 64
-    memory.is_set = False
-    grow_anew_for(store, holder, Demand(63, 0))  # fits
-    assert (store.max_num_blocks, store.ran_out_of_memory) == (64, True)
-    grow_anew_for(store, holder, Demand(64, 0))
-    assert (store.max_num_blocks, store.ran_out_of_memory) == (1000, False)
-    store.make_room(100)
-    assert store.allocator.num_free_blocks >= 100
 
 
 def test_a_pool_makes_way_for_a_model_where_nobody_holds_a_block_and_is_smaller_from_then_on() -> None:
@@ -374,21 +308,7 @@ def test_an_accelerator_that_tells_that_it_has_too_little_is_not_tried(monkeypat
     assert (store.pool.all.capacity, store.max_num_blocks) == (64, 64)
 
 
-def test_memory_that_holds_no_forward_is_given_back_once_nobody_holds_a_block() -> None:
-    store = BlockStore(BLOCK_SIZE, 1000)
-    table = fill(store, 10)
-    store.give_back()
-    assert store.pool.layer_indices == [0]
-    store.stop_growing()
-    store.give_back_later()
-    store.give_back()
-    assert read(store, table) == list(range(10))  # somebody does
-    table.free()
-    store.give_back()
-    assert (store.pool.layer_indices, store.max_num_blocks, store.allocator.num_cached_blocks) == ([], 1000, 0)
-
-
-# Copies, rows left behind, reset
+# Copies, reset
 
 
 def test_copies_on_write_are_made_before_the_next_write_and_once() -> None:
@@ -400,16 +320,6 @@ def test_copies_on_write_are_made_before_the_next_write_and_once() -> None:
     assert store.allocator.pending_copies == ()
     assert read(store, forked)[:6] == read(store, table) == [0, 1, 2, 3, 4, 5]
     assert forked.block_ids[1] != table.block_ids[1]
-
-
-def test_rows_left_behind_are_not_lost_when_ending_them_is_interrupted() -> None:
-    store = BlockStore(BLOCK_SIZE, 11)
-    rows = [Rows(failing=True), Rows()]
-    store.left_behind.extend(rows)
-    with pytest.raises(KeyboardInterrupt):
-        store.settle()
-    store.settle()
-    assert [each.num_ended for each in rows] == [1, 1]
 
 
 def test_a_reset_forgets_every_block_and_gives_the_memory_back() -> None:

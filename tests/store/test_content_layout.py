@@ -11,10 +11,12 @@ from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.base import BLOCKS, STATES
 from hf_paged_cache.tiers.host import HostTier
 
+from ..kv.through_slabs import write as write_blocks
+
 
 def write(store: BlockStore, dtype: torch.dtype) -> None:
     new = torch.ones(1, 2, 4, 8, dtype=dtype)
-    store.pool.write(0, {"key": new, "value": new}, store.pool.map_slots([4, 5, 6, 7]))
+    write_blocks(store.pool, 0, {"key": new, "value": new}, [1])
 
 
 def test_the_layout_is_that_of_the_tensors_there_are_now() -> None:

@@ -14,10 +14,9 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from hf_paged_cache import CacheArgumentError, CacheBusyError, OutOfBlocksError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache, PrefixStore
 
 from ..ask.test_prefixes import all_blocks
-from ..internals import runs_on_rows
 from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import assert_same, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
@@ -58,10 +57,9 @@ def flood(cache: PagedPrefixCache, num_prompts: int = 6) -> None:
     assert cache.stats().num_evictions > evicted + 2 * NUM_BLOCKS
 
 
-@pytest.mark.parametrize("attention", ["paged", "gather"])
 @pytest.mark.parametrize("is_pinned", [True, False])
-def test_a_flood_evicts_everything_but_what_is_pinned(store: PrefixStore, is_pinned: bool, attention: str) -> None:
-    cache, other_prefix = PagedPrefixCache(store, attention=attention), row((2, 32))
+def test_a_flood_evicts_everything_but_what_is_pinned(cache: PagedPrefixCache, is_pinned: bool) -> None:
+    other_prefix = row((2, 32))
     ask(cache, PREFIX + row((3, 5)))
     ask(cache, other_prefix + row((4, 5)))
     if is_pinned:
@@ -138,7 +136,7 @@ def test_tokens_pinned_twice_count_once_and_blocks_of_two_pins_stay_until_both_a
 
 @pytest.mark.parametrize("num_blocks", [13, 12, 40])
 def test_right_after_a_call_its_prompt_can_be_pinned_however_full_the_pool_is(num_blocks: int) -> None:
-    """Its rows hold all blocks of a pool of 13: a pin of these takes none more."""
+    """What it has kept takes all blocks of a pool of 13: a pin of these takes none more."""
     cache = PagedPrefixCache(MODEL, block_size=BLOCK_SIZE, num_blocks=num_blocks)
     num_new = 1 + 4 * (min(num_blocks, 13) - 1) - 32  # of the last token nothing is held
     output = run(MODEL, cache, input_ids=torch.tensor([PREFIX]), max_new_tokens=num_new)
@@ -153,20 +151,20 @@ def test_right_after_a_call_its_prompt_can_be_pinned_however_full_the_pool_is(nu
     cache.check()
 
 
-def test_a_pin_counts_only_blocks_that_nobody_holds(store: PrefixStore) -> None:
-    """Of 32 blocks another call has reserved what it may still take: a prefix that its rows hold is pinned beside it."""
+def test_what_a_running_call_reads_can_be_pinned_beside_it_and_stays(store: PrefixStore) -> None:
+    """What the call keeps would take all 32 blocks."""
     others = PagedPrefixCache(store)
-    asked: list[tuple[int, int]] = []
-
-    def pin() -> int:
-        asked.append((others.stats().num_free_blocks, others.stats().num_cached_blocks))
-        return PagedPrefixCache(store).pin(PREFIX)
-
     ask(others, PREFIX)
-    step = AtFirstStep(pin)
-    run(MODEL, others, input_ids=torch.tensor([PREFIX]), max_new_tokens=97, logits_processor=[step])  # 32 blocks
+    step = AtFirstStep(lambda: PagedPrefixCache(store).pin(PREFIX))
+    given = {"input_ids": torch.tensor([PREFIX]), "max_new_tokens": 97}
+    output = run(MODEL, others, **given, logits_processor=[step])
+    assert_same(run(MODEL, **given), output)
     assert step.result == 32
-    assert sum(asked[0]) > 0
+    others.reset()
+    flood(others)
+    assert others.stats().num_pinned_blocks == 8
+    ask(others, PREFIX + row((3, 5)))
+    assert others.last_call.reused_tokens == 32
     others.check()
 
 
@@ -237,7 +235,7 @@ def test_anything_else_is_refused_before_something_has_changed(cache: PagedPrefi
     assert cache.stats().num_pinned_blocks == 8
 
 
-# Calls that run, and calls that do not fit.
+# Calls that run.
 
 
 class AtFirstStep(LogitsProcessor):
@@ -250,10 +248,7 @@ class AtFirstStep(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self.deed is not None:
             deed, self.deed = self.deed, None
-            try:
-                self.result = deed()
-            except OutOfBlocksError as error:
-                self.result = error
+            self.result = deed()
         return scores
 
 
@@ -332,9 +327,6 @@ def test_a_reset_that_is_refused_keeps_pins(cache: PagedPrefixCache) -> None:
         MODEL(torch.tensor([PREFIX[:9]]), past_key_values=cache)  # rows that may resume
     with pytest.raises(CacheBusyError):
         cache.reset_prefix_cache()
-    if not runs_on_rows(cache):
-        with pytest.raises(Exception, match="blocks are in use"):
-            cache.store.blocks.reset_prefix_cache()
     assert cache.stats().num_pinned_blocks == 8
     cache.reset()
     cache.reset_prefix_cache()

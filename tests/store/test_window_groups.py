@@ -34,8 +34,7 @@ def test_there_are_as_many_window_blocks_as_the_share_says() -> None:
     everything = BlockStore(2, 300, sight_of={0: Window(4), 1: Window(8)}, layers=range(2), window_share=0.1).windows
     assert [group.most for group in everything.groups] == [300, 300]
     assert everything.are_all
-    assert not everything.are_implied
-    assert store_of(1.0).windows.are_implied  # who has blocks has window blocks
+    assert not store_of(1.0).windows.are_all
     assert not BlockStore(2, 300).windows
 
 
@@ -47,3 +46,18 @@ def test_what_a_namespace_needs_is_counted_by_itself() -> None:
     assert (store.windows.num_needed(), store.windows.num_needed(b"tenant")) == ([4], [2])
     table.free()
     assert (store.windows.num_needed(), store.windows.num_needed(b"")) == ([2], [0])
+
+
+def test_other_windows_begin_anew_once_nobody_holds_a_block() -> None:
+    store, windows = store_of(), {0: Window(4), 1: Window(9)}
+    assert store.follow_windows({0: Window(4)})
+    table = filled(store, range(8))
+    assert not store.follow_windows(windows)
+    assert [group.name for group in store.windows.groups] == [4]
+    assert table.num_committed_blocks == 4
+    table.free()
+    assert store.follow_windows(windows)
+    assert [(group.name, group.num_needed) for group in store.windows.groups] == [(9, 0), (4, 0)]
+    assert store.windows_now() == windows
+    assert store.windows.are_all
+    assert store.new_table(ROOT, b"").hold_prefix(range(8)) == 0

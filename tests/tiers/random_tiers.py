@@ -74,22 +74,6 @@ WORLDS = (
 )
 
 
-class Caller:
-    """Who takes blocks."""
-
-    salt = b""
-    is_running = False
-
-    def __init__(self) -> None:
-        self.view = self
-
-    most_copies = 0
-    num_bytes = 0
-
-    def let_go(self) -> None:
-        """Nothing is held."""
-
-
 class Rows(NamedTuple):
     """A sequence that holds blocks."""
 
@@ -119,7 +103,6 @@ class Driver:
             bytes_per_block=256,
             tiers=self.tiers,
         )
-        self.caller: Any = Caller()
         self.rows: list[Rows] = []
         self.known: dict[Name, None] = {}  # what was committed and not forgotten
         self.seen_snapshots: set[Name] = set()
@@ -158,13 +141,20 @@ class Driver:
 
     def write(self, table: BlockTable, start: int, stop: int) -> None:
         """What a forward over these tokens writes, whole blocks at a time."""
-        hashes = table._chain.hashes_of(0, stop // 2)
+        hashes, pool = table._chain.hashes_of(0, stop // 2), self.store.pool
+        places_of = {group.name: group.places for group in self.store.windows.groups}
         for index in range(start // 2, stop // 2):
-            slots = table.writable_slots(2 * index, 2 * index + 2)
+            block_id, _ = table.writable_block(2 * index, 2 * index + 2)
             for layer_idx in (0, 1) if self.world.window else (0,):
-                content = self.content(hashes[index].digest, layer_idx)[None]
-                mapping = self.store.pool.map_slots(slots)
-                self.store.pool.write(layer_idx, {"key": content, "value": -content}, mapping)
+                sight = self.store.windows.sight_of.get(layer_idx)
+                at = block_id if sight is None else places_of[sight.name].get(block_id)
+                content = self.content(hashes[index].digest, layer_idx)
+                for name, of_block in (("key", content), ("value", -content)):
+                    tensor = pool.tensor_for(layer_idx, name, of_block[None])
+                    if at is not None:
+                        tensor[at] = of_block
+                if at is not None:
+                    pool.groups[None if sight is None else sight.name].use(1 + at)
 
     # Operations.
 
@@ -183,7 +173,7 @@ class Driver:
         wanted = [Wanted(root, salt, tokens, len(tokens) - 1) for tokens in prompts]
         if self.rng.random() < 0.15:
             self.load_interrupted(wanted)
-        brought = self.store.tiers.load(wanted, self.caller)
+        brought = self.store.tiers.load(wanted)
         for block_id, tier in brought.items():
             self.num_from[tier] = self.num_from.get(tier, 0) + 1
             digest = self.store.allocator.digest_of(block_id)
@@ -205,7 +195,7 @@ class Driver:
 
         with mock.patch.object(tier_load, "write_blocks", write_some):
             try:
-                self.store.tiers.load(wanted, self.caller)
+                self.store.tiers.load(wanted)
             except KeyboardInterrupt:
                 self.num_interrupted += 1
         self.store.check()

@@ -35,12 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("paged_generate")
     modes = "; ".join(f"{name}: {' '.join((mode.__doc__ or '').split())}" for name, mode in MODES.items())
     group.addoption("--paged-mode", choices=[*MODES], help=f"run calls of generate on a PagedPrefixCache. {modes}")
-    group.addoption("--paged-attention", choices=["paged", "gather"], default="paged")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--paged-mode") is not None:
-        plugin = Plugin(config.getoption("--paged-mode"), config.getoption("--paged-attention"))
+        plugin = Plugin(config.getoption("--paged-mode"))
         config.pluginmanager.register(plugin, "paged_generate_plugin")
 
 
@@ -49,12 +48,11 @@ class Plugin:
 
     Args:
         mode: a name of `MODES`.
-        attention: of every cache.
     """
 
-    def __init__(self, mode: str, attention: str) -> None:
+    def __init__(self, mode: str) -> None:
         self.mode = mode
-        self.runner = MODES[mode](attention)
+        self.runner = MODES[mode]()
         self.num_failing_without = 0
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:

@@ -42,9 +42,6 @@ def brought_as(cache: Any) -> Any:
 class Mode:
     """Decides of each call whether it runs on a cache of ours, and runs it.
 
-    Args:
-        attention: of every cache.
-
     Attributes:
         num_replaced: calls that ran on a cache of ours.
         num_prompt_tokens, num_reused: theirs.
@@ -53,10 +50,9 @@ class Mode:
 
     is_run_twice = False
 
-    def __init__(self, attention: str) -> None:
+    def __init__(self) -> None:
         self.num_replaced = self.num_prompt_tokens = self.num_reused = 0
         self.refused: Counter[str] = Counter()
-        self._attention = attention
         # id of a model, which its cache holds -> cache
         self._caches: OrderedDict[int, PagedPrefixCache] = OrderedDict()
         self._running: list[Any] = []  # caches of ours that calls were given here
@@ -126,7 +122,7 @@ class Mode:
         cache = self._caches.get(id(model))
         if cache is None:
             store = PrefixStore(model, block_size=self._block_size(), num_blocks=_NUM_BLOCKS)
-            self._caches[id(model)] = cache = PagedPrefixCache(store, attention=self._attention)
+            self._caches[id(model)] = cache = PagedPrefixCache(store)
         self._caches.move_to_end(id(model))
         if len(self._caches) > _NUM_MODELS:
             self._caches.popitem(last=False)
@@ -191,8 +187,8 @@ class Compared(Mode):
 class Twice(Compared):
     """each call made twice on one cache a model, with blocks of 1, 2, 3 or 4 tokens, and compared"""
 
-    def __init__(self, attention: str) -> None:
-        super().__init__(attention)
+    def __init__(self) -> None:
+        super().__init__()
         self._num_models = 0
 
     def _block_size(self) -> int:
@@ -208,8 +204,8 @@ class Twice(Compared):
 class Beside(Compared):
     """each call beside DynamicCache, compared, on a cache of its own on one store a model; calls that resume, too"""
 
-    def __init__(self, attention: str) -> None:
-        super().__init__(attention)
+    def __init__(self) -> None:
+        super().__init__()
         # a cache of ours -> transformers', after the same
         self._twins: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
