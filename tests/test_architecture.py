@@ -77,7 +77,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "rows.rows",
 }
 WITHOUT_TORCH = {
-    *("errors", "stats", "locks", "stacks", "wording", "blocks", "__init__", "__main__"),
+    *("errors", "stats", "locks", "wording", "blocks", "__init__", "__main__"),
     *("jobs.rows", "jobs.order", "jobs.journal", "jobs.summary", "jobs.progress"),
     *("programs.options", "programs.startup", "programs.program"),
 }

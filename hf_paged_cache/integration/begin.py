@@ -33,6 +33,7 @@ class RunningRows(NamedTuple):
 
     num_columns: int
     rows: list[RunningRow]
+    lacks_padding: bool = False  # of it keys and values are not what a model would compute
 
     def in_batch(self) -> list[RunningRow]:
         """All of them."""
@@ -41,10 +42,9 @@ class RunningRows(NamedTuple):
 
 def running_rows(rows: Rows) -> RunningRows:
     """Rows that resume. One that has nothing but padding has as much as there are columns: a forward that brought more may have died."""
-    n = rows.n
-    return RunningRows(
-        n, [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), p.shift) for p in rows.prompts]
-    )
+    n, began = rows.n, any(layer.filled for layer in rows.layers)
+    running = [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), p.shift) for p in rows.prompts]
+    return RunningRows(n, running, began and any(row.pad for row in running))
 
 
 def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:

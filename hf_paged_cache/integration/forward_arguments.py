@@ -64,6 +64,9 @@ class RunningRows(Protocol):
     @property
     def num_columns(self) -> int: ...
 
+    @property
+    def lacks_padding(self) -> bool: ...  # keys and values of it are not what a model would compute
+
     def in_batch(self) -> Sequence[RunningRow]: ...
 
 
@@ -187,14 +190,20 @@ class ArgumentReader:
             given = given._replace(mask=_mask_of(running, before, given.num_new_columns))
         num_new, mask = given.num_new_columns, given.mask
         if running:
-            self._require_kept(arguments, running, mask)
+            self._require_kept(running, mask)
+        asked = _asked_output(arguments, by_default)
+        if asked is not None and rows.lacks_padding:
+            raise CacheArgumentError(
+                f"{asked}, with which attention of some models sees the rows' padding, and keys and values of that padding are not "
+                "kept: ask for it from the rows' first forward on, or cache.reset() first"
+            )
         why_no_ids = None
         if given.are_embeddings:
             instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
             why_no_ids = f"{instead} were passed instead of token ids"
         bypass = (
             self._unread(arguments)
-            or _asked_output(arguments, by_default)
+            or asked
             or why_no_ids
             or mask.why_unusual
             # generate itself counts them right
@@ -232,7 +241,7 @@ class ArgumentReader:
                 return f"the argument {name} may condition keys and values"
         return None
 
-    def _require_kept(self, arguments: Mapping[str, Any], running: Sequence[RunningRow], mask: MaskValues) -> None:
+    def _require_kept(self, running: Sequence[RunningRow], mask: MaskValues) -> None:
         """Refuse what would look at padding whose keys and values are not kept.
 
         Raises:

@@ -212,6 +212,8 @@ class Conditioning:
             return "keys and values depend on what follows them (config.is_causal is False)"
         if is_foreign(attention := self.attention) and attention != self._attention_tried:
             return f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; build another cache"
+        for name in self.outputs:
+            return f"the config asks for {name}"
         if self.foreign_code is not None and not self._trusts_hooks:
             return f"{self.foreign_code} (trust_hooks=True says that it treats each token alike, whatever its call)"
         if (unwatched := self._listing.unwatched) is not None:

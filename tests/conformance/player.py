@@ -161,11 +161,6 @@ class Player:
         """Whether calls may ask for this output: of all models for hidden states and attentions."""
         return output_flag != "output_router_logits" or output_flag in inspect.signature(self.model.forward).parameters
 
-    def keeps_with(self, output_flag: str) -> bool:
-        """Whether what is computed with this flag serves calls without; `test_output_flags` says of each type if it may."""
-        self.store.conditioning.digest()
-        return not self.store.conditioning.changes_with(output_flag)
-
     def forward(self, **arguments: Any) -> None:
         """A plain forward of new rows on the cache, which must have the last logits of one on the cache that transformers makes."""
         device = input_device(self.model)

@@ -226,7 +226,7 @@ def outputs_then_none(play: Player) -> None:
         play.build()
         play.call(**prompt, **{flag: True}, reused=0)
         play.cache.reset()
-        play.hit(**prompt, **known(play, last if play.keeps_with(flag) else 0, 0))
+        play.hit(**prompt, **known(play, 0, 0))
         play.build()
         play.fill(**prompt)
         play.call(**prompt, **{flag: True}, **known(play, 0, 0))

@@ -1,11 +1,7 @@
-"""A model that computes other keys and values where it is asked for attentions: Falcon with sdpa, which then takes another path.
-
-All model types and all orders of calls: tests/conformance/test_output_flags.py.
-"""
+"""Outputs beside logits are a bypass: some models compute otherwise with them, as Falcon with sdpa, which then takes another path."""
 
 from __future__ import annotations
 
-import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -72,43 +68,56 @@ def test_rows_stop_to_be_kept_where_the_flag_comes(falcon: PreTrainedModel) -> N
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])
-def test_the_flag_sees_padding_so_padded_rows_have_it_from_their_first_forward_on_or_it_is_refused(
+def test_the_flag_sees_padding_so_rows_that_were_begun_from_blocks_have_it_from_their_first_forward_on_or_it_is_refused(
     falcon: PreTrainedModel, is_used: bool
 ) -> None:
     store = store_of(falcon)
     if is_used:
         run(falcon, PagedPrefixCache(store), **batch(PROMPT))
-    cache, given = PagedPrefixCache(store), batch(row((2, 20)), PROMPT)
+        run(falcon, PagedPrefixCache(store), **batch(row((2, 20))))
+    cache, theirs, given = PagedPrefixCache(store), DynamicCache(config=falcon.config), batch(row((2, 20)), PROMPT)
     more = {
         "input_ids": torch.tensor([[5, 6], [7, 8]]),
         "attention_mask": torch.cat([given["attention_mask"], torch.ones((2, 2), dtype=torch.int64)], 1),
         "position_ids": torch.tensor([[20, 21], [45, 46]]),
         "output_attentions": True,
     }
-    run(falcon, cache, **given, max_new_tokens=1)
+
+    def are_alike() -> None:
+        with torch.no_grad():
+            wanted, got = (falcon(**more, past_key_values=each).logits for each in (theirs, cache))
+        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+
+    for each in (theirs, cache):
+        run(falcon, each, **given, max_new_tokens=1)
     num_columns = cache.get_seq_length()
+    if not is_used:
+        are_alike()
+        return
     with torch.no_grad(), pytest.raises(CacheArgumentError, match="from the rows' first forward on"):
         falcon(**more, past_key_values=cache)
     assert cache.get_seq_length() == num_columns
     theirs = DynamicCache(config=falcon.config)
     for each in (theirs, cache):
         run(falcon, each, **given, max_new_tokens=1, output_attentions=True)
-    with torch.no_grad():
-        wanted, got = (falcon(**more, past_key_values=each).logits for each in (theirs, cache))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+    are_alike()
 
 
-def test_a_generate_with_the_flag_says_why_it_reuses_nothing_and_another_flag_reuses(falcon: PreTrainedModel) -> None:
+@pytest.mark.parametrize("flag", ["output_attentions", "output_hidden_states"])
+def test_a_generate_with_a_flag_says_why_it_reuses_and_keeps_nothing(falcon: PreTrainedModel, flag: str) -> None:
     cache = PagedPrefixCache(store_of(falcon))
     run(falcon, cache, **batch(PROMPT))
-    reference = run(falcon, **batch(PROMPT), output_attentions=True)
-    assert_same(reference, run(falcon, cache, **batch(PROMPT), output_attentions=True))
-    assert cache.last_call.rows[0].stopped == "keys and values of this model depend on output_attentions"
-    assert not is_same(reference, run(falcon, cache, **batch(PROMPT)))
+    reference = run(falcon, **batch(PROMPT), **{flag: True})
+    assert_same(reference, run(falcon, cache, **batch(PROMPT), **{flag: True}))
+    assert cache.last_call.rows[0].stopped == f"{flag} was asked for"
+    if flag == "output_attentions":
+        assert not is_same(reference, run(falcon, cache, **batch(PROMPT)))
+    else:
+        assert_same(run(falcon, **batch(PROMPT)), run(falcon, cache, **batch(PROMPT)))
     assert cache.last_call.reused_tokens == 40
-    run(falcon, cache, **batch(row((2, 45))), output_hidden_states=True)
+    run(falcon, cache, **batch(row((2, 45))), **{flag: True})
     run(falcon, cache, **batch(row((2, 45), (3, 2))))
-    assert cache.last_call.reused_tokens == 45
+    assert cache.last_call.reused_tokens == 0
 
 
 def test_nothing_is_prefilled_or_kept_while_the_config_asks_for_it(falcon: PreTrainedModel) -> None:
@@ -118,7 +127,7 @@ def test_nothing_is_prefilled_or_kept_while_the_config_asks_for_it(falcon: PreTr
     for _ in range(2):
         assert_same(run(falcon, **batch(PROMPT)), run(falcon, cache, **batch(PROMPT)))
         assert cache.last_call.reused_tokens == 0
-    with pytest.raises(UnsupportedModelError, match="output_attentions, which its config asks for"):
+    with pytest.raises(UnsupportedModelError, match="the config asks for output_attentions"):
         cache.prefill(PROMPT)
     falcon.config._output_attentions = False
     assert_same(run(falcon, **batch(PROMPT)), run(falcon, cache, **batch(PROMPT)))
@@ -139,26 +148,3 @@ def test_a_flag_that_nobody_knows_is_computed_whole_and_not_kept(
             cache.reset()
     run(model, cache, **batch(PROMPT))
     assert cache.last_call.reused_tokens == 0
-
-
-@pytest.mark.parametrize("is_copied", [False, True])
-def test_rows_that_the_pool_has_no_room_for_cannot_be_asked_later_for_what_sees_their_padding(
-    falcon: PreTrainedModel, is_copied: bool
-) -> None:
-    cache = PagedPrefixCache(falcon, block_size=4, num_blocks=7)
-    rows = batch(row((1, 40)), row((2, 30)))
-    rows = {name: tensor[1:] for name, tensor in rows.items()}  # padded
-    with torch.no_grad():
-        for start, stop in ((0, 30), (30, 40)):
-            given = {"attention_mask": rows["attention_mask"][:, :stop], "past_key_values": cache}
-            falcon(rows["input_ids"][:, start:stop], **given)
-        cache = copy.deepcopy(cache) if is_copied else cache
-        whole = torch.ones(1, 41, dtype=torch.int64)
-        whole[:, :10] = 0
-        given = {"input_ids": torch.tensor([[7]]), "attention_mask": whole, "past_key_values": cache}
-        with pytest.raises(CacheArgumentError, match="output_attentions was asked for"):
-            falcon(**given, output_attentions=True)
-        got = falcon(**given).logits
-        ids = torch.cat([rows["input_ids"], given["input_ids"]], 1)
-        wanted = falcon(ids, attention_mask=whole, use_cache=False).logits[:, -1:]
-    assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
