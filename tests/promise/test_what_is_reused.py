@@ -14,7 +14,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
-from ..conformance import zoo
 from ..tiny_models import build
 
 PAGE = Path(__file__).parents[2] / "docs" / "what_is_reused.md"
@@ -75,9 +74,13 @@ def with_attentions(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
     return generate(output_attentions=True, return_dict_in_generate=True)(model, cache)
 
 
+def with_a_hook(model: PreTrainedModel, cache: PagedPrefixCache) -> Any:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    return generate()(model, cache)
+
+
 HOLES = MASK.index_fill(1, torch.tensor([7]), 0)
 CAUSAL = torch.zeros(1, 1, LENGTH, LENGTH).masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -1e9)
-FALCON = "an output flag that changes keys and values (Falcon's attentions with sdpa)"
 CASES: dict[str, Call] = {
     "token ids, padded on the left or not": generate(input_ids=torch.cat((IDS, IDS[:, :20]), 1), attention_mask=None),
     "embeddings instead of ids": embeddings,
@@ -88,12 +91,12 @@ CASES: dict[str, Call] = {
     "a flag, number or word that is not read here, unless the forward takes just that where it is left out": generate(
         is_causal=False
     ),
-    FALCON: with_attentions,
     "a `cache_position` that does not number the new columns": forward(cache_position=torch.arange(5, 5 + LENGTH)),
     "an attention that is not transformers' own, chosen by `set_attn_implementation` after the cache was built": with_another_attention,
     "an active dropout, jitter of a router, or NEFTune": with_dropout,
     "hidden states": generate(output_hidden_states=True, return_dict_in_generate=True),
     "attentions": with_attentions,
+    "a hook, a replaced forward or a layer of others on the model (below)": with_a_hook,
     "labels": forward(labels=IDS, logits_to_keep=0),
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
     "gradients, as a plain forward without `torch.no_grad()` has them": with_gradients,
@@ -102,9 +105,7 @@ CASES: dict[str, Call] = {
 }
 
 
-def model_of(what: str) -> PreTrainedModel:
-    if what == FALCON:
-        return zoo.build("falcon")
+def new_model() -> PreTrainedModel:
     return build("llama", attention_dropout=0.1, attn_implementation="eager")
 
 
@@ -123,7 +124,7 @@ def test_the_table_and_the_cases_are_the_same() -> None:
 
 @pytest.mark.parametrize(("what", "computed", "said"), list(table()))
 def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -> None:
-    model = model_of(what)
+    model = new_model()
     cache = PagedPrefixCache(model, num_blocks=9)
     with torch.no_grad():
         generate()(model, cache)
@@ -137,7 +138,7 @@ def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -
 
 @pytest.mark.parametrize(("what", "computed"), [(what, computed) for what, computed, _ in table()])
 def test_what_is_not_kept_is_not_there_afterwards(what: str, computed: str) -> None:
-    model = model_of(what)
+    model = new_model()
     cache = PagedPrefixCache(model, num_blocks=9)
     with torch.no_grad():
         CASES[what](model, cache)
