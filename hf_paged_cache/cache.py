@@ -24,7 +24,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.begin import how_to_run, require_continues, require_filled, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current, begin_to_forget, drain
+from .integration.current import Current, begin_to_forget, bytes_of_rows, drain
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.ranks import Ranks
@@ -311,8 +311,8 @@ class PagedPrefixCache(Cache):
         drain(blocks)
         with blocks.lock:
             blocks.settle()
-            rows = self._current.rows
-            of_rows = 0 if rows is None else rows.kv_bytes
+            running = [each for each in [*blocks.running] if each.handle() is self]
+            of_rows = bytes_of_rows([self._current.rows], running)
             arena, backend, counters = self.store.arena, name_of(blocks.first_device().type), self._counters
             peak = counters.peak_kv_bytes
             return stats_of(blocks, counters.totals, self.cache_salt, arena, of_rows, peak, backend)

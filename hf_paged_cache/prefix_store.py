@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.current import begin_to_forget, drain
+from .integration.current import begin_to_forget, bytes_of_rows, drain
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
@@ -290,8 +290,8 @@ class PrefixStore:
         drain(blocks)
         with blocks.lock:
             blocks.settle()
-            copied_bytes = sum(0 if each.rows is None else each.rows.kv_bytes for each in [*blocks.currents])
-            return stats_of(blocks, blocks.call_totals, b"", self.arena, copied_bytes, None, None)
+            of_rows = bytes_of_rows([each.rows for each in [*blocks.currents]], [*blocks.running])
+            return stats_of(blocks, blocks.call_totals, b"", self.arena, of_rows, None, None)
 
     def check(self) -> None:
         """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""

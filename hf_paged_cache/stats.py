@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, fields
 
-_KV_BYTES = "of blocks in use, and of the copy that attention reads, which is not in the pool"
+_KV_BYTES = "of blocks in use, and of rows, which are not in the pool"
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class CacheStats:
     Tokens are those of prompts, of all rows, without padding; those that `generate` makes are not counted. Without
     `generate`, every token passed is. Blocks are counted with the reserved null block, which is never handed out:
     free + cached + in use is `num_blocks - 1`. Where all layers have a window, blocks of the longest window are counted. A cache with a salt counts the blocks of that salt; what would tell of
-    others (`num_blocks`, `num_free_blocks`, `num_evictions`, `num_copies_on_write`, `pool_bytes`) is None.
+    others (`num_blocks`, `num_free_blocks`, `num_evictions`, `pool_bytes`) is None.
 
     Attributes:
         computed_tokens: of the prompts' tokens, those that ran through the model.
@@ -32,9 +32,9 @@ class CacheStats:
         num_evictions: cached blocks that were handed out anew, since the store was made.
         num_cached_blocks: held by nobody, reusable until evicted.
         num_pinned_blocks: of those in use, the ones that pins hold, whether rows hold them, too, or not.
-        kv_bytes: of blocks in use, and of the copy that attention reads: that of all rows, or of one layer's.
+        kv_bytes: of blocks in use, and of the rows that run or may be gone on with: theirs are a copy, not in the pool.
         peak_kv_bytes: the most that was during the last call. None of a store.
-        pool_bytes: held by the pool, whatever is in it. Attention's copy is not in the pool.
+        pool_bytes: held by the pool, whatever is in it.
         num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
         snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
         static_bytes: of the memory that captured calls run in, which stays until `release()`; 0 where no call was captured. None to a
@@ -66,7 +66,6 @@ class CacheStats:
     num_blocks_in_use: int
     num_pinned_blocks: int
     num_evictions: int | None
-    num_copies_on_write: int | None
     kv_bytes: int = field(metadata={"remark": _KV_BYTES})
     peak_kv_bytes: int | None
     pool_bytes: int | None

@@ -38,7 +38,6 @@ STATS = CacheStats(
     num_blocks_in_use=9,
     num_pinned_blocks=2,
     num_evictions=0,
-    num_copies_on_write=1,
     kv_bytes=3 * 2**19,
     peak_kv_bytes=2**31,
     pool_bytes=0,
@@ -56,7 +55,7 @@ def test_stats_print_a_line_for_every_number_in_two_aligned_columns() -> None:
     width = len(lines[0])
     assert all(line[width - 1].strip() for line in lines)
     assert {line[:width].split()[0]: line[width:].strip() for line in lines if len(line) > width} == {
-        "kv_bytes": "of blocks in use, and of the copy that attention reads, which is not in the pool"
+        "kv_bytes": "of blocks in use, and of rows, which are not in the pool"
     }
 
 
@@ -314,12 +313,29 @@ def test_bytes_are_those_of_the_blocks_in_use_and_of_the_rows(tiny_llama: LlamaF
     assert cache.stats().kv_bytes == of_blocks + cache._current.rows.kv_bytes > of_blocks
 
 
-def test_pins_copies_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCausalLM) -> None:
+def test_rows_count_while_they_run(tiny_llama: LlamaForCausalLM) -> None:
+    store = PrefixStore(tiny_llama, block_size=BLOCK_SIZE)
+    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
+    seen = []
+
+    class Streamer:
+        def put(self, value: torch.Tensor) -> None:
+            seen.append([each.stats().kv_bytes for each in (cache, other, store)])
+
+        def end(self) -> None: ...
+
+    run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW, streamer=Streamer())
+    assert seen[0] == [0, 0, 0]  # the prompt, before any forward
+    of_cache, of_other, of_store = seen[1]
+    assert of_cache == of_store > of_other == 0
+    assert cache.stats().kv_bytes >= of_cache
+
+
+def test_pins_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCausalLM) -> None:
     store = PrefixStore(tiny_llama, block_size=BLOCK_SIZE, num_blocks=12)
     cache = PagedPrefixCache(store)
     run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW, num_beams=2)
     parted = cache.stats()
-    assert parted.num_copies_on_write == 0  # rows copy what they write
     assert parted.num_evictions == 0
     assert cache.pin(row((1, 40))) == 32
     assert cache.stats().num_pinned_blocks == 2

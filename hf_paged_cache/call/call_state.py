@@ -21,6 +21,7 @@ class CallState:
         counts: a line for each row of the batch.
         counts_more: forwards after the first are of a prompt, too.
         stopwatch: of a long forward of a prompt, its tokens, and whether it is the store's first.
+        kv_bytes: of its rows, as of its last forward of a prompt.
         peak_kv_bytes: the most that blocks in use and rows took.
         captured: how its forwards ran, as text.
         chunked: its prompt, where that comes in chunks.
@@ -41,7 +42,7 @@ class CallState:
         )
         self.chains: dict[bytes, HashChain] = {}
         self.counts_more = True
-        self.peak_kv_bytes = 0
+        self.kv_bytes = self.peak_kv_bytes = 0
         self.seen = Seen()
         self.captured: object = ""
         self.is_custom = False
@@ -56,6 +57,11 @@ class CallState:
         copied.digest, copied.resets, copied.regime = self.digest, self.resets, self.regime
         copied.deltas = self.deltas
         return copied
+
+    def note_bytes(self, in_use: int, of_rows: int) -> None:
+        """So much do blocks in use and the rows take now."""
+        self.kv_bytes = of_rows
+        self.peak_kv_bytes = max(self.peak_kv_bytes, in_use + of_rows)
 
     @property
     def read_once(self) -> tuple[int, int, str]:

@@ -204,7 +204,7 @@ class Calls:
         if rows.is_open and rows.state is not None:
             with self.store.lock:
                 in_use = self.store.kv_bytes_in_use(self.salt)
-            rows.state.peak_kv_bytes = max(rows.state.peak_kv_bytes, in_use + rows.kv_bytes)
+            rows.state.note_bytes(in_use, rows.kv_bytes)
         if logger.isEnabledFor(logging.INFO) and rows.state is not None:
             reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows.state.counts))
             prompt = sum(row.prompt_tokens for row in rows.state.counts)
@@ -343,7 +343,7 @@ class Calls:
                 bypassed = rows.why_bypassed is not None
                 self.counters.add_forward(state, new, begins=begins, bypassed=bypassed)
                 in_use = self.store.kv_bytes_in_use(self.salt)
-            state.peak_kv_bytes = max(state.peak_kv_bytes, in_use + rows.kv_bytes)
+            state.note_bytes(in_use, rows.kv_bytes)
         if rows.handle is not None and (handle := rows.handle()) is not None:
             name = cache_argument(self.conditioning.model)
             if rows.is_behind_handle and getattr(output, name, None) is rows:

@@ -168,6 +168,14 @@ class Current:
                 self._calls.close(rows)
 
 
+def bytes_of_rows(held: Sequence[Rows | None], running: Sequence[Rows]) -> int:
+    """Bytes of the last rows of caches, and of those that run, as of their last forward of a prompt."""
+    ended = [rows for rows in held if rows is not None and rows not in running]
+    begun = [rows.state for rows in running if rows.state is not None]
+    num_bytes: int = sum(state.kv_bytes for state in begun)
+    return num_bytes + sum(rows.kv_bytes for rows in ended)
+
+
 def drain(store: BlockStore) -> None:
     """Keep what the rows of collected caches had computed."""
     left = store.left

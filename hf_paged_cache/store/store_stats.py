@@ -22,7 +22,7 @@ def stats_of(
     totals: CallTotals,
     salt: bytes,
     static: Static,
-    copied_bytes: int,
+    bytes_of_rows: int,
     peak_kv_bytes: int | None,
     backend: str | None,
 ) -> CacheStats:
@@ -56,8 +56,7 @@ def stats_of(
         num_blocks_in_use=num_in_use,
         num_pinned_blocks=num_pinned,
         num_evictions=None if salt else num_evictions,
-        num_copies_on_write=None if salt else allocator.num_copies_on_write,
-        kv_bytes=store.kv_bytes_in_use(salt) + copied_bytes,
+        kv_bytes=store.kv_bytes_in_use(salt) + bytes_of_rows,
         peak_kv_bytes=peak_kv_bytes,
         pool_bytes=None if salt else store.pool.pool_bytes,
         num_snapshots=num_snapshots,

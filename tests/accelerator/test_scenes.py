@@ -100,7 +100,6 @@ def test_rows_by_hand_are_the_same_on_a_device(place: str) -> None:
             assert distance <= TOLERANCE, f"forward {number}: logits differ by {distance:.1e} of their scale"
         cache.reset()
         cache.check()
-    assert not cache.stats().num_copies_on_write  # what rows write is theirs alone
 
 
 @pytest.mark.parametrize("place", PLAYED)

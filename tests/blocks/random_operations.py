@@ -773,11 +773,11 @@ class Driver:
     # Operations on the whole pool.
 
     def grow(self, rng: random.Random) -> None:
-        """More blocks, or more window blocks, or others are reserved."""
+        """More blocks, or more window blocks, or fewer are spare."""
         which = rng.randrange(-1, len(self.groups))
         if which >= 0:
             group = self.groups[which]
-            group.num_to_come = rng.choice((0, 0, 3, group.num_blocks))  # less is given to what is not needed
+            group.most = rng.choice((group.num_blocks, group.num_blocks, 3, 1))  # less is given to what is not needed
             if group.num_blocks < self.world.windows[group.sight.size] + 6:
                 group.most = group.num_blocks + 1
                 group.grow(group.num_blocks + 1)

@@ -114,7 +114,7 @@ def test_blocks_that_are_cut_off_and_cannot_be_hit_leave_no_window_blocks(small)
 def test_drafts_may_be_taken_back_to_where_it_was_said() -> None:
     small = Small({4: 33})
     table = small.table(range(10))
-    small.group.num_to_come = 100  # nothing beyond what is needed
+    small.group.most = 1  # nothing beyond what is needed
     table.append_tokens(range(10, 20), cut=12)
     table.release_passed()
     assert [table.num_resumable_tokens(number) for number in range(12, 21)] == list(range(12, 21))
@@ -171,7 +171,7 @@ def test_a_block_copied_on_write_has_a_window_block_also_where_the_forward_passe
     small = Small({2: 4})
     table = small.table(range(3))
     forked = table.fork()
-    small.group.num_to_come = 100
+    small.group.most = 1
     forked.append_tokens(range(3, 20))  # the window shows the last token before it, in the block that is copied
     assert small.placed(forked)[1]
     assert small.group.copies == [(small.group.places[table.block_ids[1]], small.group.places[forked.block_ids[1]])]

@@ -69,14 +69,12 @@ def test_idle_window_blocks_are_taken_passed_before_ends_and_each_the_oldest_fir
             group.attach([a])
 
 
-def test_what_is_not_required_takes_nothing_that_is_reserved_and_no_end(allocator, group) -> None:
+def test_what_is_not_required_takes_half_of_what_is_spare_and_no_end(allocator, group) -> None:
     with allocator.allocate(num_mutable_blocks=8) as holder:
         blocks = holder.block_ids
         group.attach(blocks[:2])
-        group.num_to_come = 2
         group.attach([], blocks[2:6])
-        assert [block in group.places for block in blocks] == [True] * 3 + [False] * 5  # of 5, 2 needed, 2 reserved
-        group.num_to_come = 0
+        assert [block in group.places for block in blocks] == [True] * 4 + [False] * 4  # of 5, 2 needed, half of 3 left
         group.attach(blocks[3:5])
         group.release(blocks[:1], num_own=1, is_end=True)
         group.attach([], blocks[5:6])
@@ -90,7 +88,7 @@ def test_what_was_in_a_block_before_is_not_kept_where_it_is_not_spare(allocator,
     with allocator.allocate(num_mutable_blocks=2) as holder:
         group.attach(holder.block_ids)
         group.release(holder.block_ids, num_own=1, is_end=False)
-        group.num_to_come = 5
+        group.most = 1
         group.attach([], holder.block_ids)
         assert not group.places
         assert group.num_free == 5

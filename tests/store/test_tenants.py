@@ -37,7 +37,6 @@ STORES_OWN = (
     "num_blocks",
     "num_free_blocks",
     "num_evictions",
-    "num_copies_on_write",
     "pool_bytes",
     "static_bytes",
     "num_graphs",
