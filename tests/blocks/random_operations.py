@@ -777,7 +777,7 @@ class Driver:
         which = rng.randrange(-1, len(self.groups))
         if which >= 0:
             group = self.groups[which]
-            group.most = rng.choice((group.num_blocks, group.num_blocks, 3, 1))  # less is given to what is not needed
+            group.most = rng.choice((group.num_blocks, 3, 1))  # less is given to what is not needed
             if group.num_blocks < self.world.windows[group.sight.size] + 6:
                 group.most = group.num_blocks + 1
                 group.grow(group.num_blocks + 1)
