@@ -79,9 +79,8 @@ def test_a_model_that_cannot_leave_out_logits_is_scored_and_reuses() -> None:
         assert_right(model, PROMPT, long, cache.score(PROMPT, long))
 
 
-def test_what_is_known_is_not_run_and_only_the_logits_that_are_read_are_computed(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
+def test_what_is_known_is_not_run_and_only_the_logits_that_are_read_are_computed(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model, trust_hooks=True)
     logits: list[tuple[int, ...]] = []
     model.lm_head.register_forward_pre_hook(lambda _, args: logits.append(tuple(args[0].shape[:2])))
     run(model, cache, input_ids=IDS)
@@ -253,7 +252,9 @@ def test_a_salt_s_scores_find_no_block_of_another(model: PreTrainedModel) -> Non
         assert shapes == [(1, length)]
 
 
-def test_a_forward_that_fails_leaves_nothing_behind(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+def test_a_forward_that_fails_leaves_nothing_behind(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model, trust_hooks=True)
+
     def fail(module: Any, args: tuple[torch.Tensor, ...]) -> None:
         if args[0].shape[0] > 1:
             raise KeyError("on purpose")
@@ -276,9 +277,8 @@ def test_a_batch_that_does_not_fit_into_the_pool_is_scored(model: PreTrainedMode
 
 
 @pytest.mark.parametrize("whose", ["cache", "store"])
-def test_what_is_cached_may_be_forgotten_while_continuations_run(
-    whose: str, model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
+def test_what_is_cached_may_be_forgotten_while_continuations_run(whose: str, model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model, trust_hooks=True)
     resets: list[bool] = []
 
     def reset(module: Any, args: tuple[torch.Tensor, ...]) -> None:
