@@ -48,8 +48,8 @@ class ChunkDraw(Draw):
 
 
 def _in_chunks(action: Action, size: int) -> Action:
-    """The same call with that chunk size, and all its logits."""
-    if action.name == "without":
+    """The same call with that chunk size, and all its logits; drafts are looked up in one forward of the whole prompt."""
+    if action.name == "without" or "prompt_lookup" in action.ours:
         return _unread(action)
 
     def changed(lines: str) -> str:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_paged_cache import UnsupportedModelError
-from hf_paged_cache.integration.opening import Opening
+from hf_paged_cache.integration.finding import Finding
 from tests.differential.__main__ import draw, play_drawn
 from tests.differential.comparing import DifferenceError, compare
 from tests.differential.kinds import build
@@ -55,8 +55,8 @@ def test_random_calls_in_chunks_give_the_same_bits(kind: str) -> None:
 
 
 def test_hits_inside_a_chunk_are_seen_in_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = Opening._known_together
-    monkeypatch.setattr(Opening, "_known_together", lambda self, *given: known(self, *given[:5], 1))
+    together = Finding.together
+    monkeypatch.setattr(Finding, "together", lambda self, *given: together(self, *given[:5], 1))
     assert any(play_drawn("bits:llama", seed).failure for seed in range(SEED, SEED + 20))
 
 

@@ -47,7 +47,7 @@ def read(
 
 def reader(config: Any = None, **options: Any) -> ArgumentReader:
     options = {"takes_positions": True, "takes_logits_to_keep": True, **options}
-    options = {"changes_with": lambda name: False, "defaults": {}, **options}
+    options = {"defaults": {}, **options}
     return ArgumentReader(SimpleNamespace() if config is None else config, lambda: "sdpa", **options)
 
 
@@ -220,30 +220,18 @@ def test_a_row_that_begins_anew_on_a_cache_that_holds_it_is_refused() -> None:
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
 @pytest.mark.parametrize("value", [True, 1, [0, 1]])
 @pytest.mark.parametrize("where", ["argument", "config"])
-def test_outputs_that_cover_all_tokens_need_all_columns(name: str, value: Any, where: str) -> None:
-    arguments = {"input_ids": IDS, "logits_to_keep": 1}
-    given = read({**arguments, name: value}) if where == "argument" else read(arguments, by_default=[name])
-    assert given.keep_columns == f"{name} was asked for, which covers all tokens"
-    assert given.bypass is None
-    assert not given.may_alias
-
-
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
-def test_an_output_that_changes_keys_is_an_obstacle_in_a_prompt_and_in_a_step(name: str) -> None:
-    def changes_with(asked: str) -> bool:
-        return asked == name
-
-    for value, why in ((True, f"keys and values of this model depend on {name}"), (False, None), (None, None)):
-        given = read({"input_ids": IDS, name: value}, changes_with=changes_with)
-        assert given.bypass == why
-        arguments, rows = step(**{name: value}, attention_mask=None), running((0, 6), (0, 6))
-        assert read({**arguments, "position_ids": None}, rows, changes_with=changes_with).bypass == why
+def test_outputs_besides_logits_are_an_obstacle_in_a_prompt_and_in_a_step(name: str, value: Any, where: str) -> None:
+    by_default, asked = ([name], {}) if where == "config" else ([], {name: value})
+    why = f"{name} was asked for"
+    assert read({"input_ids": IDS, "logits_to_keep": 1, **asked}, by_default=by_default).bypass == why
+    arguments = {**step(**asked, attention_mask=None), "position_ids": None}
+    assert read(arguments, running((0, 6), (0, 6)), by_default=by_default).bypass == why
 
 
 def test_an_output_that_the_config_asks_for_and_the_call_does_not_is_not_given() -> None:
     arguments = {"input_ids": IDS, "logits_to_keep": 1, "output_hidden_states": False}
     given = read(arguments, by_default=["output_hidden_states"])
-    assert given.keep_columns is None
+    assert (given.bypass, given.keep_columns) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +316,6 @@ def step(**changes: Any) -> dict[str, Any]:
     [
         {},
         {"logits_to_keep": None},
-        {"output_hidden_states": True},
         {"mm_encoder_outputs": {}},
         {"use_cache": True, "past_key_values": object()},
     ],
@@ -434,15 +421,6 @@ def test_positions_that_started_elsewhere_go_on_from_there_in_a_step() -> None:
     assert given.bypass == "positions do not continue where the row stopped"
     given = read(arguments, running((0, 6), (0, 6), first_position=10))
     assert (first_positions(given), given.bypass) == ([10, 10], None)
-
-
-def test_all_columns_are_needed_in_a_step_too_where_outputs_cover_them() -> None:
-    given = read(step(output_hidden_states=True), ROWS, in_generate=True)
-    assert (given.num_logits_needed, given.keep_columns) == (
-        1,
-        "output_hidden_states was asked for, which covers all tokens",
-    )
-    assert not given.may_alias
 
 
 # Back to arguments

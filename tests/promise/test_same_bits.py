@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call.request import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
-from hf_paged_cache.integration.opening import Opening
+from hf_paged_cache.integration.finding import Finding
 from tests.differential.kinds import build
 
 from ..internals import always_worth_it, reused_of_chunks
@@ -185,8 +185,8 @@ def test_a_chunk_size_that_is_none_is_refused() -> None:
 
 def anywhere(patch: pytest.MonkeyPatch) -> None:
     """Hits end at any token."""
-    known = Opening._known_together
-    patch.setattr(Opening, "_known_together", lambda self, *given: known(self, *given[:5], 1))
+    together = Finding.together
+    patch.setattr(Finding, "together", lambda self, *given: together(self, *given[:5], 1))
 
 
 def any_shape(patch: pytest.MonkeyPatch) -> None:
