@@ -131,7 +131,11 @@ class PagedPrefixCache(Cache):
             if resumed is None:
                 require_continues(given, 0)
                 raise AssertionError("only new tokens follow some")
-            self._calls.resume(given, resumed)
+            try:
+                self._calls.resume(given, resumed)
+            except PagedCacheError:
+                self._current.put(resumed)
+                raise
             resumed.handle, resumed.is_behind_handle = ref(self), False
             return resumed
         self._follow_model()

@@ -243,8 +243,8 @@ class _Users:
             reference = self.model(ids).logits[:, -1]
             try:
                 for number, part in enumerate(parts):
-                    if number and self.alone.random() < 0.02:
-                        cache.reset()
+                    if number and self.together.random() < 0.04 and self.together.randrange(2) == dist.get_rank():
+                        cache.reset()  # on one: where both drop their rows, both begin another prompt
                     logits: list[torch.Tensor] = []
                     with Forwards(self.model) as shapes:
                         refused = kind_of_refusal(

@@ -151,7 +151,12 @@ class Calls:
         return rows
 
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
-        """A `generate` of new tokens alone goes on with rows."""
+        """A `generate` of new tokens alone goes on with rows.
+
+        Raises:
+            PagedCacheError: another rank has refused it; nothing has changed.
+        """
+        self._ranks.settle_resumption(rows.get_seq_length(), given.num_given)
         rows.in_generate = rows.reads_next = True
         before, rows.state = rows.state, self._state_of(given)
         if before is not None:

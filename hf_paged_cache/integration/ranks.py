@@ -149,6 +149,16 @@ class Ranks:
         self.is_settled = True
         return least
 
+    def settle_resumption(self, num_columns: int, num_new: int) -> None:
+        """Settle that a `generate` goes on with rows of so many columns.
+
+        Raises:
+            PagedCacheError: a rank has refused it, or goes on otherwise.
+        """
+        if self.are_several:
+            self.agree("a generate that goes on", {"the columns of its rows": num_columns, "new columns": num_new})
+            self.is_settled = True
+
     def tell_refusal(self, error: BaseException, *, always: bool = False) -> None:
         """This rank raises before its forward has been settled: the others are told, and raise, too.
 

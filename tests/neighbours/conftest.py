@@ -37,7 +37,7 @@ def model() -> PreTrainedModel:
 
 @pytest.fixture
 def cache(model: PreTrainedModel) -> PagedPrefixCache:
-    return PagedPrefixCache(model)
+    return PagedPrefixCache(model, trust_hooks=True)  # those of a recorder
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def trained(
         parameter.requires_grad_(only in name)
     config = GRPOConfig(**tiny_training.settings(folder, num_generations=4, max_completion_length=6, **settings))
     trainer = GRPOTrainer(model=model, args=config, peft_config=peft_config, **data(tokenizer))
-    cache = PagedPrefixCache(trainer.model) if use_cache else None
+    cache = PagedPrefixCache(trainer.model, trust_hooks=True) if use_cache else None
     recorder = Recorder(model)
     with nullcontext() if cache is None else cache:
         trainer.train()
