@@ -269,6 +269,7 @@ class PagedPrefixCache(Cache):
         """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
         if self._rows is None:
             self._records_past = True
+            super().activate_past_recording()  # type: ignore[no-untyped-call]
         else:
             self._rows.activate_past_recording()
 

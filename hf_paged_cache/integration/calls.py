@@ -322,7 +322,7 @@ class Calls:
             rows.trust_end = min(
                 rows.trust_end, rows.n - rows.num_new
             )  # computed with other frequencies than what is before
-        if self._has_deltas and rows.num_forwards == 1:
+        if self._has_deltas and rows.num_forwards == 1 and rows.why_bypassed is None:
             state.deltas = RopeDeltas(self.model)
             state.deltas.note()
         if rows.copies is not None:

@@ -184,7 +184,7 @@ class Rows(RowsColumns):
             self._heed()
         if self.is_running and self.thread != threading.get_ident():
             self.calls.require_not_running(self)
-        if self.is_running and not self.num_forwards:
+        if not self.num_forwards:
             self.roll_back()
         if not self.is_open:
             arguments = self.calls.open(self, arguments)
@@ -232,7 +232,6 @@ class Rows(RowsColumns):
                 if layer.is_own and not self.has_own:
                     self.has_own = True
             self.n, self.is_running = n, False
-            self.num_forwards += 1
             if self.states is not None:
                 self.states.end_forward([prompt.pad for prompt in self.prompts], n)
             if self.has_own or self.windows is not None:
@@ -240,6 +239,7 @@ class Rows(RowsColumns):
             else:
                 self._versions = tuple(map(_VERSION, self._tensors))
         self._lengths = None
+        self.num_forwards += 1
         if self.must_confirm and self.state is not None:
             output = self.calls.confirm(self, output)
         return output
@@ -277,14 +277,14 @@ class Rows(RowsColumns):
 
     def roll_back(self) -> None:
         """Take back a forward that died; after the first one the rows begin again."""
-        if self._lengths is not None:
+        if not self.num_forwards and (self.is_running or self._lengths is not None):
+            self.reset()
+        elif self._lengths is not None:
             self.lacks_windows = bool(self.kinds.num_states or self.kinds.sights)
             lengths, self._lengths = self._lengths, None
             for layer, num in zip(self.layers, lengths, strict=False):
                 if has_keys(layer) and layer.get_seq_length() > num:
                     layer.keys, layer.values = layer.keys[..., :num, :], layer.values[..., :num, :]
-        elif self.is_running and not self.num_forwards:
-            self.reset()
         elif self.is_running:
             self.is_running = False
             for layer in self.layers:
@@ -552,8 +552,8 @@ class Rows(RowsColumns):
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Each layer's keys and values, and its window, if any, as of a `DynamicCache`."""
         for layer in self.layers:
-            window = torch.tensor(layer.sliding_window, device="cpu") if layer.is_sliding else None
-            yield layer.keys, layer.values, window
+            window = torch.tensor(layer.sliding_window, device="cpu") if getattr(layer, "is_sliding", False) else None
+            yield getattr(layer, "keys", None), getattr(layer, "values", None), window
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
