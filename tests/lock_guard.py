@@ -16,7 +16,6 @@ from typing import Any
 
 import hf_paged_cache
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
-from hf_paged_cache.call.counters import PromptCounters
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.kv.block_pool import BlockPool, GroupTensors
 from hf_paged_cache.prefix_store import PrefixStore
@@ -53,7 +52,6 @@ EXEMPT: dict[type, dict[str, str]] = {
         "measure_for": "takes the lock, but for the forward that it runs",
         "read_budget": "takes the lock, but for the time in which it reads files",
     },
-    PromptCounters: dict.fromkeys(("add_call", "_record"), "a defect: score and prefill count without the lock"),
 }
 # Read and written only under the lock: what is looked through, or counted up.
 GUARDED_ATTRIBUTES = ("currents", "sharing", "_num_resets")

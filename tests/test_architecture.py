@@ -209,11 +209,6 @@ def test_the_designs_drawing_has_every_module_in_its_folder() -> None:
     assert {name: in_drawing[name] for name in folders} == modules_of
 
 
-def test_every_folder_of_the_package_has_one_of_tests() -> None:
-    folders = {unit(module) for module in FILES if "." in module}
-    assert not [folder for folder in folders if not list((ROOT / "tests" / folder).glob("test_*.py"))]
-
-
 def run_python(code: str) -> None:
     """Run `code` in a fresh interpreter that finds the same package as this test: the installed one, if that is what is tested."""
     done = subprocess.run(

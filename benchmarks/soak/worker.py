@@ -232,8 +232,9 @@ class Worker:
             self._generate(rng, held, brings_cache=False)
 
     def short_lived_store(self, rng: random.Random) -> None:
-        """Another store of the same model, with other sizes, for a few calls."""
-        store = PrefixStore(self.world.model, block_size=rng.choice([1, 2, 3, 8, 16]), num_blocks=rng.choice([60, 200]))
+        """Another store of the same model, with other sizes, for a few calls; without trust in the hooks of faults they are bypassed."""
+        sizes = {"block_size": rng.choice([1, 2, 3, 8, 16]), "num_blocks": rng.choice([60, 200])}
+        store = PrefixStore(self.world.model, **sizes, trust_hooks=rng.random() < 0.7)
         held = Held(self._build(rng, store))
         for _ in range(3):
             self._generate(rng, held)

@@ -112,7 +112,7 @@ class World:
         ]
         self.plan.watch(self.model)
         self.num_blocks = rng.choice([60, 120, 250])
-        self.store = PrefixStore(self.model, block_size=BLOCK_SIZE, num_blocks=self.num_blocks)
+        self.store = PrefixStore(self.model, block_size=BLOCK_SIZE, num_blocks=self.num_blocks, trust_hooks=True)
         self.pictures = PrefixStore(tiny(PICTURES)[0], block_size=2 * BLOCK_SIZE, num_blocks=60)
         self.prompts = self._tree(rng)
         self.common = [PagedPrefixCache(self.store), PagedPrefixCache(self.store)]  # of all workers

@@ -79,9 +79,10 @@ def prefill(
         by_length=cache.store.conditioning.rope.depends_on_length,
         looks=not cache._ranks.are_several,
     )
-    done, rows, peak_kv_bytes = prefill.run(prompts)
+    done, rows = prefill.run(prompts)
     if done.num_computed:
-        cache._counters.add_call("prefill", rows, peak_kv_bytes)
+        with cache.store.blocks.lock:
+            cache._counters.add_call("prefill", rows, prefill.peak_kv_bytes, bypassed=prefill.is_bypassed)
     return done
 
 

@@ -155,7 +155,8 @@ def score(
     for number, tokens in enumerate(wanted):
         with rope.put_back():
             scorer.run_chunks(number, prompt, tokens, prefill_chunk_size)
-    cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes)
+    with cache.store.blocks.lock:
+        cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes, bypassed=scorer.is_bypassed)
     return scorer.scores()
 
 
@@ -243,7 +244,8 @@ def score_contexts(
             branch = side.fork(running, of_stems)
             scorer.run(branch, tails, readings, of_stems, num_logits=max(map(len, rows)))
             side.close(branch)
-    cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes)
+    with cache.store.blocks.lock:
+        cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes, bypassed=scorer.is_bypassed)
     scores = iter(scorer.scores())
     return [[next(scores) for _ in of_one] for of_one in lengths]
 
@@ -367,7 +369,7 @@ class _Scorer:
     def __init__(self, side: SideRows, num_tokens: Sequence[int], dtype: torch.dtype | None) -> None:
         self._side, self._dtype = side, dtype
         self.counts = [RowCount(number, stopped="") for number in num_tokens]  # of each continuation, with the context
-        self.peak_kv_bytes = 0
+        self.peak_kv_bytes, self.is_bypassed = 0, False
         self._found: dict[tuple[int, bytes], int] = {}  # context and root -> most tokens that their first forward found
         self._log_probs: list[list[float]] = [[] for _ in num_tokens]
         self._is_greedy = [True] * len(num_tokens)
@@ -385,7 +387,7 @@ class _Scorer:
         num_logits: int,
     ) -> None:
         """Run tokens after what rows hold, each of one of the contexts, and read the logits of the last columns."""
-        begins, held = not rows.is_open, [max(0, rows.n - row.pad) for row in inputs]
+        begins, held = not rows.is_open, [max(0, rows.num_columns - row.pad) for row in inputs]
         logits = self._side.run(rows, inputs, num_logits=num_logits)
         counts = rows.state.counts if begins else [RowCount(computed_tokens=len(row.token_ids)) for row in inputs]
         if begins:
@@ -415,7 +417,7 @@ class _Scorer:
         counts: Sequence[RowCount],
         held: Sequence[int],
     ) -> None:
-        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
+        self._note(rows)
         self._read(logits, readings)
         members: list[dict[int, None]] = [{} for _ in inputs]
         for read in readings:
@@ -423,10 +425,15 @@ class _Scorer:
         for count, row, of_row, num_held in zip(counts, inputs, members, held, strict=True):
             self._count(count, num_held, len(row.token_ids), [*of_row])
 
+    def _note(self, rows: Rows) -> None:
+        """Rows have run."""
+        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
+        self.is_bypassed = self.is_bypassed or rows.why_bypassed is not None
+
     def run_chunks(self, number: int, prompt: Tokens, tokens: Tokens, size: int) -> None:
         """Run one continuation after its context, in chunks from the context's start, and read its logits."""
         logits, rows = self._side.run_chunks(row_of(prompt + tokens[:-1]), size, len(tokens))
-        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
+        self._note(rows)
         self._read(logits, [Reading(0, column, number, token) for column, token in enumerate(tokens)])
         (self.counts[number],) = rows.state.counts
 

@@ -24,8 +24,10 @@ class PromptCounters:
         self._state: CallState | None = None  # of the last call, where it ran on rows of this cache
         self._peak = 0  # of the last call, where it did not
 
-    def add_call(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int) -> None:
+    def add_call(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int, *, bypassed: bool) -> None:
         """Count a call that ran elsewhere; it is the last one from here on."""
+        if bypassed:
+            self.note_bypass()
         self._record(rows, [row.stopped for row in rows], num_calls=1)
         self._last, self._state, self._peak = (kind, [*rows]), None, peak_kv_bytes
 

@@ -64,13 +64,13 @@ class Prefill:
         self._chunk_size = -(-chunk_size // blocks.states.align) * blocks.states.align
         self._by_length = by_length
         self._looks = looks
-        self._peak_kv_bytes = 0
+        self.peak_kv_bytes, self.is_bypassed = 0, False
 
-    def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowCount], int]:
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowCount]]:
         """Compute what is not known of the prompts.
 
         Returns:
-            what was done; what each prompt cost; and the most bytes of keys and values that one took.
+            what was done; and what each prompt cost.
 
         Raises:
             OutOfBlocksError: they do not fit; nothing was computed, but where another call has taken their blocks
@@ -86,7 +86,7 @@ class Prefill:
         ran = [self._run(prompt) for prompt in prompts]
         rows = [_count(did, number) for did, number in zip(ran, num_found, strict=True)]
         done = Prefilled(*map(sum, zip(*ran, strict=True))) if ran else Prefilled(0, 0, 0)
-        return done, rows, self._peak_kv_bytes
+        return done, rows
 
     def _run(self, prompt: Prompt) -> Prefilled:
         num_tokens = len(prompt.token_ids)
@@ -107,7 +107,8 @@ class Prefill:
             stops, (_, rows) = [num_tokens], self._side.generate(prompt.inputs)
         (count,) = rows.state.counts
         num_computed = count.computed_tokens + stops[-1] - stops[0]
-        self._peak_kv_bytes = max(self._peak_kv_bytes, rows.state.peak_kv_bytes)
+        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
+        self.is_bypassed = self.is_bypassed or rows.why_bypassed is not None
         with self._blocks.lock, self._blocks.new_table(prompt.root, prompt.salt) as table:
             num_kept = table.match_prefix(prompt.token_ids[:end]).num_matched_tokens
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)

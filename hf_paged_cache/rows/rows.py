@@ -153,6 +153,7 @@ class Rows(RowsColumns):
         self.why_not_captured = ""
         self.thread = threading.get_ident()
         self.num_new = 0
+        self._num_bypassed = 0
         self._lengths: list[int] | None = None  # columns of layers before a bypassed forward that has not returned
 
     # What `generate` tells that is passed rows which a call has returned.
@@ -201,6 +202,8 @@ class Rows(RowsColumns):
             if self.lacks_windows:
                 self._require_not_lost()
             self._lengths = [layer.get_seq_length() if has_keys(layer) else 0 for layer in self.layers]
+            ids = arguments.get("input_ids")
+            self.num_new = 0 if ids is None else ids.shape[1]
             return arguments
         if self.prompt_end and self.n >= self.prompt_end:
             self.calls.keeping.keep_prompt(self)
@@ -238,6 +241,8 @@ class Rows(RowsColumns):
                 self.note_writes()
             else:
                 self._versions = tuple(map(_VERSION, self._tensors))
+        else:
+            self._num_bypassed += self.num_new
         self._lengths = None
         self.num_forwards += 1
         if self.must_confirm and self.state is not None:
@@ -331,7 +336,7 @@ class Rows(RowsColumns):
             if has_keys(layer) and layer.is_initialized:
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
                 layer.put_into(layers[number])
-        self.why_bypassed, self.memory, self.is_open = why, [], True
+        self.why_bypassed, self.memory, self.is_open, self._num_bypassed = why, [], True, self.n
         if self.states is not None:
             carry = {at: layers[at] for at in self.kinds.num_states}
             LiveStates(carry).put(self.states.live.read())
@@ -345,6 +350,11 @@ class Rows(RowsColumns):
             self.judged = max(self.judged, stop)
         else:
             self.trust_end = min(self.trust_end, self.judged)
+
+    @property
+    def num_columns(self) -> int:
+        """Columns whose tokens have run, also of a bypassed call, where layers may carry nothing but states."""
+        return self.n if self.why_bypassed is None else self._num_bypassed
 
     @property
     def is_suspect(self) -> bool:
@@ -489,6 +499,7 @@ class Rows(RowsColumns):
                 f"cannot take back {-tokens_to_remove} tokens: layers with a window have given up what the tokens before them saw; "
                 "reset() the rows, or pass the whole prompt to generate again"
             )
+        self._num_bypassed = max(0, self._num_bypassed + int(tokens_to_remove))
         if self.shared is not None and self.n + tokens_to_remove < max(self.shared.plan.ends):
             self.make_dense()
         if self.states is not None:
@@ -659,6 +670,7 @@ _COPIED = (
         "is_open",
         "in_generate",
         "why_bypassed",
+        "_num_bypassed",
         "num_forwards",
         "records_drafts",
         "may_be_lazy",

@@ -66,6 +66,18 @@ def test_scores_are_those_of_plain_forwards_and_reuse(name: str, batch_size: int
         assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS, batch_size=batch_size))
 
 
+@pytest.mark.parametrize("name", [*MODELS, "lfm2"])
+@pytest.mark.parametrize("batch_size", [None, 1])
+def test_under_a_hook_of_others_scores_are_right_and_nothing_is_reused(name: str, batch_size: int | None) -> None:
+    model = build(name)
+    model.register_forward_pre_hook(lambda *_: None)
+    cache = PagedPrefixCache(model)
+    for _ in range(2):
+        assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS, batch_size=batch_size))
+        assert cache.last_call.reused_tokens == 0
+    assert cache.stats().num_bypassed_calls == 2
+
+
 def test_a_model_that_cannot_leave_out_logits_is_scored_and_reuses() -> None:
     model = without_logits_to_keep(build("llama"))
     cache = PagedPrefixCache(model)

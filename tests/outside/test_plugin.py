@@ -13,7 +13,7 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+from hf_paged_cache import CacheArgumentError
 from hf_paged_cache.rows.layers import RowsLayer
 
 from ..internals import zero_blocks

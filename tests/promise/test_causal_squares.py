@@ -103,7 +103,7 @@ def test_rows_with_padding_are_no_square(served: list[bool]) -> None:
 
 def test_a_mask_that_is_written_between_layers_is_looked_at_again(served: list[bool]) -> None:
     model = build("llama")
-    ours, theirs, outputs = PagedPrefixCache(model), DynamicCache(config=model.config), []
+    ours, theirs, outputs = PagedPrefixCache(model, trust_hooks=True), DynamicCache(config=model.config), []
 
     def hide(module: Any, args: Any, given: dict[str, Any]) -> None:
         mask = given["attention_mask"]

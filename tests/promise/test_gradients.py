@@ -146,7 +146,7 @@ def test_a_known_prompt_gives_the_gradients_of_an_unknown_one(trained: str) -> N
         parameter.requires_grad_(trained == "all" or (trained == "queries" and "q_proj" in name))
     if trained == "a hook's tensor":
         model.model.layers[0].register_forward_hook(lambda module, args, output: output + steering)
-    cache = PagedPrefixCache(model)
+    cache = PagedPrefixCache(model, trust_hooks=True)
 
     def script(cache: Any) -> torch.Tensor:
         logits: torch.Tensor = model(IDS, past_key_values=cache, logits_to_keep=1).logits

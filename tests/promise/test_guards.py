@@ -146,10 +146,8 @@ def test_of_a_call_that_fails_all_that_ran_is_stored(pads: tuple[int, ...]) -> N
 
 
 @pytest.mark.parametrize("where", ["before its forward", "in its forward", "after its forward"])
-def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(
-    where: str, model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    armed = False
+def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(where: str, model: PreTrainedModel) -> None:
+    cache, armed = PagedPrefixCache(model, trust_hooks=True), False
 
     def fail(*_: Any) -> None:
         if armed:

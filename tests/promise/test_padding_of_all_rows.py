@@ -152,11 +152,12 @@ def test_a_layer_that_a_model_skips_while_the_cache_has_none_of_it_stays_skipped
     monkeypatch.setattr(support, "TESTED_VERSION", "5.0.0")  # so the model is tried, and what writes is seen
     model = build("llama")
     model.model.layers[1].__class__ = _SkippedWhileEmpty
-    cache = PagedPrefixCache(model, block_size=4)
+    options: dict[str, Any] = {"block_size": 4, "trust_hooks": True}
+    cache = PagedPrefixCache(model, **options)
     if is_loaded:
         run(model, cache, **padded(PROMPTS["one row"]))
         cache.store.save(tmp_path)
-        cache = PagedPrefixCache(model, block_size=4)
+        cache = PagedPrefixCache(model, **options)
         cache.store.load(tmp_path)
     for is_known, rows in ((is_loaded, "one row"), (True, "two rows")):
         given = padded(PROMPTS[rows])
