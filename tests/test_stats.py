@@ -172,7 +172,7 @@ def test_the_hit_rate_is_the_share_reused_and_zero_of_nothing(
     prompt: int, computed: int, reused: int, rate: float
 ) -> None:
     counters = PromptCounters()
-    counters.add_call("score", [RowCount(prompt, computed, reused)], peak_kv_bytes=0)
+    counters.add_call("score", [RowCount(prompt, computed, reused)], peak_kv_bytes=0, bypassed=False)
     assert counters.last_call().hit_rate == counters.totals.metrics.hit_rate == rate
 
 

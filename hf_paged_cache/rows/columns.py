@@ -76,6 +76,7 @@ class RowsColumns(Cache):
         memory: of streams that lie together, of layers without a window.
         windows: the columns of the others; None: there are none.
         states: what layers carry beside columns, or in place of them; None: none does.
+        first: the first layer with columns; None: there is none.
         has_own: some layers have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
         is_running: a forward has begun and not returned.
@@ -86,6 +87,7 @@ class RowsColumns(Cache):
     """
 
     layers: list[Any]
+    first: Any
 
     def __init__(self, kinds: LayerKinds, looks: Looks) -> None:
         self._itself, self.kinds = ref(self), kinds
@@ -114,12 +116,8 @@ class RowsColumns(Cache):
         self.layers[:] = layers = kinds.make(itself)
         self.windows = WindowColumns(layers) if kinds.sights else None
         self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
+        self.first = next(filter(_has_columns, layers), None)
         self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
-
-    @property
-    def first(self) -> Any:
-        """The first layer with columns; None: there is none."""
-        return self.layers[0] if self.states is None and self.layers else next(filter(_has_columns, self.layers), None)
 
     @property
     def is_exact(self) -> bool:
@@ -301,4 +299,7 @@ def _has_columns(layer: Any) -> bool:
 
 def another_layer(layers: list[Any], owner: "ref[RowsColumns]") -> RowsLayer:
     """A layer more than the model's config names."""
-    return RowsLayer(len(layers), owner)
+    layer, rows = RowsLayer(len(layers), owner), owner()
+    if rows is not None and rows.first is None:
+        rows.first = layer
+    return layer

@@ -181,7 +181,8 @@ class Rows(RowsColumns):
         """A forward begins; returns what it is to run with."""
         if model is not self.calls.model:
             self.calls.refuse(model)
-        if self.why_bypassed is None and self.is_edited_or_ahead:
+        first = self.first
+        if self.why_bypassed is None and (self._given or (first is not None and first.n != self.n)):
             self._heed()
         if self.is_running and self.thread != threading.get_ident():
             self.calls.require_not_running(self)
@@ -579,7 +580,8 @@ class Rows(RowsColumns):
         """Columns of the rows, padding included."""
         if self.why_bypassed is not None:
             return int(super().get_seq_length(layer_idx))
-        if self.is_edited_or_ahead:
+        first = self.first
+        if self._given or (first is not None and first.n != self.n):  # as is_edited_or_ahead: each step asks
             self._heed()
         if layer_idx < 0:
             layer_idx += len(self.layers)

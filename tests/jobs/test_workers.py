@@ -68,7 +68,7 @@ def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: st
     alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions
     out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
     result = generate_all_on_ray(
-        partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB"
+        partial(load, model_folder, str(deadly)), PROMPTS, num_workers=2, out=out, max_new_tokens=4, batch_size=2, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB", trust_hooks=True
     )  # fmt: skip
     assert deadly.read_bytes()  # one was killed
     rows = [json.loads(line) for line in out.read_text("utf-8").splitlines()]

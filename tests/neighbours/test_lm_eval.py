@@ -81,12 +81,17 @@ def evaluate(lm: HFLM, folder: Path, settings: dict[str, Any]) -> tuple[dict[str
 
 @pytest.mark.parametrize(("way", "batch_size"), [("with cache", 1), ("PagedHFLM", 2)])
 def test_a_few_shot_generation_task(
-    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path, way: str, batch_size: int
+    model: PreTrainedModel,
+    cache: PagedPrefixCache,
+    recorder: Recorder,
+    tiny_tokenizer: Any,
+    tmp_path: Path,
+    way: str,
+    batch_size: int,
 ) -> None:
     lm = HFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
     ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size)
-    cache = ours.cache
-    recorder = Recorder(model)
+    ours.cache = cache  # trusts the recorder's hooks
     (wanted, answers), steps = recorder.during(evaluate, lm, tmp_path, ASKED)
     assert len({str(answer) for answer in answers}) > 1
     assert "exact_match,none" in wanted
@@ -119,8 +124,10 @@ def test_a_generation_task_is_scored_right_where_the_model_is(
             said[ANIMALS.index(doc["what"]) - NUM_SHOTS] if doc["what"] in ANIMALS[NUM_SHOTS + 1 :] else doc["answer"]
         ),
     }
-    scores, _ = evaluate(PagedHFLM(model, tokenizer=tiny_tokenizer), tmp_path / "after", targets)
+    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
+    scores, _ = evaluate(ours, tmp_path / "after", targets)
     assert scores["exact_match,none"] == pytest.approx(2 / 3)
+    assert ours.cache.stats().hit_rate > 0.2
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -187,7 +194,7 @@ def test_the_harness_s_own_multiple_choice_does_not_use_the_cache_of_a_block(
     assert cache.stats().prompt_tokens == 0
 
 
-def test_batch_size_auto_and_requests_that_do_not_fit(
+def test_batch_size_auto_and_contexts_longer_than_the_pool(
     model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
 ) -> None:
     wanted = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path, CHOSEN)
@@ -196,10 +203,12 @@ def test_batch_size_auto_and_requests_that_do_not_fit(
     assert scores == wanted[0]
     assert same_log_probabilities(wanted[1], given)
     assert ours.cache.stats().num_calls == 1  # all contexts in a batch
-    for num_blocks in (3, 40):  # not one context, and one at a time
+    for num_blocks in (3, 40):  # less than a context, and less than two: one at a time
         ours.cache = PagedPrefixCache(model, num_blocks=num_blocks)
         assert same_log_probabilities(wanted[1], evaluate(ours, tmp_path, CHOSEN)[1])
-        assert (ours.cache.stats().num_calls > 0) == (num_blocks == 40)
+        stats = ours.cache.stats()
+        assert stats.num_calls == len(ANIMALS) - NUM_SHOTS
+        assert stats.computed_tokens < 0.25 * stats.prompt_tokens  # its continuations share each context all the same
 
 
 def test_the_harness_s_own_store_of_answers_is_filled(
@@ -240,6 +249,7 @@ def test_a_task_with_images_computes_each_image_once(tmp_path: Path, batch_size:
         for kind in (HFMultimodalLM, PagedHFMultimodalLM)
     )
     recorders = [Recorder(each.model) for each in (theirs, ours)]
+    ours.cache = PagedPrefixCache(ours.model, trust_hooks=True)  # the recorder's
     wanted, steps = recorders[0].during(evaluate, theirs, tmp_path, SEEN)
     assert len({str(answer) for answer in wanted[1]}) > 1
     num_images = len(ANIMALS) - NUM_SHOTS

@@ -240,7 +240,7 @@ def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(monkeypatc
         mark_computed(allocator, *given)
 
     def calls(salt: str | None) -> list[Any]:
-        store = PrefixStore(MODEL, block_size=BLOCK_SIZE, num_blocks=200)
+        store = PrefixStore(MODEL, block_size=BLOCK_SIZE, num_blocks=200, trust_hooks=True)
         cache = PagedPrefixCache(store, cache_salt=salt)
         seen: list[Any] = []
         shapes: list[Any] = []  # of all forwards, those of shared prefixes and of `verify` too

@@ -273,12 +273,6 @@ class Driver:
             self.store.forget(salt)
             self.known = {name: None for name in self.known if name.namespace != salt}
 
-    def forget_some(self) -> None:
-        if self.rng.random() < 0.1 and self.known:
-            name = self.rng.choice([*self.known])
-            self.store.forget_blocks([name.block_hash], name.namespace)
-            del self.known[name]
-
     def reset(self) -> None:
         if self.rng.random() < 0.03:
             for row in self.rows:
@@ -290,7 +284,7 @@ class Driver:
     def operate(self) -> None:
         often = [self.call] * 6 + [self.end, self.end, self.go_on, self.go_on]
         with self.store.lock:
-            self.rng.choice([*often, self.forget_salt, self.forget_some, self.reset])()
+            self.rng.choice([*often, self.forget_salt, self.reset])()
 
     # What must hold after each.
 
