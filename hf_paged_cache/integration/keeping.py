@@ -86,9 +86,7 @@ class Keeping:
         # between forwards code of the caller runs
         if rows.num_forwards <= 1 and state.was_alone and not self._conditioning.may_change_in_a_forward():
             return True
-        reads_devices = not self._store.pool.accelerators
-        digest = self._conditioning.digest(reads_devices=reads_devices)
-        return bool(digest == state.digest)
+        return bool(self._conditioning.digest() == state.digest)
 
     def _held_to_the_end(self, rows: Rows) -> bool:
         """The same at the end of a call, which may have run code of others between its forwards."""

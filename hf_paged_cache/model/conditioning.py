@@ -128,20 +128,16 @@ class Conditioning:
         self.foreign_code: str | None = None
         self._layer_of_others: str | None = None
         self._weights_of: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # digest -> the weights as they were
-        self._values = b""  # of samples of weights, and of frequencies, as they were read last
         # As of the last digest: hooks, replaced forwards, layers of others, or weights in files.
         self._runs_foreign_code = False
 
-    def digest(self, *, reads_devices: bool = True) -> bytes:
+    def digest(self) -> bytes:
         """What every row of a forward depends on now.
-
-        Args:
-            reads_devices: samples of weights, and frequencies, which waits for their devices; else they count as they were read last.
 
         Cost: passes over flat lists of modules and tensors, 0.5 to 1.2 ms for 290 weights on a CPU, as far as its caches have them; one wait for
         each accelerator. Where blocks are shared, the first one reads all weights.
         """
-        look = self._look(reads_devices=reads_devices)
+        look = self._look()
         self._weights_of[look.digest] = look.weights
         if len(self._weights_of) > _MOST_REMEMBERED:
             self._weights_of.popitem(last=False)
@@ -236,7 +232,7 @@ class Conditioning:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
 
-    def _look(self, *, reads_devices: bool = True) -> _Look:
+    def _look(self) -> _Look:
         """The model as it is, counted as in this process."""
         with self._lock:
             listing, changed = self._weights.listing()
@@ -259,10 +255,8 @@ class Conditioning:
         switches = [*map(adapter_state, adapters)], autocast
         state = repr((modules, numbers, switches, settings, self._num_suspicions)).encode()
         changes = array("q", [self._weights.num_steps, *listing.versions()])
-        if reads_devices:
-            self._values = listing.values(rope.static())
         files = listing.files_now() if listing.files else b""
-        weights = (listing.structure, self._values, files, changes.tobytes())
+        weights = (listing.structure, listing.values(rope.static()), files, changes.tobytes())
         return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches)
 
     def _follow(self, listing: Listing, processes: Any) -> None:

@@ -4,7 +4,7 @@ An evicted block's content is in the pool until the next write; what was evicted
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakMethod, ref
@@ -244,13 +244,6 @@ class LowerTiers:
         self.compute.settle()
         seconds = self.compute.rough_seconds
         return None if seconds is None else seconds / self._allocator.block_size
-
-    def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes) -> None:
-        """Nobody finds these contents any more."""
-        names = {Name(block_hash, namespace) for block_hash in block_hashes}
-        self._evicted = [each for each in self._evicted if each.name not in names]
-        for tier in self.tiers:
-            tier.forget(names)
 
     def forget_namespace(self, namespace: bytes) -> None:
         """Nobody finds any content of a namespace."""

@@ -104,6 +104,19 @@ def test_while_another_thread_lives_nobody_waits_for_a_prompts_forward_before_it
 
 
 @pytest.mark.parametrize("changes", [False, True])
+def test_weights_that_have_changed_unseen_in_a_prompts_forward_are_seen_when_it_is_complete(changes: bool) -> None:
+    model = model_on()
+    cache, weight = PagedPrefixCache(model, trust_hooks=True), model.model.layers[0].self_attn.k_proj.weight.data._data
+    to_do = [lambda: weight.mul_(-1)] if changes else []
+    model.model.layers[0].register_forward_pre_hook(lambda *_: to_do.pop()() if to_do else None)
+    model.generate(**prompt(), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    if changes:
+        weight.mul_(-1)
+    cache.reset()
+    assert cache.lookup(prompt()["input_ids"]).num_tokens == (0 if changes else 16)
+
+
+@pytest.mark.parametrize("changes", [False, True])
 def test_weights_that_have_changed_unseen_since_the_prompts_forward_are_seen_when_the_call_ends(changes: bool) -> None:
     """By their values on the device: nothing says it of what is written where torch does not count."""
     model, ended = model_on(), threading.Event()

@@ -229,7 +229,9 @@ def test_a_tenant_counts_its_own_blocks_and_calls_and_the_store_counts_all(store
     store.check()
 
 
-def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """However rows begin or resume: the same is computed and reused as without a salt."""
     strangers: list[int] = []
     make_forwards_cheap(monkeypatch)
@@ -247,6 +249,7 @@ def test_every_block_of_a_tenants_calls_is_its_own_and_is_found_again(monkeypatc
         handle = MODEL.model.register_forward_pre_hook(
             lambda _model, _args, given: shapes.append(given["input_ids"].shape), with_kwargs=True
         )
+        request.addfinalizer(handle.remove)  # others use the model, too
         holes = torch.ones(1, 41, dtype=torch.int64)
         holes[0, 20:22] = 0
         shared = row((7, 40))
