@@ -64,12 +64,13 @@ def test_a_paged_cache_counts_at_most(count: Count, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", ["wait", "transfer"])
 @pytest.mark.parametrize("how", ["1 row", "4 padded rows", "4 beams"])
-def test_a_step_that_completes_a_block_waits_once_more_and_sends_two_transfers_at_most(how: str, kind: str) -> None:
+def test_a_step_that_completes_a_block_waits_twice_more_and_sends_two_transfers_at_most(how: str, kind: str) -> None:
+    """For its token ids, and for a look at the weights."""
     count = next(count for count in COUNTS if count.what == f"{kind}s, decode step, {how}")
     counter = Counter(is_paged=True)
     count.paged(counter)
     worst = max(counter.steps, key=lambda log: len(log.of(kind)))
-    most = limit_of(count, torch.float32) + 1 if kind == "wait" else 2
+    most = limit_of(count, torch.float32) + 2 if kind == "wait" else 2
     assert len(worst.of(kind)) <= most, worst.lines(kind)
 
 
@@ -104,33 +105,24 @@ def test_while_another_thread_lives_nobody_waits_for_a_prompts_forward_before_it
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_weights_that_have_changed_unseen_in_a_prompts_forward_are_seen_when_it_is_complete(changes: bool) -> None:
-    model = model_on()
-    cache, weight = PagedPrefixCache(model, trust_hooks=True), model.model.layers[0].self_attn.k_proj.weight.data._data
-    to_do = [lambda: weight.mul_(-1)] if changes else []
-    model.model.layers[0].register_forward_pre_hook(lambda *_: to_do.pop()() if to_do else None)
-    model.generate(**prompt(), past_key_values=cache, max_new_tokens=4, do_sample=False)
-    if changes:
-        weight.mul_(-1)
-    cache.reset()
-    assert cache.lookup(prompt()["input_ids"]).num_tokens == (0 if changes else 16)
-
-
-@pytest.mark.parametrize("changes", [False, True])
-def test_weights_that_have_changed_unseen_since_the_prompts_forward_are_seen_when_the_call_ends(changes: bool) -> None:
+@pytest.mark.parametrize("num_new", [1, 4])
+def test_weights_that_have_changed_unseen_since_the_prompts_forward_are_seen_before_it_is_kept(
+    num_new: int, changes: bool
+) -> None:
     """By their values on the device: nothing says it of what is written where torch does not count."""
     model, ended = model_on(), threading.Event()
     cache, weight = PagedPrefixCache(model), model.model.layers[0].self_attn.k_proj.weight.data._data
 
     class Change(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if changes:
+            if changes and input_ids.shape[1] == prompt()["input_ids"].shape[1]:
                 weight.mul_(2)
             return scores
 
     thread = threading.Thread(target=ended.wait)
     thread.start()
-    model.generate(**prompt(), past_key_values=cache, max_new_tokens=1, do_sample=False, logits_processor=[Change()])
+    given = {"max_new_tokens": num_new, "do_sample": False, "logits_processor": [Change()]}
+    model.generate(**prompt(), past_key_values=cache, **given)
     ended.set()
     thread.join()
     if changes:
