@@ -22,10 +22,14 @@ from tqdm import tqdm
 from .ask.scoring import Tokens, may_score_together, score_contexts
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
+from .model.probing import measure_bytes_per_token
 from .programs.program import running_program
+from .store.memory_budget import free_bytes
+from .store_options import StoreOptions, require_not_gone, store_options
 
 logger = logging.getLogger("lm_eval")
 
+_OF_FREE_MEMORY = 4  # what rows and what a forward makes beside them leave to blocks
 _NUM_BATCHES = 8  # of generation, which the harness orders by length
 _NUM_ALIKE = 64  # tokens, or characters, that prompts with the same examples have in common at least
 _BEGIN_OTHERWISE = (
@@ -41,11 +45,11 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None;
 class PagedHFLM(HFLM):  # type: ignore[misc]
     """The harness's HF model on a prefix cache: what requests have in common is computed once.
 
-    Under `hf-paged-cache run` it is on the program's store of its model; else on one of its own, with the default memory. Batch
-    size "auto" means as many rows as `max_batch_size` and the memory of keys and values allow, without trying.
+    Under `hf-paged-cache run` it is on the program's store of its model; else on one of its own. Batch size "auto" means as many
+    rows as `max_batch_size` and the free memory allow, without trying.
 
     Args:
-        pretrained, options: as of `HFLM`. `backend="seq2seq"` is refused, and so are processes that share the weights of
+        pretrained, options: as of `HFLM`, and those of a `PrefixStore`, which `run` is given in its own place. `backend="seq2seq"` is refused, and so are processes that share the weights of
             one model and get requests of their own (FSDP): they would run different numbers of forwards.
 
     Raises:
@@ -54,6 +58,9 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
     """
 
     def __init__(self, pretrained: Any, **options: Any) -> None:
+        require_not_gone(options)
+        sizes: Any = {name: options.pop(name) for name in StoreOptions._fields if name in options}
+        store_options(**sizes)
         super().__init__(pretrained, **options)
         if self.backend != "causal":
             raise CacheArgumentError(
@@ -61,7 +68,11 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
             )
         program = running_program()
         cache = None if program is None else program.cache_of(self.model)
-        self.cache = PagedPrefixCache(self.model) if cache is None else cache
+        if cache is not None and sizes:
+            raise CacheArgumentError(
+                f"{', '.join(sizes)} cannot be given here: the store is that of hf-paged-cache run"
+            )
+        self.cache = PagedPrefixCache(self.model, **sizes) if cache is None else cache
         if self.world_size > 1 and self.cache.store.conditioning.rank_groups:
             raise CacheArgumentError(
                 "processes share this model's weights and get requests of their own, so each would run another number of "
@@ -119,11 +130,11 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         return int(self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """Rows of the longest prompt that the blocks hold, up to `max_batch_size`; nothing is tried."""
-        stats = self.cache.store.stats()
+        """Rows of the longest prompt whose keys and values a part of the free memory holds, up to `max_batch_size`; nothing is tried."""
+        num_bytes = self.max_length * measure_bytes_per_token(self.model)
         most: int = self.max_batch_size
-        if stats.num_blocks is not None:
-            most = min(most, (stats.num_blocks - 1) * self.cache.store.blocks.block_size // self.max_length)
+        if num_bytes:
+            most = min(most, int(free_bytes(self.device) // (_OF_FREE_MEMORY * num_bytes)))
         return max(1, most)
 
     def _advise(self, contexts: Sequence[str | Tokens]) -> None:

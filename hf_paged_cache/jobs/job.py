@@ -101,7 +101,7 @@ def generate_all(
     Prompts run in the order of their prefix tree, in batches of rows of about the same length. With greedy search each
     completion is that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a row, with any cache. Samples (`do_sample`, here or in the model's `generation_config`) are
     drawn a batch at a time: they follow from `seed` and the batch, so the same job has the same ones, interrupted or not, if
-    the pool has room for as many rows; a prompt alone has others. A batch for which there is no memory runs in halves.
+    there is memory for as many rows; a prompt alone has others. A batch for which there is no memory runs in halves.
 
     With `out`, each batch that is done is in a journal beside that file (`OUT.journal`) before the next one runs. The same
     call resumes where an earlier one was interrupted or killed: no prompt runs twice, and none is lost. When all are done the journal

@@ -195,7 +195,7 @@ def test_the_harness_s_own_multiple_choice_does_not_use_the_cache_of_a_block(
 
 
 def test_batch_size_auto_and_contexts_longer_than_the_pool(
-    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
+    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path, CHOSEN)
     ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size="auto")
@@ -203,12 +203,22 @@ def test_batch_size_auto_and_contexts_longer_than_the_pool(
     assert scores == wanted[0]
     assert same_log_probabilities(wanted[1], given)
     assert ours.cache.stats().num_calls == 1  # all contexts in a batch
-    for num_blocks in (3, 40):  # less than a context, and less than two: one at a time
-        ours.cache = PagedPrefixCache(model, num_blocks=num_blocks)
+    monkeypatch.setattr(
+        "hf_paged_cache.lm_eval.free_bytes", lambda device: 2**20
+    )  # less than of two rows: one at a time
+    for num_blocks in (3, 40):  # less than a context, and less than two
+        ours = PagedHFLM(model, tokenizer=tiny_tokenizer, batch_size="auto", num_blocks=num_blocks)
         assert same_log_probabilities(wanted[1], evaluate(ours, tmp_path, CHOSEN)[1])
         stats = ours.cache.stats()
-        assert stats.num_calls == len(ANIMALS) - NUM_SHOTS
+        assert (stats.num_blocks, stats.num_calls) == (num_blocks, len(ANIMALS) - NUM_SHOTS)
         assert stats.computed_tokens < 0.25 * stats.prompt_tokens  # its continuations share each context all the same
+
+
+def test_options_of_a_store_are_read_before_the_model_is() -> None:
+    with pytest.raises(CacheArgumentError, match="block_size is 0"):
+        PagedHFLM("no such folder", block_size=0)
+    with pytest.raises(TypeError, match="on_full is an option no more"):
+        PagedHFLM("no such folder", on_full="bypass")
 
 
 def test_the_harness_s_own_store_of_answers_is_filled(
