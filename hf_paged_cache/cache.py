@@ -106,7 +106,8 @@ class PagedPrefixCache(Cache):
             self._capturing.attach()
         self._num_looks = 0  # see `AskedCache`
         self.images_of_generate = store.image_inputs.of_generate
-        super().__init__(layers=list(cache_layers(store.model)))  # which hold nothing
+        self._without_rows = list(cache_layers(store.model))  # layers that hold nothing
+        super().__init__(layers=self._without_rows)
 
     # What the hooks ask.
 
@@ -203,7 +204,7 @@ class PagedPrefixCache(Cache):
         with self.store.blocks.lock:
             if rows is not self._rows:
                 self._rows = rows
-                self.layers = list(cache_layers(self.store.model)) if rows is None else rows.layers
+                self.layers = self._without_rows if rows is None else rows.layers
 
     def _follow_model(self) -> None:
         """Rows begin: in a wider dtype than the budget has counted with there can be fewer blocks, and layers may have other windows."""
@@ -296,7 +297,8 @@ class PagedPrefixCache(Cache):
     def reset(self) -> None:
         """Drop the rows, as transformers means it; full blocks stay in the prefix cache."""
         self._current.end()
-        self._records_past = False
+        self._records_past, self._without_rows = False, list(cache_layers(self.store.model))
+        self.layers = self._without_rows
 
     # What a user asks.
 

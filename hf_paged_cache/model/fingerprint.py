@@ -13,8 +13,8 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from itertools import count
-from operator import add, attrgetter, is_, itemgetter
+from itertools import compress, count, repeat
+from operator import add, attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -99,14 +99,16 @@ class _Structure(NamedTuple):
 
     def with_functions(self) -> list[int]:
         """Numbers of those that have hooks or replaced functions."""
-        return [
-            number
-            for number, each in enumerate(self.attributes)
-            if each["_forward_hooks"] or each["_forward_pre_hooks"] or not each.keys().isdisjoint(REPLACED)
-        ]
+        attributes, found = self.attributes, set[int]()
+        for hooks in _HOOKS:
+            found.update(compress(count(), map(hooks, attributes)))
+        for name in REPLACED:
+            found.update(compress(count(), map(contains, attributes, repeat(name))))
+        return sorted(found)
 
 
 _children = itemgetter("_modules")
+_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
 
 
 class Listing(NamedTuple):
