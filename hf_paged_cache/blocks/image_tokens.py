@@ -5,8 +5,8 @@ whatever compares or hashes tokens tells images apart by their content, in every
 
     ~(42 bits of the digest | kind, 2 bits | the model's id, 19 bits)
 
-Seven of them hold 294 bits, more than the digest's 256. So that each block with tokens of an image has as many before its end, tokens
-before an image in its first block are named with it where it has fewer there.
+Seven of them hold 294 bits, more than the digest's 256; four, 168. So that the first block with tokens of an image has seven before its
+end, or nothing else where a block has fewer tokens than that, tokens before the image in that block are named with it, if need be.
 """
 
 from array import array
@@ -20,6 +20,7 @@ NO_TOKEN = -1  # of an embedding that was passed without ids
 _FILLER = -2  # after an image, in place of other text; no image token is as small a number
 _MOST_IDS = 1 << 19
 _NAMED = 7  # image tokens that hold a digest
+_LEAST_NAMED = 4  # in blocks of fewer tokens: 168 bits of it, which nobody can make two images agree in
 _BYTES, _MASK = 6, (1 << 42) - 1
 _BEFORE, _BEGINS, _GOES_ON = 1, 2, 3  # kinds: of the text before an image, and of the image
 
@@ -32,13 +33,15 @@ def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_siz
         digest: 32 bytes, of all that shapes what the image fills, and where the text after it stands.
 
     Returns:
-        Whether it has a name; False, with nothing changed, where too few tokens of its first block come before its end, or ids are
-        too large.
+        Whether it has a name; False, with nothing changed, where too few tokens of its first block come before its end, blocks have
+        fewer than four, or ids are too large.
     """
     num_first = min(stop, (start // block_size + 1) * block_size) - start
-    lead = max(0, _NAMED - num_first)
-    if start % block_size < lead or not all(
-        _is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[start - lead : stop]
+    lead = max(0, min(_NAMED, block_size) - num_first)
+    if (
+        block_size < _LEAST_NAMED
+        or start % block_size < lead
+        or not all(_is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[start - lead : stop])
     ):
         return False
     before = tokens[start - lead : start]

@@ -42,6 +42,17 @@ def test_every_block_with_a_token_of_an_image_has_seven_of_it_before_its_end(bef
     assert not hold_images(row(before))
 
 
+@pytest.mark.parametrize("block_size", [4, 5, 6])
+@pytest.mark.parametrize("before", range(13))
+def test_a_small_block_with_the_first_tokens_of_an_image_has_no_others(block_size: int, before: int) -> None:
+    one, other = (named(digest, before, block_size=block_size) for digest in (ONE, OTHER))
+    start = before // block_size * block_size
+    assert one[:start] == other[:start] == row(before)[:start]
+    block = slice(start, start + block_size)
+    assert all(a != b for a, b in zip(one[block], other[block], strict=True))
+    assert shown_ids(one) == row(before)
+
+
 def test_the_same_image_has_the_same_name_in_any_row_and_tokens_of_it_differ() -> None:
     assert named(ONE, 4)[4:24] == named(ONE, 7)[7:27]
     assert len({*named(ONE, 4)[4:24]}) == 20
@@ -67,7 +78,7 @@ def test_two_images_side_by_side_are_told_apart_whichever_is_another() -> None:
 def test_an_image_that_a_block_cannot_name_is_left_as_it_is() -> None:
     for tokens, start, stop, block_size in (
         (row(0, 6), 0, 6, 16),  # too few tokens at the beginning of a block
-        (row(4, 20), 4, 24, 4),  # blocks of too few tokens
+        (row(3, 20), 3, 23, 3),  # blocks of too few tokens
         (array("q", [1] * 8 + [1 << 19] * 8), 8, 16, 16),  # an id that is too large
     ):
         before = tokens[:]

@@ -1,6 +1,6 @@
 """Image-text models of all types: prompts with images give what they give with `DynamicCache`, and known images do not run again.
 
-python -m tests.conformance.images [--types NAMES] [--table docs/supported_image_models.md]
+python -m tests.conformance.images [--types NAMES] [--block-size 8] [--table docs/supported_image_models.md]
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ class Towers:
 class Player:
     """Plays the scenes of one model."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout) -> None:
-        self.model = model
+    def __init__(self, model: PreTrainedModel, layout: Layout, block_size: int = BLOCK_SIZE) -> None:
+        self.model, self._block_size = model, block_size
         self.layout = layout
         self.reused: list[str] = []
         self.is_text = True  # no image has been passed yet
@@ -123,7 +123,7 @@ class Player:
         prompts = [prompt(self.layout, *(rows if isinstance(rows, tuple) else (rows,))) for rows in (begun, asked)]
         references = [run(self.model, **given, **how) for given in prompts]
         with Towers(self.model) as towers:
-            cache = PagedPrefixCache(self.model, block_size=BLOCK_SIZE)
+            cache = PagedPrefixCache(self.model, block_size=self._block_size)
             assert_same(references[0], run(self.model, cache, **prompts[0], **how))
             cold, towers.num_runs = towers.num_runs, 0
             cache.reset()
@@ -151,7 +151,7 @@ class Player:
 
     def _other(self, one: Any, other: Any) -> None:
         """The same prompt with another image, and back."""
-        cache = PagedPrefixCache(self.model, block_size=BLOCK_SIZE)
+        cache = PagedPrefixCache(self.model, block_size=self._block_size)
         outputs = []
         for rows in (one, other, one, other):
             given = prompt(self.layout, rows)
@@ -163,15 +163,15 @@ class Player:
             self.reused.append("another image")
 
 
-def examine(name: str) -> Outcome:
-    """Build a type and play its scenes."""
+def examine(name: str, block_size: int = BLOCK_SIZE) -> Outcome:
+    """Build a type and play its scenes, on blocks of this size."""
     try:
         model = build(name)
         layout = layout_of(model)
     except Exception as error:  # noqa: BLE001 (a model may raise anything)
         return Outcome(name, "not built", _short(error))
     try:
-        PagedPrefixCache(model, block_size=BLOCK_SIZE)
+        PagedPrefixCache(model, block_size=block_size)
     except UnsupportedModelError as error:
         return Outcome(name, "refused", _short(error))
     except Exception as error:  # noqa: BLE001
@@ -182,7 +182,7 @@ def examine(name: str) -> Outcome:
         run(model, **prompt(layout, [_TEXT, _FIRST, _TEXT]))
     except Exception as error:  # noqa: BLE001
         return Outcome(name, "not built", f"DynamicCache fails: {_short(error)}")
-    player = Player(model, layout)
+    player = Player(model, layout, block_size)
     try:
         player.play()
     except (AssertionError, PagedCacheError, RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
@@ -239,11 +239,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.conformance.images", description=examine.__doc__)
     parser.add_argument("--types", help="comma-separated; without, all")
     parser.add_argument("--table", type=Path, help="write the docs' page")
+    parser.add_argument("--block-size", type=int, default=BLOCK_SIZE, help=f"of the table, {BLOCK_SIZE}")
     options = parser.parse_args()
     outcomes = []
     warnings.simplefilter("ignore")
     for name in options.types.split(",") if options.types else model_types():
-        outcomes.append(examine(name))
+        outcomes.append(examine(name, options.block_size))
         print(*outcomes[-1], sep=" | ", flush=True)  # noqa: T201
     if options.table:
         options.table.write_text(table(outcomes), encoding="utf-8")

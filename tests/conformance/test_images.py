@@ -53,10 +53,13 @@ def test_text_alone_gives_what_it_gives_with_dynamic_cache(name: str) -> None:
         assert not is_same(reference, run(model, held, **text))
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen3_vl", "gemma3", "llava_next", "lfm2_vl"])
-def test_images_are_reused_in_every_scene(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "block_size"),
+    [*((name, 8) for name in ("llava", "qwen3_vl", "gemma3", "llava_next", "lfm2_vl")), ("llava", 4), ("gemma3", 16)],
+)
+def test_images_are_reused_in_every_scene(name: str, block_size: int) -> None:
     """The other types: `python -m tests.conformance.images`."""
-    seen = examine(name)
+    seen = examine(name, block_size)
     if BEFORE_5_23:  # which takes features of no image in place of the image
         assert seen.outcome == "computed whole", seen.why
         return
