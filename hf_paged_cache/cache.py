@@ -118,35 +118,38 @@ class PagedPrefixCache(Cache):
             CacheArgumentError: another model's, or one that asks for a cache of its own, or tokens that do not continue the rows.
         """
         try:
-            return self._begin_rows(model, given)
+            require_may_begin(self.store.model, model, given)
+            require_filled(self.store.placeholders, given)
+            return self._resume_rows(given) if given.only_new_tokens else self._new_rows(given)
         except PagedCacheError as error:
             self._ranks.tell_refusal(error, always=True)
             raise
 
-    def _begin_rows(self, model: Any, given: GenerateArguments) -> Rows:
-        require_may_begin(self.store.model, model, given)
-        require_filled(self.store.placeholders, given)
-        if given.only_new_tokens:
-            require_continues(given, 0 if self._rows is None else self._rows.get_seq_length())
-            resumed = self._current.take()  # nobody else goes on with them meanwhile
-            if resumed is None:
-                require_continues(given, 0)
-                raise AssertionError("only new tokens follow some")
-            try:
-                self._calls.resume(given, resumed)
-            except PagedCacheError:
-                self._current.put(resumed)
-                raise
-            resumed.handle, resumed.is_behind_handle = ref(self), False
-            return resumed
+    def _new_rows(self, given: GenerateArguments) -> Rows:
         self._follow_model()
-        self._capturing.attach()
+        if self._capture:
+            self._capturing.attach()
         previous = self._current.take_previous()
         if previous is not None and previous.is_exact:  # else these rows keep what they have of those
             self._calls.close(previous)
         self._ranks.is_settled = False
         rows = self._calls.begin(given, previous)
         rows.handle = ref(self)
+        return rows
+
+    def _resume_rows(self, given: GenerateArguments) -> Rows:
+        """The rows of the call before, of which only new tokens follow."""
+        require_continues(given, 0 if self._rows is None else self._rows.get_seq_length())
+        rows = self._current.take()  # nobody else goes on with them meanwhile
+        if rows is None:
+            require_continues(given, 0)
+            raise AssertionError("only new tokens follow some")
+        try:
+            self._calls.resume(given, rows)
+        except PagedCacheError:
+            self._current.put(rows)
+            raise
+        rows.handle, rows.is_behind_handle = ref(self), False
         return rows
 
     @contextlib.contextmanager

@@ -43,7 +43,7 @@ class CallState:
         self.chains: dict[bytes, HashChain] = {}
         self.counts_more = True
         self.kv_bytes = self.peak_kv_bytes = 0
-        self.seen = Seen()
+        self.seen: Seen | None = None  # how attention read its rows, from its first forward on
         self.captured: object = ""
         self.is_custom = False
         self.chunked: Any = None
@@ -66,4 +66,4 @@ class CallState:
     @property
     def read_once(self) -> tuple[int, int, str]:
         """Tokens that attention read once at a time, for how many rows, and why not all of the time."""
-        return self.seen.tokens, self.seen.rows, self.seen.dense
+        return (0, 0, "") if self.seen is None else (self.seen.tokens, self.seen.rows, self.seen.dense)

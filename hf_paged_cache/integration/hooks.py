@@ -55,7 +55,7 @@ class GenerateBracket:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = _paged(kwargs)
         cache, is_new = brought, False
-        if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS):
+        if kwargs.get("past_key_values") is None and kwargs.get("cache_params") is None:
             cache = ambient_cache(self.model)
             if cache is None and self.new_cache is not None and code_of_others(self.model) is None:
                 cache, is_new = self.new_cache(), True

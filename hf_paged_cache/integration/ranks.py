@@ -71,7 +71,8 @@ class Ranks:
     @property
     def may_run_more(self) -> bool:
         """Whether forwards may run that follow from what is cached: only where all can settle them."""
-        return all(group.share_inputs for group in self._conditioning.rank_groups)
+        groups = self._conditioning.rank_groups
+        return not groups or all(group.share_inputs for group in groups)
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
         """Settle numbers; what each rank gives is only read, so whoever raises has changed nothing. No lock may be held.

@@ -76,6 +76,7 @@ class RowsColumns(Cache):
         memory: of streams that lie together, of layers without a window.
         windows: the columns of the others; None: there are none.
         states: what layers carry beside columns, or in place of them; None: none does.
+        is_exact: rows go on after certain columns alone: layers have windows, or carry states.
         first: the first layer with columns; None: there is none.
         has_own: some layers have memory of their own.
         why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
@@ -88,6 +89,7 @@ class RowsColumns(Cache):
 
     layers: list[Any]
     first: Any
+    is_exact: bool
 
     def __init__(self, kinds: LayerKinds, looks: Looks) -> None:
         self._itself, self.kinds = ref(self), kinds
@@ -116,13 +118,9 @@ class RowsColumns(Cache):
         self.layers[:] = layers = kinds.make(itself)
         self.windows = WindowColumns(layers) if kinds.sights else None
         self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
+        self.is_exact = self.windows is not None or self.states is not None
         self.first = next(filter(_has_columns, layers), None)
         self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether rows go on after certain columns alone: layers have windows, or carry states."""
-        return self.windows is not None or self.states is not None
 
     def can_go_on_at(self, n: int) -> bool:
         """Whether all is there that the token after the first `n` columns needs."""

@@ -37,6 +37,8 @@ class LayerKinds(NamedTuple):
 
     def make(self, owner: Callable[[], Owner | None]) -> list[Any]:
         """Layers that hold nothing."""
+        if not (self.sights or self.num_states or self.indexed or self.placeholders):
+            return [RowsLayer(layer_idx, owner) for layer_idx in range(self.num_layers)]
         return [self._layer(layer_idx, owner) for layer_idx in range(self.num_layers)]
 
     def _layer(self, layer_idx: int, owner: Callable[[], Owner | None]) -> Any:

@@ -341,7 +341,7 @@ class Rows(RowsColumns):
         if self.states is not None:
             carry = {at: layers[at] for at in self.kinds.num_states}
             LiveStates(carry).put(self.states.live.read())
-        self._tensors, self._versions, self.windows, self.states = [], (), None, None
+        self._tensors, self._versions, self.windows, self.states, self.is_exact = [], (), None, None, False
         self.layers[:] = layers  # the same list: who has it sees these
         self.layer_class_to_replicate = DynamicLayer
 
