@@ -99,16 +99,15 @@ class _Structure(NamedTuple):
 
     def with_functions(self) -> list[int]:
         """Numbers of those that have hooks or replaced functions."""
-        attributes, found = self.attributes, set[int]()
-        for hooks in _HOOKS:
-            found.update(compress(count(), map(hooks, attributes)))
+        attributes = self.attributes
+        found = {number for number, (after, before) in enumerate(map(_HOOKS, attributes)) if after or before}
         for name in REPLACED:
             found.update(compress(count(), map(contains, attributes, repeat(name))))
         return sorted(found)
 
 
 _children = itemgetter("_modules")
-_HOOKS = itemgetter("_forward_hooks"), itemgetter("_forward_pre_hooks")
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 class Listing(NamedTuple):
