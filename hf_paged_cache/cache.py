@@ -5,7 +5,6 @@ What a call runs on is a `Rows` of its own, so that calls of several threads on 
 
 import contextlib
 import copy
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, Unpack
@@ -418,11 +417,11 @@ class PagedPrefixCache(Cache):
         that a generator holds open across `yield` is open for its caller, too, as with `decimal.localcontext`.
         """
         attach(self.store.model)
-        open_scope(AmbientScope(self.store.model, self, opener=id(sys._getframe(1))))
+        open_scope(AmbientScope(self.store.model, self))
         return self
 
     def __exit__(self, *raised: object) -> None:
-        scope = scope_to_close(self, id(sys._getframe(1)))
+        scope = scope_to_close(self)
         if scope is not None:
             close_scope(scope)
         self._reset_if_free()

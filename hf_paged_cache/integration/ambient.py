@@ -17,17 +17,12 @@ from ..locks import new_lock
 
 
 class AmbientScope:
-    """One `with cache:` block, or one of `in_all_threads`. Ended, it is over in every context that still lists it.
+    """One `with cache:` block, or one of `in_all_threads`. Ended, it is over in every context that still lists it."""
 
-    Args:
-        opener: id of the frame of the `with` statement, which lives until the block is left.
-    """
+    __slots__ = ("_cache", "_model", "in_all_threads", "is_open")
 
-    __slots__ = ("_cache", "_model", "in_all_threads", "is_open", "opener")
-
-    def __init__(self, model: nn.Module, cache: Any, *, opener: int = 0, in_all_threads: bool = False) -> None:
+    def __init__(self, model: nn.Module, cache: Any, *, in_all_threads: bool = False) -> None:
         self._model, self._cache = ref(model), ref(cache)
-        self.opener = opener
         self.in_all_threads = in_all_threads
         self.is_open = True
 
@@ -90,12 +85,12 @@ def _of_those_open(scopes: tuple[AmbientScope, ...]) -> tuple[AmbientScope, ...]
     return tuple(scope for scope in scopes if scope.cache is not None)
 
 
-def scope_to_close(cache: Any, opener: int) -> AmbientScope | None:
-    """The scope that a `with cache:` in frame `opener` opened; None: it is over.
+def scope_to_close(cache: Any) -> AmbientScope | None:
+    """The scope of a `with cache:` that ends here; None: it is over.
 
-    A generator may be closed in another context than it was begun in. Of an `ExitStack`, whose frame is none, it is the
-    innermost scope of the context, or else the last one opened.
+    That is the innermost one of this context; a generator may be closed in another context than it was begun in, so else the
+    last one opened.
     """
     scopes = [scope for scope in _open if scope.cache is cache and not scope.in_all_threads]
     here = _here.get()
-    return max(scopes, key=lambda scope: (scope.opener == opener, scope in here, scopes.index(scope)), default=None)
+    return max(scopes, key=lambda scope: (scope in here, scopes.index(scope)), default=None)
