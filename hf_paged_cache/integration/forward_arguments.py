@@ -197,14 +197,10 @@ class ArgumentReader:
                 f"{asked}, with which attention of some models sees the rows' padding, and keys and values of that padding are not "
                 "kept: ask for it from the rows' first forward on, or cache.reset() first"
             )
-        why_no_ids = None
-        if given.are_embeddings:
-            instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
-            why_no_ids = f"{instead} were passed instead of token ids"
         bypass = (
             self._unread(arguments)
             or asked
-            or why_no_ids
+            or _why_no_ids(given, arguments)
             or mask.why_unusual
             # generate itself counts them right
             or (None if in_generate else _miscounted(arguments.get("cache_position"), before, num_new))
@@ -388,6 +384,14 @@ def _miscounted(cache_position: Any, before: int, num_new: int) -> str | None:
         return None
     counts_on = isinstance(cache_position, Tensor) and cache_position.tolist() == [*range(before, before + num_new)]
     return None if counts_on else "cache_position does not number the columns that are passed"
+
+
+def _why_no_ids(given: InputValues, arguments: Mapping[str, Any]) -> str | None:
+    """What was passed in place of token ids, in words."""
+    if not given.are_embeddings:
+        return None
+    instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
+    return f"{instead} were passed instead of token ids"
 
 
 def _asked_output(arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:

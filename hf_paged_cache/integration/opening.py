@@ -192,12 +192,7 @@ class Opening:
                 if may_share and self._ahead.cost(running, known, request, latest) < cost:
                     self._finding.give_back(together)
                 else:
-                    self._finding.give_back(known)
-                    for row, first in zip(together, known, strict=True):
-                        row.stopped = first.stopped
-                        if not column:
-                            row.forget()
-                    known, latest = together, column or latest
+                    known, latest = self._start_together(known, together, column), column or latest
             start, ahead, made = self._ahead.run(
                 running, known, request, latest, arguments, previous, may_share=may_share, is_exact=rows.is_exact
             )
@@ -217,6 +212,15 @@ class Opening:
             return _Begun(known, num_found, start, ahead)
         finally:
             self._finding.give_back(known)
+
+    def _start_together(self, known: Sequence[Known], together: list[Known], column: int) -> list[Known]:
+        """Rows that could start further right each start at one column, 0 where there is none, by what is known of them there."""
+        self._finding.give_back(known)
+        for row, first in zip(together, known, strict=True):
+            row.stopped = first.stopped
+            if not column:
+                row.forget()
+        return together
 
     def _agree(self, rows: Rows, prompt: Prompt, known: Sequence[Known]) -> None:
         """Where several ranks run the call, let rows know no more than on each of them; one message a call.
