@@ -10,6 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .player import Setting
 from .report import STORED, load, store, summary, table
 from .workers import run_all
 from .zoo import VARIANTS, model_types
@@ -26,13 +27,19 @@ def main() -> int:
     parser.add_argument(
         "--split", action="store_true", help="read once what rows share from one block on. Its results are not stored"
     )
+    parser.add_argument("--blocks", type=int, help="of each store, such as 2: nothing need be reused, and all is right")
+    parser.add_argument("--dry", action="store_true", help="on static rows, with capture='dry'")
     parser.add_argument("--device", help="where the models are, such as cuda. Its results are not stored")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    if (arguments.split or arguments.device) and (arguments.json or arguments.table):
-        parser.error("what is played with --split or --device is not stored; leave out --json and --table")
+    is_other = arguments.split or arguments.device or arguments.blocks or arguments.dry
+    if is_other and (arguments.json or arguments.table):
+        parser.error(
+            "what is played with --split, --blocks, --dry or --device is not stored; leave out --json and --table"
+        )
     names = arguments.types.split(",") if arguments.types else [*model_types(), *VARIANTS]
-    results = run_all(names, arguments.processes, splits=arguments.split, device=arguments.device)
+    how = Setting(arguments.blocks, "dry" if arguments.dry else False)
+    results = run_all(names, arguments.processes, splits=arguments.split, device=arguments.device, how=how)
     print(summary(results))  # noqa: T201
     if arguments.json:
         store(results, arguments.json, keep_others=arguments.types is not None)

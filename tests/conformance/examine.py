@@ -17,7 +17,7 @@ import torch
 from hf_paged_cache import PrefixStore, UnsupportedModelError
 
 from ..internals import state_rules
-from .player import CellError, Measured, Player
+from .player import CellError, Measured, Player, setting
 from .scenes import SCENES
 from .state_scenes import SPOILED
 from .windows import WINDOWS, build_with, short_window, windowed_layers
@@ -112,7 +112,7 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int], device: str 
         if scene_name == "cold" and result.cells[scene_name].startswith("uncovered"):
             result.outcome, result.reason = "not built", result.cells[scene_name]
             return
-    for spoiled_name, scene in SPOILED.items() if has_states else ():
+    for spoiled_name, scene in SPOILED.items() if has_states and setting.most_blocks is None else ():
         cell = play(name, model, scene, measured)
         if cell != SAME:
             result.cells[spoiled_name] = cell

@@ -12,14 +12,21 @@ from tqdm import tqdm
 
 from ..internals import cost_everywhere, split_everywhere
 from .examine import TypeResult, examine
+from .player import Setting, setting
 
 
 def run_all(
-    names: list[str], num_processes: int, *, splits: bool = False, device: str | None = None
+    names: list[str],
+    num_processes: int,
+    *,
+    splits: bool = False,
+    device: str | None = None,
+    how: Setting | None = None,
 ) -> list[TypeResult]:
-    """All types on a device, spread over processes. `splits`: see `start_worker`."""
+    """All types on a device, spread over processes. `splits`, `how`: see `start_worker`."""
+    how = Setting() if how is None else how
     if num_processes == 1:
-        start_worker(splits)
+        start_worker(splits, how)
         return [examine(name, device=device) for name in tqdm(names)]
     results: list[TypeResult] = []
     context = multiprocessing.get_context("spawn")
@@ -28,7 +35,7 @@ def run_all(
     with tqdm(total=len(names)) as progress:
         for first in range(0, len(names), at_a_time):
             with ProcessPoolExecutor(
-                num_processes, mp_context=context, initializer=start_worker, initargs=(splits,)
+                num_processes, mp_context=context, initializer=start_worker, initargs=(splits, how)
             ) as pool:
                 some = names[first : first + at_a_time]
                 for future in as_completed([pool.submit(examine, name, device=device) for name in some]):
@@ -40,11 +47,17 @@ def run_all(
     return results
 
 
-def start_worker(splits: bool) -> None:
-    """One thread, costs as on a CPU, and nothing on the terminal but the progress. `splits`: rows that share a block read it once."""
+def start_worker(splits: bool, how: Setting) -> None:
+    """One thread, costs as on a CPU, and nothing on the terminal but the progress.
+
+    Args:
+        splits: rows that share a block read it once.
+        how: caches are built.
+    """
     import torch
     import transformers
 
+    setting.most_blocks, setting.capture = how.most_blocks, how.capture
     if splits:
         split_everywhere(pytest.MonkeyPatch())  # for the rest of this process
     cost_everywhere(pytest.MonkeyPatch())
