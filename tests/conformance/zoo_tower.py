@@ -27,5 +27,6 @@ def configuration() -> PreTrainedConfig:
             super().__init__(config)
             self.post_init()
 
+    BlindTower.__module__ = PreTrainedModel.__module__  # it stands for a layer of a library, not for somebody's own
     AutoModel.register(BlindTowerConfig, BlindTower)
     return BlindTowerConfig(hidden_size=64)
