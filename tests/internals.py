@@ -325,7 +325,9 @@ def failing_forward(
         in_any_layer: the number counts layers of forwards instead, each as often as one comes to it.
     """
     lists = [part for part in model.modules() if isinstance(part, nn.ModuleList) and len(part)]
-    layers = next((part for part in lists if _is_decoder(model, part)), lists[0])  # layers that run in turns are in several
+    layers = next(
+        (part for part in lists if _is_decoder(model, part)), lists[0]
+    )  # layers that run in turns are in several
     return failing_modules(layers if in_any_layer else [layers[len(layers) // 2]], number, error)
 
 

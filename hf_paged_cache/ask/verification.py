@@ -302,12 +302,12 @@ class Look:
                     answers.append(self._differ(old, new[:, :, -num_kept:], size))
         carried = LiveStates({i: layer for i, layer in enumerate(dynamic.layers) if has_state(layer)}).read()
         for key, states in stored[1].items():
-            answers.append(self._differ(states.view(1, 1, 1, -1), carried[key].reshape(1, 1, 1, -1), 1))
+            answers.append(self._differ(states.reshape(1, 1, 1, -1), carried[key].reshape(1, 1, 1, -1), 1))
         differ = [False] * ((stop - start) // size)
         for answer in read_together(answers):  # of the last blocks, where a window shows no more
             for number, is_other in enumerate(answer, len(differ) - len(answer)):
                 differ[number] = differ[number] or bool(is_other)
-        return differ
+        return differ if any(stored) else [True] * len(differ)  # blocks that hold nothing
 
     def _differ(self, stored: Tensor, computed: Tensor, size: int) -> Tensor:
         """Of each `size` columns of [1, H, columns, D], the first perhaps fewer, whether they are others but for rounding.

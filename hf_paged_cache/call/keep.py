@@ -31,6 +31,7 @@ def keep(
     ends: Collection[int] = (),
     prompt_columns: int = 0,
     make_room: Callable[[int], None] = lambda num_blocks: None,
+    is_wanted: Callable[[], bool] = lambda: True,
 ) -> None:
     """Keep the full blocks of the columns before `stop`.
 
@@ -39,6 +40,7 @@ def keep(
         ends: token ids after which, behind the prompt, a row is not kept.
         prompt_columns: of the prompt.
         make_room: is asked before so many blocks are taken; the store's lock is held.
+        is_wanted: whether nobody has asked to forget meanwhile what was computed until now; the store's lock is held.
     """
     if not rows.is_source:
         return
@@ -53,6 +55,14 @@ def keep(
             return
     except torch.OutOfMemoryError:
         return
+    with store.lock:
+        layout = store.pool.num_layouts
+        if not _has_tensors(store, rows):  # a reset in another thread has given them back meanwhile
+            return
+
+    def may_write() -> bool:
+        return store.pool.num_layouts == layout and is_wanted()
+
     for number, (prompt, tokens) in enumerate(
         zip(rows.prompts, rows.ids.rows([p.pad for p in rows.prompts], stop), strict=True)
     ):
@@ -67,13 +77,14 @@ def keep(
         key = prompt.root + tokens[: num_blocks * size].tobytes()
         if key not in done:
             done.add(key)
-            _keep_row(store, rows, number, _chain_of(chains, prompt.root, size, tokens), num_blocks, salt, make_room)
+            known = _chain_of(chains, prompt.root, size, tokens)
+            _keep_row(store, rows, number, known, num_blocks, salt, make_room, may_write)
         prompt.kept = max(prompt.kept, num_blocks * size)
         if prompt.image_end is not None and len(tokens) >= prompt.image_end:
             ended, prompt.image_end = filled_up(tokens, prompt.image_end, size), None
             chain = HashChain(prompt.root, size)
             chain.extend(ended)
-            _keep_row(store, rows, number, chain, len(ended) // size, salt, make_room)
+            _keep_row(store, rows, number, chain, len(ended) // size, salt, make_room, may_write)
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
@@ -107,12 +118,15 @@ def _keep_row(
     num_blocks: int,
     salt: bytes,
     make_room: Callable[[int], None],
+    may_write: Callable[[], bool],
 ) -> None:
     hashes, size, pad = chain.hashes_of(0, num_blocks), store.block_size, rows.prompts[number].pad
     held: Allocation | None = None
     try:
         with ExitStack() as writing:
             with store.lock:
+                if not may_write():
+                    return
                 held = store.leases.take(hashes, salt)
                 first = held.num_prefix_tokens // size
                 if first == num_blocks and not rows.is_exact:
@@ -271,6 +285,12 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
             return True
         is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))
     return is_empty and lay_out(store, rows)
+
+
+def _has_tensors(store: BlockStore, rows: Rows) -> bool:
+    """Whether the pool has tensors for all streams of the rows. The store's lock is held."""
+    layers = [layer for layer in rows.layers if getattr(layer, "held", None) is not None]
+    return all(name in store.pool.layer(layer.layer_idx) for layer in layers for name, _ in layer.named())
 
 
 def _bytes_of_block(store: BlockStore, stream: Stream, states: torch.Tensor) -> int:

@@ -198,7 +198,8 @@ class Calls:
     def close(self, rows: Rows) -> None:
         """The call has ended, however: keep what is complete."""
         rows.roll_back()
-        rows.previous, rows.in_generate, rows.common_columns = None, False, 0
+        rows.give_up_previous()
+        rows.in_generate, rows.common_columns = False, 0
         rows.must_confirm = True  # a forward that goes on
         try:
             if rows.is_open and rows.why_bypassed is None:

@@ -58,6 +58,8 @@ class Current:
     @rows.setter
     def rows(self, rows: Rows | None) -> None:
         self._rows = rows
+        if rows is not None:
+            rows.is_lent = False
         if (show := self._show()) is not None:
             show(rows)
 
@@ -128,6 +130,8 @@ class Current:
         with self._calls.store.lock:  # of two calls that begin at once, one gets them
             rows = self._aside if self._rows is None else self._rows
             self._rows = self._aside = None
+            if rows is not None:
+                rows.is_lent = True
         if (show := self._show()) is not None:
             show(None)  # also where an interrupt has come between these two before
         return rows
@@ -207,6 +211,6 @@ def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
             "end with their cache's reset())"
         )
     for rows in sharing:  # also those that a call has returned
-        if not rows.in_generate and not rows.is_running:
+        if not (rows.in_generate or rows.is_running or rows.is_lent):
             rows.make_dense()
     return currents

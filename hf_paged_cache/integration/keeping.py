@@ -44,7 +44,11 @@ class Keeping:
             roots = partial(self._conditioning.roots_of_other_weights, digest)
             self._store.forget_other_weights(digest, num_blocks, roots)
 
-        keep(self._store, rows, stop, self._salt, chains, limits.end_of_sequence, prompt, make_room)
+        def is_wanted() -> bool:
+            return state is None or self._store.resets_of(self._salt) == state.resets
+
+        ends = limits.end_of_sequence
+        keep(self._store, rows, stop, self._salt, chains, ends, prompt, make_room, is_wanted)
 
     def keep_prompt(self, rows: Rows) -> None:
         """The prompt is complete: others may need it while this call goes on."""
@@ -63,9 +67,14 @@ class Keeping:
         if rows.is_open and rows.state is not None:
             self.keep(rows, rows.n, held=self._held_to_the_end(rows))
 
-    def keep_ahead(self, rows: Rows) -> None:
-        """Keep what rows that run ahead have computed."""
-        keep(self._store, rows, rows.n, self._salt, {})
+    def keep_ahead(self, rows: Rows, resets: tuple[int, int]) -> None:
+        """Keep what rows that run ahead have computed.
+
+        Args:
+            resets: see `BlockStore.resets_of`, as the rows began for which they run.
+        """
+        is_wanted = lambda: self._store.resets_of(self._salt) == resets  # noqa: E731
+        keep(self._store, rows, rows.n, self._salt, {}, is_wanted=is_wanted)
 
     def keep_at_the_end(self, rows: Rows) -> None:
         """The call is over: keep all that is complete. Where the pool is crowded, its rows hold no blocks from here on."""

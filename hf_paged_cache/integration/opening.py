@@ -136,6 +136,8 @@ class Opening:
                 self._agree(rows, prompt, ())
                 return self.bypass(rows, arguments, why, prompt.request)
             previous, rows.previous, is_short = rows.previous, None, False
+            if previous is not None:
+                previous.is_lent = True
             try:
                 begun = self._begin(rows, prompt, arguments, previous, may_run_ahead=may_run_ahead)
                 if begun is not None:
@@ -144,6 +146,9 @@ class Opening:
                 if (previous is None and not may_give_way) or self._ranks.are_several:
                     raise
                 is_short = True
+            finally:
+                if previous is not None:
+                    previous.is_lent = False
             may_run_ahead = False
             if not is_short:  # what ran ahead is of another model
                 rows.previous = previous
@@ -203,7 +208,7 @@ class Opening:
                     return None
                 rows.judge(0, held=False)
             for each in made if not rows.is_suspect else ():
-                self.keeping.keep_ahead(each)
+                self.keeping.keep_ahead(each, rows.state.resets)
             stop = request.num_new_columns
             self.begin_captured(rows, request, prompt.adapters, start, stop)
             self._may_be_lazy(rows)
@@ -289,7 +294,8 @@ class Opening:
 
     def bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str, request: ForwardRequest) -> Mapping[str, Any]:
         """From here on the rows run on transformers' own layers."""
-        begins, rows.previous = not rows.is_open, None
+        begins = not rows.is_open
+        rows.give_up_previous()
         rows.bypass(why, list(cache_layers(self.conditioning.model)))
         state = rows.state
         if state.images is not None:
@@ -372,7 +378,8 @@ class Opening:
         with self.store.lock:
             self._counters.add_forward(state, state.counts, begins=True, bypassed=False)
         rows.seen.dense = READ_IN_CHUNKS if len(known) > 1 else ""
-        rows.previous, rows.reads_next = None, True
+        rows.give_up_previous()
+        rows.reads_next = True
         rows.prompt_end = int(state.limits.num_prompt_columns)
 
     def run_ahead(

@@ -224,8 +224,8 @@ def row_of(states: States, row: int) -> dict[StateKey, Tensor]:
 
 
 def copied(states: States) -> dict[StateKey, Tensor]:
-    """The same in memory of their own, without gradients."""
-    return {key: held.detach().clone() for key, held in states.items()}
+    """The same in memory of their own, row by row, without gradients."""
+    return {key: held.detach().clone(memory_format=torch.contiguous_format) for key, held in states.items()}
 
 
 def stacked(rows: Sequence[States]) -> dict[StateKey, Tensor]:

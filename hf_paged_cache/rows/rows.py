@@ -109,6 +109,7 @@ class Rows(RowsColumns):
         must_confirm: `calls` is told of the next forward that returns.
         reads_next, reads_all: the arguments of the next forward, or of all, are looked at.
         escaped: somebody else may hold them, so their memory is never another call's.
+        is_lent: a call that begins may read them.
         copies: batch row -> row that runs for it, in the first forward alone; None: each runs.
         prompt_end: columns of the prompt, which is kept once they are complete; 0: it was.
         common_columns: of rows that change places; 0: unknown.
@@ -145,6 +146,7 @@ class Rows(RowsColumns):
         self.copies: list[int] | None = None
         self.prompt_end = self.common_columns = 0
         self.previous: Rows | None = None  # of the call before; given up when these open
+        self.is_lent = False
         self.state: Any = None
         self.handle: ref[Any] | None = None
         self.is_behind_handle = self.must_present = self.lacks_windows = False
@@ -281,6 +283,11 @@ class Rows(RowsColumns):
         is_loop = self.state is not None and self.state.kind == "forward"
         return self.thread in idents and (self.in_generate or self.is_running or is_loop)
 
+    def give_up_previous(self) -> None:
+        """The rows of the call before are read no more."""
+        if self.previous is not None:
+            self.previous.is_lent, self.previous = False, None
+
     def roll_back(self) -> None:
         """Take back a forward that died; after the first one the rows begin again."""
         if not self.num_forwards and (self.is_running or self._lengths is not None):
@@ -289,8 +296,8 @@ class Rows(RowsColumns):
             self.lacks_windows = bool(self.kinds.num_states or self.kinds.sights)
             lengths, self._lengths = self._lengths, None
             for layer, num in zip(self.layers, lengths, strict=False):
-                if has_keys(layer) and layer.get_seq_length() > num:
-                    layer.keys, layer.values = layer.keys[..., :num, :], layer.values[..., :num, :]
+                if has_keys(layer):
+                    _cut(layer, num)
         elif self.is_running:
             self.is_running = False
             for layer in self.layers:
@@ -662,6 +669,16 @@ class Rows(RowsColumns):
         for layer, of in zip(copied.layers, self.layers, strict=True):
             layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied
+
+
+def _cut(layer: Any, num_columns: int) -> None:
+    """Take off what a forward that died has appended to a layer of transformers: to all of it, or to a part."""
+    if layer.get_seq_length() > num_columns:
+        layer.keys, layer.values = layer.keys[..., :num_columns, :], layer.values[..., :num_columns, :]
+    if (keys := getattr(layer, "indexer_keys", None)) is not None:
+        layer.indexer_keys = keys[:, :num_columns]
+    if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
+        layer.indexer_position_ids = positions[..., :num_columns]
 
 
 _COPIED = (

@@ -36,6 +36,21 @@ def as_cached(cache: PagedPrefixCache) -> tuple[Any, ...]:
     return stats.num_cached_blocks, stats.num_blocks_in_use, stats.prompt_tokens, stats.num_calls, stats.num_evictions
 
 
+def test_states_that_were_kept_among_drafts_are_looked_at() -> None:
+    model, ids = build("lfm2"), torch.tensor([PROMPT[:8]])
+    cache = PagedPrefixCache(model, block_size=8)
+    run(model, cache, input_ids=ids, max_new_tokens=1, prompt_lookup_num_tokens=3)
+    assert cache.verify() == (1, 0, ())
+
+
+def test_blocks_that_hold_nothing_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    run(model, cache, input_ids=IDS)
+    monkeypatch.setattr(verification, "read_blocks", lambda *_: {})
+    assert len(cache.verify().differing) == 3
+
+
 @pytest.mark.parametrize("name", ["llama", "bloom", "mistral", "gemma3", "glm_moe_dsa", "qwen3_next", "lfm2", "mamba2"])
 @pytest.mark.parametrize("most", [2048, 32])
 def test_of_an_unchanged_model_no_block_differs_and_nothing_is_lost(

@@ -19,7 +19,8 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.call import keep
 from hf_paged_cache.errors import CacheArgumentError, CacheBusyError
 
-from ..internals import split_everywhere
+from ..conformance import zoo
+from ..internals import failing_forward, split_everywhere
 from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
@@ -471,6 +472,19 @@ def test_edits_that_torch_does_not_count_are_not_kept(edit: Callable[[Tensor], A
         edit(layer.values)
     assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
     assert not cache.verify().differing
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32", "glm_moe_dsa"])
+def test_a_bypassed_loop_goes_on_after_a_forward_that_died(name: str) -> None:
+    model = zoo.build(name)
+    ours, theirs, given = PagedPrefixCache(model), DynamicCache(config=model.config), {"output_hidden_states": True}
+    with torch.no_grad():
+        for past in (theirs, ours):
+            model(ids_of((1, 12)), past_key_values=past, **given)
+        with failing_forward(model, 1, KeyError("planted")), pytest.raises(KeyError):
+            model(NEW[:, :2], past_key_values=ours)
+        logits = [model(NEW[:, :2], past_key_values=past).logits for past in (ours, theirs)]
+    assert distance(*logits) < TOLERANCE
 
 
 def test_rows_that_a_hook_has_kept_stay_as_they_are() -> None:

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import re
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ from hf_paged_cache import (
     PrefixStore,
 )
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator
+from hf_paged_cache.call import keep
+from hf_paged_cache.integration.current import begin_to_forget
 
-from ..internals import held_tensors, make_forwards_cheap
+from ..internals import held_tensors, make_forwards_cheap, split_everywhere
 from ..reference import assert_same, batch, row, run
 from ..tiny_models import tiny
 
@@ -399,6 +402,48 @@ def test_a_reset_while_a_generate_runs_leaves_nothing_of_it(store: PrefixStore) 
         assert alice.last_call.reused_tokens == num_reused
         alice.reset_prefix_cache()
     store.check()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_reset_while_a_call_begins_to_keep_its_blocks_leaves_nothing_of_it(
+    name: str, is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another thread, between the look for memory and the blocks; with another tenant's blocks the pool's memory stays."""
+    model, lay_out, resets = tiny(name), keep.lay_out, list[threading.Thread]()
+    cache = PagedPrefixCache(model, block_size=4)
+    for salt in (None, "bob") if is_shared else (None,):
+        run(model, PagedPrefixCache(cache.store, cache_salt=salt), input_ids=torch.tensor([OTHER]))
+
+    def then_reset(store: Any, rows: Any) -> bool:
+        has_room = lay_out(store, rows)
+        if not resets:
+            resets.append(threading.Thread(target=cache.reset_prefix_cache))
+            resets[0].start()
+            resets[0].join()
+        return has_room
+
+    monkeypatch.setattr(keep, "lay_out", then_reset)
+    run(model, cache, input_ids=torch.tensor([SECRET]))
+    cache.reset()
+    assert cache.lookup(SECRET).num_tokens == 0
+    assert_same(run(model, input_ids=torch.tensor([SECRET])), run(model, cache, input_ids=torch.tensor([SECRET])))
+    assert not cache.verify().differing
+    cache.check()
+
+
+def test_rows_that_a_call_begins_with_are_left_as_they_are_by_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_everywhere(monkeypatch)
+    cache = PagedPrefixCache(MODEL, block_size=BLOCK_SIZE)
+    run(MODEL, cache, input_ids=torch.tensor([SECRET]), do_sample=True, num_return_sequences=3)
+    rows = cache._current.take_previous()
+    assert rows is not None
+    shared = rows.shared
+    begin_to_forget(cache.store.blocks, None)
+    assert rows.shared is shared is not None
+    cache._current.put(rows)
+    begin_to_forget(cache.store.blocks, None)
+    assert rows.shared is None
 
 
 @pytest.mark.parametrize("of", ["salt", "store"])
