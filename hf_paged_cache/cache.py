@@ -132,7 +132,12 @@ class PagedPrefixCache(Cache):
         if previous is not None and previous.is_exact:  # else these rows keep what they have of those
             self._calls.close(previous)
         self._ranks.is_settled = False
-        rows = self._calls.begin(given, previous)
+        try:
+            rows = self._calls.begin(given, previous)
+        except Exception:
+            if previous is not None:
+                previous.is_lent = False
+            raise
         rows.handle = ref(self)
         return rows
 

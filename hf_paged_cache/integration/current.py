@@ -130,8 +130,6 @@ class Current:
         with self._calls.store.lock:  # of two calls that begin at once, one gets them
             rows = self._aside if self._rows is None else self._rows
             self._rows = self._aside = None
-            if rows is not None:
-                rows.is_lent = True
         if (show := self._show()) is not None:
             show(None)  # also where an interrupt has come between these two before
         return rows
@@ -148,7 +146,10 @@ class Current:
         which goes on.
         """
         with self._calls.store.lock:
-            return None if self._is_loop_elsewhere else self.take()
+            rows = None if self._is_loop_elsewhere else self.take()
+            if rows is not None:
+                rows.is_lent = True  # until its rows have opened, or have ended
+            return rows
 
     def put(self, rows: Rows) -> None:
         """A `generate` has ended: its rows are the cache's, unless a loop in another thread has begun meanwhile."""

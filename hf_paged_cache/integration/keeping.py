@@ -44,11 +44,8 @@ class Keeping:
             roots = partial(self._conditioning.roots_of_other_weights, digest)
             self._store.forget_other_weights(digest, num_blocks, roots)
 
-        def is_wanted() -> bool:
-            return state is None or self._store.resets_of(self._salt) == state.resets
-
-        ends = limits.end_of_sequence
-        keep(self._store, rows, stop, self._salt, chains, ends, prompt, make_room, is_wanted)
+        is_wanted = partial(self._is_as_before, resets if state is None else state.resets)
+        keep(self._store, rows, stop, self._salt, chains, limits.end_of_sequence, prompt, make_room, is_wanted)
 
     def keep_prompt(self, rows: Rows) -> None:
         """The prompt is complete: others may need it while this call goes on."""
@@ -73,14 +70,17 @@ class Keeping:
         Args:
             resets: see `BlockStore.resets_of`, as the rows began for which they run.
         """
-        is_wanted = lambda: self._store.resets_of(self._salt) == resets  # noqa: E731
-        keep(self._store, rows, rows.n, self._salt, {}, is_wanted=is_wanted)
+        keep(self._store, rows, rows.n, self._salt, {}, is_wanted=partial(self._is_as_before, resets))
 
     def keep_at_the_end(self, rows: Rows) -> None:
         """The call is over: keep all that is complete. Where the pool is crowded, its rows hold no blocks from here on."""
         self.keep(rows, rows.n, held=self._held_to_the_end(rows))
         if rows.shared is not None and self._is_crowded(rows.shared):
             rows.make_dense()
+
+    def _is_as_before(self, resets: tuple[int, int]) -> bool:
+        """Whether nothing was to be forgotten since. The store's lock is held."""
+        return self._store.resets_of(self._salt) == resets
 
     def _is_crowded(self, shared: SharedColumns) -> bool:
         """Whether rows hold blocks of a pool that is held by half, or that has grown, so that they hold its old memory."""

@@ -442,6 +442,7 @@ def test_rows_that_a_call_begins_with_are_left_as_they_are_by_a_reset(monkeypatc
     begin_to_forget(cache.store.blocks, None)
     assert rows.shared is shared is not None
     cache._current.put(rows)
+    run(MODEL, cache, input_ids=torch.tensor([OTHER]))  # begins with them, and reads them no more
     begin_to_forget(cache.store.blocks, None)
     assert rows.shared is None
 
