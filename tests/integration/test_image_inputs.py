@@ -384,7 +384,7 @@ def test_a_new_image_after_rows_that_resume_is_computed_and_not_kept() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_whose_images_have_no_name_are_not_taken_for_equal(name: str) -> None:
     model, _ = tiny(name)
-    held = PagedPrefixCache(model, block_size=4)
+    held = PagedPrefixCache(model, block_size=3)
     given = ask(name, [TEXT, 1, FIRST], [TEXT, 2, FIRST])
     assert_same(run(model, **given), run(model, held, **given))
     assert BEFORE_5_23 or held.last_call.rows[0].stopped.startswith(
