@@ -304,8 +304,10 @@ class PagedPrefixCache(Cache):
     def reset(self) -> None:
         """Drop the rows, as transformers means it; full blocks stay in the prefix cache."""
         self._current.end()
-        self._records_past, self._without_rows = False, list(cache_layers(self.store.model))
-        self.layers = self._without_rows
+        with self.store.blocks.lock:
+            self._records_past, self._without_rows = False, list(cache_layers(self.store.model))
+            if self._rows is None:  # no other thread has begun meanwhile
+                self.layers = self._without_rows
 
     # What a user asks.
 

@@ -507,7 +507,6 @@ class Rows(RowsColumns):
                 f"cannot take back {-tokens_to_remove} tokens: layers with a window have given up what the tokens before them saw; "
                 "reset() the rows, or pass the whole prompt to generate again"
             )
-        self._num_bypassed = max(0, self._num_bypassed + int(tokens_to_remove))
         if self.shared is not None and self.n + tokens_to_remove < max(self.shared.plan.ends):
             self.make_dense()
         if self.states is not None:
@@ -516,6 +515,7 @@ class Rows(RowsColumns):
             if self.why_bypassed is not None or isinstance(layer, RowsLayer):
                 layer.crop(int(tokens_to_remove))
         self.n = max(0, self.n + int(tokens_to_remove))
+        self._num_bypassed = max(0, self._num_bypassed + int(tokens_to_remove))
         if not self.n and not self.in_generate and self.why_bypassed is None:
             self.reset()  # other rows may begin
         self.judged = min(self.judged, self.n)
