@@ -28,6 +28,7 @@ from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows import states as rows_states
+from hf_paged_cache.rows.graphs import Shapes
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer
 from hf_paged_cache.rows.rows import Rows
@@ -86,6 +87,11 @@ def split_everywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(launches, "_OTHER_FUSED_BYTES", 0)
     patch.setattr(causal, "MIN_COLUMNS", 0)
     patch.setattr(causal, "MIN_NEW", 0)
+
+
+def capture_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """Whatever may be captured is, whatever that takes."""
+    patch.setattr(Shapes, "pays", lambda *_: True)
 
 
 def note_served(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:

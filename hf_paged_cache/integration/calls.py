@@ -334,6 +334,8 @@ class Calls:
                 self._share_prompt(rows, shared, copies)
             else:
                 rows.apply(copies)
+            if state.beams:
+                rows.common_columns = rows.n  # those of one prompt change places among themselves alone
         if state.pending is not None:
             (new, begins), state.pending = state.pending, None
             if not self.store.is_settled and rows.why_bypassed is None:

@@ -249,7 +249,7 @@ class Capturing:
             return "other processes share the model"
         if conditioning.rope.depends_on_length:
             return "rotary frequencies depend on length"
-        if any(type(each).__name__ == "OptimizedModule" or each._compiled_call_impl for each in model.modules()):
+        if any(map(_is_compiled, model.modules())):
             return "the model is compiled"
         conditioning.digest()  # as the model is now
         others = conditioning.foreign_code
@@ -319,6 +319,13 @@ class Capturing:
             self._arena.captured = None
         finally:
             self._arena.check_in(holder)
+
+
+def _is_compiled(module: Any) -> bool:
+    forward = module.__dict__.get("forward")
+    inside = forward.replaced if isinstance(forward, CapturedForward) else forward
+    is_inside = hasattr(inside, "_torchdynamo_orig_callable")
+    return is_inside or type(module).__name__ == "OptimizedModule" or bool(module._compiled_call_impl)
 
 
 def _offloads(hook: Any) -> bool:

@@ -263,7 +263,6 @@ class Opening:
         if state.chunked is not None and not math.isinf(state.limits.num_prompt_columns):
             rows.prompt_end = int(state.limits.num_prompt_columns)
             rows.reads_next = request.num_new_columns < rows.prompt_end
-        rows.common_columns = request.num_new_columns if state.beams and are_aliased else 0
         if start or are_aliased:
             arguments = for_cut(arguments, Cut(start, members, rows.copies), 0, self._image_inputs.whole)
         elif state.images is None:

@@ -4,6 +4,7 @@ A graph is replayed once its logits were those of the eager forward, at two leng
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import sqrt
 from time import perf_counter
 from typing import Any
 
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from ..model.probing import distance
 from . import memory
-from .graphs import EXPERTS, FAILURES, NOT_WORTH_IT, NUM_CHECKS, TOKENS, Model, Shape, Shapes, failed, make, shapes_over
+from .graphs import EXPERTS, FAILURES, NOT_WORTH_IT, TOKENS, Model, Shape, Shapes, failed, make, shapes_over
 from .memory import Streams
 from .rows import Rows
 from .static import Arena, together
 
 _TOLERANCE = 1e-4  # of the largest logit, in float32
-_TOLERANCE_IN_EPS = 4.0  # the same below float32, in steps of its numbers
+_TOLERANCE_IN_EPS = 4.0  # the same below float32, in steps of its numbers, of one layer
 _MOST_COMING = 1024  # columns that a room is made for, beyond those that are there
 _PLAIN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep"}
 _ON = {"use_cache", "return_dict"}  # may be true
@@ -88,7 +89,7 @@ class CapturedCall:
             said.why_not = rows.why_not_captured = f"{_first_difference(shape.look, facts)} changed after the capture"
             return eager(**arguments)
         pads = [prompt.pad for prompt in rows.prompts]
-        if len(shape.checked) < NUM_CHECKS:
+        if shape.is_to_check(rows.n):
             return self._check(shape, eager, arguments, pads)
         output = shape.captured.run(arguments["input_ids"], arguments["position_ids"], pads, rows.n)
         for layer in rows.layers:
@@ -187,8 +188,8 @@ class CapturedCall:
             apart, most = distance(wanted.float(), logits.float()), tolerance(wanted.dtype, rows)
             if not apart <= most:
                 shape.why_not = f"a graph's logits differ by {apart:.1e} of their scale from the eager forward's"
-            shape.checked.add(n)
-            shape.saved_seconds = shapes.saved_seconds = times[2] - times[1] - (times[1] - times[0])
+            shape.checked.append(n)
+            shapes.note_saved(shape, times[2] - times[1] - (times[1] - times[0]))
         if shape.why_not:
             shape.captured = None
             self.said.why_not = rows.why_not_captured = shape.why_not
@@ -270,7 +271,9 @@ def tolerance(dtype: torch.dtype, rows: Rows) -> float:
     """How far logits of a graph may be from the eager forward's, as a share of their scale."""
     held = [tensor.dtype for tensor, _ in rows.memory]
     eps = max(torch.finfo(each).eps for each in (dtype, *held))
-    return _TOLERANCE if eps <= torch.finfo(torch.float32).eps else _TOLERANCE_IN_EPS * eps
+    if eps <= torch.finfo(torch.float32).eps:
+        return _TOLERANCE
+    return _TOLERANCE_IN_EPS * eps * sqrt(max(1, len(rows.layers)))  # each layer rounds anew
 
 
 def _first_difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:

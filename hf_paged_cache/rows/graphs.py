@@ -12,16 +12,19 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..attention.grouped import grouped
 from ..locks import new_lock
 from .memory import Streams
 from .static import Arena
 
 TOKENS = (1, 16, 64, 256)  # of a shape; fewer are filled up on the right
-NUM_CHECKS = 2  # lengths at which a shape is compared with the eager forward
+NUM_CHECKS = 2  # replays of a shape that are compared with the eager forward
 EXPERTS = "the setting of experts"  # in what is looked at
 NOT_WORTH_IT = "a capture takes more time than it would save"
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # of a model that cannot be captured
-_SAVED_SECONDS = 0.015  # by a replay, before it was measured
+_CAPTURE_SECONDS = 0.3  # that a capture takes, before one was measured
+_SAVED_SECONDS = 0.015  # by a replay, likewise
+_TIMES_AGAIN = 4  # a shape that has come so often is expected that many times as often
 _capturing = new_lock()  # one capture at a time
 _sides: dict[torch.device, Any] = {}  # device -> the stream on which all its graphs are captured
 
@@ -33,17 +36,20 @@ class StaticCache(Cache):
         memory: of the rows.
         num_layers: of the model.
         length: [1] int64, columns that are valid.
+        keeps_heads: attention is torch's, and may be given fewer heads of keys than of queries.
 
     Attributes:
         columns: [T] int64, where the running forward writes.
     """
 
-    def __init__(self, memory: Sequence[Streams], num_layers: int, length: Tensor) -> None:
+    def __init__(
+        self, memory: Sequence[Streams], num_layers: int, length: Tensor, *, keeps_heads: bool = False
+    ) -> None:
         places: dict[int, dict[str, Tensor]] = {}
         for tensor, names in memory:
             for (layer_idx, name), part in zip(names, tensor, strict=True):
                 places.setdefault(layer_idx, {})[name] = part
-        self.columns = self.length = length
+        self.columns, self.length, self.keeps_heads = length, length, keeps_heads
         num_layers = max(num_layers, 1 + max(places))
         super().__init__(layers=[StaticLayer(self, places.get(layer_idx, {})) for layer_idx in range(num_layers)])
 
@@ -69,7 +75,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         assert self.values is not None
         self.keys.index_copy_(2, cache.columns, key_states)
         self.values.index_copy_(2, cache.columns, value_states)
-        return self.keys, self.values
+        return grouped(self.keys, self.values) if cache.keeps_heads else (self.keys, self.values)
 
     def get_seq_length(self) -> Any:
         """Columns that are valid, as a tensor: a number would be the same in all replays."""
@@ -128,7 +134,7 @@ class Captured:
             self._padding, self._length, self._kept = zeros(num_rows), zeros(1), zeros(1)
             self._tokens = torch.arange(num_tokens, dtype=torch.int64, device=device)
             self._columns = torch.arange(room, dtype=torch.int64, device=device)
-            self._cache = StaticCache(held, model.num_layers, self._length)
+            self._cache = StaticCache(held, model.num_layers, self._length, keeps_heads=model.attention == "sdpa")
 
     def run(self, ids: Tensor, positions: Tensor, pads: Sequence[int], length: int) -> Any:
         """The output for ids [R, t] behind the first `length` columns, t at most the shape's tokens.
@@ -215,7 +221,7 @@ class Shape:
         captured: None: not yet.
         why_not: it is not captured any more; "": it may be.
         look: of the model, as it was captured.
-        checked: lengths at which it gave the eager forward's logits.
+        checked: lengths at which it gave the eager forward's logits, one for each time.
         num_wanted: forwards that would have been replays.
         saved_seconds: by a replay in place of the eager forward; None: not measured.
     """
@@ -224,9 +230,13 @@ class Shape:
         self.captured: Captured | None = None
         self.why_not = ""
         self.look: Mapping[str, object] = {}
-        self.checked: set[int] = set()
+        self.checked: list[int] = []
         self.num_wanted = 0
         self.saved_seconds: float | None = None
+
+    def is_to_check(self, length: int) -> bool:
+        """Whether the next replay, at this length, is compared: the first ones are, and one at another length than those."""
+        return len(self.checked) < NUM_CHECKS or (len({*self.checked, length}) > 1 == len({*self.checked}))
 
 
 class Shapes:
@@ -235,19 +245,25 @@ class Shapes:
     Attributes:
         digest: the fingerprint.
         capture_seconds: that a capture takes.
-        saved_seconds: by a replay, as it was measured last of any shape.
+        saved_seconds: by a replay, the most that was measured of any shape.
     """
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
         self.pool: Any = None
-        self.capture_seconds = 1.0
+        self.capture_seconds = _CAPTURE_SECONDS
         self.saved_seconds = _SAVED_SECONDS
+        self._is_measured = False
         self._shapes: dict[tuple[object, ...], Shape] = {}
 
     def of(self, *key: object) -> Shape:
         """The shape of these rows, tokens, room, and settings."""
         return self._shapes.setdefault(key, Shape())
+
+    def go_on(self, before: "Shapes") -> None:
+        """Expect what was measured under another fingerprint."""
+        self.capture_seconds, self.saved_seconds = before.capture_seconds, before.saved_seconds
+        self._is_measured = before._is_measured
 
     def drop(self) -> None:
         """Give all graphs up; what was counted stays."""
@@ -262,10 +278,16 @@ class Shapes:
         return sum(shape.captured is not None for shape in self._shapes.values())
 
     def pays(self, shape: Shape, num_coming: int) -> bool:
-        """Whether it is captured, or a capture takes less time than it saves, or would have saved until now."""
+        """Whether it is captured, or a capture takes less time than it is expected to save."""
         if shape.captured is not None:
             return shape.saved_seconds is None or shape.saved_seconds > 0 or len(shape.checked) < NUM_CHECKS
-        return (shape.num_wanted + num_coming) * self.saved_seconds > self.capture_seconds
+        return (_TIMES_AGAIN * shape.num_wanted + num_coming) * self.saved_seconds > self.capture_seconds
+
+    def note_saved(self, shape: Shape, seconds: float) -> None:
+        """A replay took so much less time than the eager forward."""
+        shape.saved_seconds = seconds
+        self.saved_seconds = max(self.saved_seconds, seconds) if self._is_measured else seconds
+        self._is_measured = self._is_measured or seconds > 0
 
 
 def shapes_over(arena: Arena, digest: bytes) -> Shapes:
@@ -275,7 +297,7 @@ def shapes_over(arena: Arena, digest: bytes) -> Shapes:
         return before
     shapes = arena.captured = Shapes(digest)
     if isinstance(before, Shapes):
-        shapes.capture_seconds, shapes.saved_seconds = before.capture_seconds, before.saved_seconds
+        shapes.go_on(before)
     return shapes
 
 

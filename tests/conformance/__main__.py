@@ -29,16 +29,20 @@ def main() -> int:
     )
     parser.add_argument("--blocks", type=int, help="of each store, such as 2: nothing need be reused, and all is right")
     parser.add_argument("--dry", action="store_true", help="on static rows, with capture='dry'")
+    parser.add_argument(
+        "--captured", action="store_true", help="with capture='auto' on a CUDA device, whatever a capture takes"
+    )
     parser.add_argument("--device", help="where the models are, such as cuda. Its results are not stored")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
-    is_other = arguments.split or arguments.device or arguments.blocks or arguments.dry
+    captures = arguments.dry or arguments.captured
+    is_other = arguments.split or arguments.device or arguments.blocks or captures
     if is_other and (arguments.json or arguments.table):
         parser.error(
-            "what is played with --split, --blocks, --dry or --device is not stored; leave out --json and --table"
+            "what is played with --split, --blocks, --dry, --captured or --device is not stored; leave out --json and --table"
         )
     names = arguments.types.split(",") if arguments.types else [*model_types(), *VARIANTS]
-    how = Setting(arguments.blocks, "dry" if arguments.dry else False)
+    how = Setting(arguments.blocks, "auto" if arguments.captured else "dry" if arguments.dry else False)
     results = run_all(names, arguments.processes, splits=arguments.split, device=arguments.device, how=how)
     print(summary(results))  # noqa: T201
     if arguments.json:

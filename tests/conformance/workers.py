@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 import pytest
 from tqdm import tqdm
 
-from ..internals import cost_everywhere, split_everywhere
+from ..internals import capture_everywhere, cost_everywhere, split_everywhere
 from .examine import TypeResult, examine
 from .player import Setting, setting
 
@@ -61,6 +61,8 @@ def start_worker(splits: bool, how: Setting) -> None:
     if splits:
         split_everywhere(pytest.MonkeyPatch())  # for the rest of this process
     cost_everywhere(pytest.MonkeyPatch())
+    if how.capture:
+        capture_everywhere(pytest.MonkeyPatch())
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

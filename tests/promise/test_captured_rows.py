@@ -19,6 +19,8 @@ from transformers import DynamicCache, LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
 from hf_paged_cache.integration.capturing import CapturedForward, Capturing
+from hf_paged_cache.rows.captured import tolerance
+from hf_paged_cache.rows.graphs import Captured, Shapes
 
 from ..reference import IDS, PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
@@ -82,6 +84,39 @@ def test_a_filled_up_prompt_is_replayed() -> None:
         ids = torch.tensor([row((1, length), (length, 9))])
         assert_same(run(model, input_ids=ids, max_new_tokens=1), run(model, cache, input_ids=ids, max_new_tokens=1))
     assert cache.last_call.captured == "1 of 1 forwards were captured"
+
+
+def test_calls_of_one_length_are_compared_twice_and_one_of_another_once_more() -> None:
+    model = build("llama")
+    cache, said = dry(model), []
+    for num_tokens in (48, 48, 48, 48, 64, 64):
+        ids = torch.tensor([row((1, num_tokens), (num_tokens + len(said), 9))])
+        run(model, cache, input_ids=ids[:, :num_tokens], max_new_tokens=2)
+        assert_same(run(model, input_ids=ids, max_new_tokens=1), run(model, cache, input_ids=ids, max_new_tokens=1))
+        said.append(num_captured(cache))
+    assert said == [0, 0, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("num_new", [1, 16])
+@pytest.mark.parametrize("num_heads", [2, 4])
+def test_heads_of_keys_are_not_repeated(num_heads: int, num_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = build("llama", num_key_value_heads=num_heads), set()
+    ids = torch.tensor([row((1, 48), (7, num_new))])
+    reference, cache = run(model, input_ids=ids, max_new_tokens=STEPS), dry(model)
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def looking(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> torch.Tensor:
+        assert given["enable_gqa"]
+        seen.add((query.shape[2], query.shape[1], key.shape[1]))
+        return attention(query, key, value, **given)
+
+    monkeypatch.setattr("hf_paged_cache.attention.grouped.scaled_dot_product_attention", looking)
+    for _ in range(4):
+        run(model, cache, input_ids=ids[:, :48], max_new_tokens=2)
+        assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=STEPS))
+    assert {tokens for tokens, *_ in seen} == ({1, num_new} if num_heads == 2 else set())
+    assert {tuple(heads) for _, *heads in seen} == ({(4, 2)} if num_heads == 2 else set())
+    assert num_captured(cache) == STEPS
 
 
 @pytest.mark.parametrize("way", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 0}, {}])
@@ -455,6 +490,15 @@ def test_a_loop_of_a_function_in_the_place_of_generate_runs_eagerly() -> None:
     assert cache.last_call.captured == "custom_generate calls the model in its own way"
 
 
+def test_a_compiled_forward_is_not_captured() -> None:
+    model = build("llama")
+    reference = run(model, input_ids=IDS)
+    model.forward = torch.compile(model.forward, backend="eager")
+    cache = dry(model)
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    assert cache.last_call.captured == "the model is compiled"
+
+
 def test_models_without_positions_run_eagerly_and_say_so() -> None:
     model = build("bloom")
     cache = dry(model)
@@ -531,6 +575,28 @@ def test_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: py
         assert said[-1] == f"{STEPS} of {STEPS} forwards were captured"
     else:
         assert said[-1].endswith("a capture takes more time than it would save")
+
+
+def test_a_shape_that_saves_nothing_says_nothing_of_others() -> None:
+    shapes = Shapes(b"")
+    long, step, other = (shapes.of(1, tokens) for tokens in (256, 1, 16))
+    shapes.note_saved(long, -0.5)
+    long.captured = step.captured = Captured.__new__(Captured)
+    long.checked = step.checked = [1, 2]
+    assert not shapes.pays(long, 100)
+    shapes.note_saved(step, 0.02)
+    shapes.note_saved(long, -0.5)
+    assert shapes.pays(step, 1)
+    assert shapes.pays(other, int(shapes.capture_seconds / 0.02) + 1)
+    assert not shapes.pays(other, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_graphs_may_differ_by_what_each_layer_rounds_and_no_more(dtype: torch.dtype) -> None:
+    model = build("llama").to(dtype)
+    rows = run(model, PagedPrefixCache(model), input_ids=IDS).past_key_values
+    steps = 4 * len(rows.layers) ** 0.5
+    assert tolerance(dtype, rows) == (1e-4 if dtype == torch.float32 else steps * torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("capture", ["yes", True, None, 0, ""])

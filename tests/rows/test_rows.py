@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +14,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
 from hf_paged_cache.integration import opening
+from hf_paged_cache.rows import memory
 from hf_paged_cache.rows.memory import runs
 from hf_paged_cache.rows.rows import Rows
 
 from ..internals import failing_forward, split_everywhere
-from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
+from ..reference import TOLERANCE, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
@@ -234,6 +236,30 @@ def test_weights_that_a_processor_changes_under_beams_leave_nothing(model: PreTr
     said = run(model, cache, input_ids=ids[:, :8], num_beams=2, max_new_tokens=14, logits_processor=[change]).sequences
     weight.data.copy_(before)
     assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+
+
+@pytest.mark.parametrize("capture", [False, "dry"])
+def test_beams_leave_the_columns_of_their_prompt_where_they_lie(
+    capture: Any, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_paged_cache.attention.launches.tokens_of_a_launch", lambda *_, **__: math.inf)
+    prompts, moved = batch(row((1, 12)), row((2, 9))), []
+    change_places = memory.change_places
+
+    def watched(held: Any, index: torch.Tensor, start: int, stop: int) -> None:
+        moved.append(start)
+        change_places(held, index, start, stop)
+
+    monkeypatch.setattr(memory, "change_places", watched)
+    cache = PagedPrefixCache(model, block_size=4, capture=capture)
+    for warm in (False, True, True):
+        given: dict[str, Any] = {**prompts, "num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 8}
+        assert_same(run(model, **given), run(model, cache, **given))
+        assert {*moved} == {12}, warm
+        moved.clear()
+        assert_same(run(model, **prompts), run(model, cache, **prompts))  # rows that move whole, if at all
+    zero_blocks(cache)
+    assert not is_same(run(model, **given), run(model, cache, **given))
 
 
 @pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])
