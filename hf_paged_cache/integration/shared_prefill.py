@@ -204,6 +204,8 @@ class _Made:
         last: tuple[tuple[int, ...], Rows] | None = None
         for step in found.steps:
             going_on = last[1] if last is not None and last[0] == step.rows and last[1].n == step.start else None
+            if going_on is not None and going_on.windows is not None:
+                going_on = None  # what is seen where these end would be given up before it is kept
             some, known = [self._inputs[at] for at in step.rows], [self._known[at] for at in step.rows]
             made = self._forward(going_on, some, known, step.start, step.stop)
             last = step.rows, made

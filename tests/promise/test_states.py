@@ -61,6 +61,18 @@ def test_the_third_request_computes_its_question_and_at_most_64_tokens(name: str
             assert cache.last_call.computed_tokens <= 20 + 64
 
 
+def test_where_two_prompts_part_a_third_goes_on_from_states_and_a_window() -> None:
+    model, common = tiny("zaya"), 144  # both: what the window sees where a forward was cut is kept with the states
+    cache = PagedPrefixCache(model, block_size=8)
+    for seed in (5, 6, 7):
+        play(model, cache, **batch(row((1, common), (seed, 190))))
+    assert cache.last_call.reused_tokens == common
+    cache.reset()
+    zero_states(cache.store)
+    inputs = batch(row((1, common), (9, 190)))
+    assert not is_same(run(model, **inputs), run(model, cache, **inputs))
+
+
 @NAMES
 def test_no_block_that_is_known_is_written_again(name: str) -> None:
     model = tiny(name)
