@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from hashlib import shake_256
 from itertools import takewhile
 
+import numpy as np
+
 from .tokens import TokenIds, common_prefix_length
 
 NO_TOKEN = -1  # of an embedding that was passed without ids
@@ -136,6 +138,8 @@ class WholeImages:
 
 def hold_images(tokens: Sequence[int]) -> bool:
     """Whether there are image tokens among them: ids alone do not say what ran there."""
+    if isinstance(tokens, array):
+        return bool(tokens) and int(np.frombuffer(tokens, np.int64).min()) < NO_TOKEN
     return bool(tokens) and min(tokens) < NO_TOKEN
 
 

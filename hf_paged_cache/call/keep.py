@@ -57,7 +57,9 @@ def keep(
         return
     with store.lock:
         layout = store.pool.num_layouts
-        if not _has_tensors(store, rows):  # a reset in another thread has given them back meanwhile
+        if not (
+            _lies_alike(store, rows) or _has_tensors(store, rows)
+        ):  # a reset in another thread has given them back meanwhile
             return
 
     def may_write() -> bool:
@@ -257,13 +259,8 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """
     pool = store.pool
     with store.lock:
-        found = [*store.slabs(), *chain.from_iterable(store.window_slabs().values())]
-        slabs = {names: (held.dtype, held.device) for held, names in found}
-    lie, windows = [*rows.all_memory()], rows.windows
-    if windows is not None:
-        lie += chain.from_iterable(windows.of(sight)[0] for sight in windows.sights)
-    if store.is_settled and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie):
-        return True
+        if store.is_settled and _lies_alike(store, rows):
+            return True
     streams = {
         (layer.layer_idx, name): states
         for layer in rows.layers
@@ -285,6 +282,18 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
             return True
         is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))
     return is_empty and lay_out(store, rows)
+
+
+def _lies_alike(store: BlockStore, rows: Rows) -> bool:
+    """Whether streams that lie together in the rows do so in the pool, too, in the same dtype and on the same device. The store's lock is
+    held.
+    """
+    found = [*store.slabs(), *chain.from_iterable(store.window_slabs().values())]
+    slabs = {names: (held.dtype, held.device) for held, names in found}
+    lie, windows = [*rows.all_memory()], rows.windows
+    if windows is not None:
+        lie += chain.from_iterable(windows.of(sight)[0] for sight in windows.sights)
+    return bool(lie) and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie)
 
 
 def _has_tensors(store: BlockStore, rows: Rows) -> bool:

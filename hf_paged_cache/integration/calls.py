@@ -56,9 +56,7 @@ from .opening import Opening
 from .ranks import Ranks
 from .store_parts import StoreParts
 
-RAN_ELSEWHERE = (
-    "generate ran no forward with the cache: some models leave it out at the length from which on their rotary frequencies are others"
-)
+RAN_ELSEWHERE = "generate ran no forward with the cache: some models leave it out at the length from which on their rotary frequencies are others"
 logger = logging.getLogger("hf_paged_cache")
 
 
@@ -224,7 +222,9 @@ class Calls:
         """A `generate` has returned that ran no forward on the rows it was passed."""
         ids, mask = given.passed.get("input_ids"), given.passed.get("attention_mask")
         num_rows = ids.shape[0] if isinstance(ids, Tensor) else 1
-        shown = mask.sum(dim=1).tolist() if isinstance(mask, Tensor) and mask.dim() == 2 else [given.num_given] * num_rows
+        shown = (
+            mask.sum(dim=1).tolist() if isinstance(mask, Tensor) and mask.dim() == 2 else [given.num_given] * num_rows
+        )
         with self.store.lock:
             self.counters.add_call("generate", count_bypassed(shown, RAN_ELSEWHERE), 0, bypassed=True)
 

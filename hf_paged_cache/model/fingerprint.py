@@ -46,7 +46,12 @@ class _Weight(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """Where weights were found, as columns: `owners[i][keys[i]]` was `tensors[i]`, and `laid[i]` lay at `addresses[i]`."""
+    """Where weights were found, as columns: `owners[i][keys[i]]` was `tensors[i]`, and `laid[i]` lay at `addresses[i]`.
+
+    Attributes:
+        are_contiguous: of each that is laid; how a contiguous one of as many elements is laid, its forward says by its shape.
+        strided, strides: those that are not.
+    """
 
     owners: list[dict[str, Any]]
     keys: list[str]
@@ -54,12 +59,15 @@ class _Places(NamedTuple):
     laid: list[Tensor]
     addresses: list[int]
     sizes: list[int]
+    are_contiguous: list[bool]
+    strided: list[Tensor]
     strides: list[tuple[int, ...]]
 
     @classmethod
     def of(cls, weights: list[_Weight]) -> "_Places":
         """Those of these weights."""
         laid = [(weight.tensor, *weight.layout) for weight in weights if weight.layout is not None]
+        strided = [(tensor, strides) for tensor, _, _, strides in laid if not tensor.is_contiguous()]
         return cls(
             [weight.owner for weight in weights],
             [weight.key for weight in weights],
@@ -67,7 +75,9 @@ class _Places(NamedTuple):
             [tensor for tensor, _, _, _ in laid],
             [address for _, address, _, _ in laid],
             [size for _, _, size, _ in laid],
-            [strides for _, _, _, strides in laid],
+            [tensor.is_contiguous() for tensor, _, _, _ in laid],
+            [tensor for tensor, _ in strided],
+            [strides for _, strides in strided],
         )
 
     def are_as_found(self) -> bool:
@@ -76,7 +86,8 @@ class _Places(NamedTuple):
             all(map(is_, map(dict.get, self.owners, self.keys), self.tensors))
             and [*map(Tensor.data_ptr, self.laid)] == self.addresses
             and [*map(Tensor.numel, self.laid)] == self.sizes
-            and [*map(Tensor.stride, self.laid)] == self.strides
+            and [*map(Tensor.is_contiguous, self.laid)] == self.are_contiguous
+            and [*map(Tensor.stride, self.strided)] == self.strides
         )
 
 
@@ -100,7 +111,8 @@ class _Structure(NamedTuple):
     def with_functions(self) -> list[int]:
         """Numbers of those that have hooks or replaced functions."""
         attributes = self.attributes
-        found = {number for number, (after, before) in enumerate(map(_HOOKS, attributes)) if after or before}
+        have_some = [*map(any, map(_HOOKS, attributes))]
+        found = {*compress(count(), have_some)} if True in have_some else set()
         for name in REPLACED:
             found.update(compress(count(), map(contains, attributes, repeat(name))))
         return sorted(found)
@@ -139,7 +151,8 @@ class Listing(NamedTuple):
         samples = {kind: [*same] for kind, same in self.samples.items()}
         for each in frequencies:
             samples.setdefault((each.device, each.dtype), []).append(each)
-        return b"".join(map(np.ndarray.tobytes, self.on_host)) + read_bytes(samples)
+        on_host = np.concatenate(self.on_host).tobytes() if self.on_host else b""
+        return on_host + read_bytes(samples)
 
     def versions(self) -> list[int]:
         """How often each weight was changed, from a number on that no other listing has had for other values."""
