@@ -105,7 +105,7 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         self.conditioning = conditioning = Conditioning(model, state_traits(model), trusts_hooks=options.trust_hooks)
-        sight_of = {} if conditioning.rank_groups else conditioning.sights()  # ranks: see `Session`
+        sight_of = {} if conditioning.rank_groups else conditioning.sights()  # ranks hold no windows: see `Ranks`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(sight_of, window_share if layers - sight_of.keys() else 1.0)

@@ -151,7 +151,7 @@ def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] 
 
 
 def _up_to_an_image(cache: AskedCache, tokens: TokenIds) -> TokenIds:
-    """The tokens up to the end of the last image, as `keep_image_ends` keeps them; empty where it ends with a block, or there is none."""
+    """The tokens up to the end of the last image, as they are kept; empty where it ends with a block, or there is none."""
     end = end_of_image(tokens, 0, len(tokens)) or 0
     size = cache.store.blocks.block_size
     return filled_up(tokens, end, size) if end % size else tokens[:0]

@@ -8,6 +8,7 @@ from transformers.cache_utils import DynamicLayer
 
 from ..kv.block_pool import Slab
 from ..kv.states import LiveStates, States
+from ..model.layer_streams import put_streams
 from ..model.support import has_state
 from ..rows import memory
 from ..rows.memory import Streams
@@ -59,9 +60,5 @@ def put_rows(layers: list[Any], held: Mapping[int, Mapping[str, Tensor]], states
     """
     for index, of_layer in held.items():
         layers += [DynamicLayer() for _ in range(len(layers), index + 1)]  # type: ignore[no-untyped-call]
-        layers[index].update(of_layer["key"], of_layer["value"])
-        if getattr(layers[index], "is_sliding", False):
-            layers[index].cumulative_length = num_columns
-        if "indexer_key" in of_layer:
-            layers[index].update_indexer(of_layer["indexer_key"].squeeze(1))
+        put_streams(layers[index], of_layer, num_columns)
     LiveStates({index: layer for index, layer in enumerate(layers) if has_state(layer)}).put(states)

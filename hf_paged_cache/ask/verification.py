@@ -20,6 +20,7 @@ from ..errors import UnsupportedModelError
 from ..integration.ranks import Ranks
 from ..kv.states import LiveStates, States, copied
 from ..kv.transfers import read_together
+from ..model.layer_streams import streams_of
 from ..model.probing import dynamic_cache, eps_computed_in, input_device, run_columns
 from ..model.support import has_state, takes
 from ..prefix_store import PrefixStore
@@ -295,9 +296,9 @@ class Look:
         if stored is None:
             return None
         for index, held in stored[0].items():
-            layer = dynamic.layers[index]
+            computed = streams_of(dynamic.layers[index])
             for name, old in held.items():
-                new = layer.indexer_keys[:, None] if name == "indexer_key" else getattr(layer, f"{name}s")
+                new = computed[name]
                 if num_kept := old.shape[2]:  # a window of 1 shows nothing that is cached
                     answers.append(self._differ(old, new[:, :, -num_kept:], size))
         carried = LiveStates({i: layer for i, layer in enumerate(dynamic.layers) if has_state(layer)}).read()

@@ -54,7 +54,6 @@ class PrefixCachingBlockAllocator:
         self._states = BlockStates(num_blocks, eviction)
         self._num_before = (0, 0)  # evictions and missed blocks before the last reset
         self.num_lapses = 0  # how often blocks went without their holder's doing: collected, forgotten, interrupted
-        self.num_copies_on_write = 0
         self._copies: list[tuple[int, int]] = []  # (source, destination) in the order in which they must be made
         self._dirty = False
 
@@ -534,7 +533,6 @@ class PrefixCachingBlockAllocator:
         (destination,) = self._states.take(1, allocation.namespace)
         self._states.spare_from_now()
         self._states.drop((source,))
-        self.num_copies_on_write += 1
         self._copies.append((source, destination))  # before the list: a copy too many does no harm, one too few does
         block_ids[block_index] = destination
         self._dirty = False
@@ -572,7 +570,6 @@ class PrefixCachingBlockAllocator:
         copied = [source for source in sources if source is not None and source > 0]
         self._states.spare_from_now()
         self._states.drop(copied)
-        self.num_copies_on_write += len(copied)
         for block_ids, (_, index), source in zip(lists, wanted, sources, strict=True):
             if source is None:
                 block_ids.append(next(fresh))

@@ -261,11 +261,6 @@ class BlockTable:
             self._take(num_slots)
         self._chain.token_ids.extend(tokens)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next token begins a block."""
-        return len(self._chain.token_ids) % self._block_size == 0
-
     def append_in_place(self, token_id: int) -> int | None:
         """Append one token, an integer of 64 bits, and return its slot; the common case of a decode step.
 
@@ -297,16 +292,6 @@ class BlockTable:
         token_ids.append(token_id)
         return block_ids[block_index] * block_size + offset
 
-    def replace_token(self, position: int, token_id: int) -> None:
-        """Say which token one is that was appended before anybody knew, an integer of 64 bits.
-
-        Raises:
-            BlockStateError: its block is committed.
-        """
-        if position < self._num_committed * self._block_size:
-            raise BlockStateError(f"token {position} of a table with {self._num_committed} committed blocks is known")
-        self._chain.token_ids[position] = token_id
-
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
         """Have at least that many empty slots that may be written: copy on write, then fresh blocks.
 
@@ -317,12 +302,6 @@ class BlockTable:
         if num_empty_slots < 0:
             raise negative("num_empty_slots", num_empty_slots)
         self.append_tokens((), num_empty_slots)
-
-    @property
-    def is_copied_next(self) -> bool:
-        """Whether the block in which the tokens end is copied before more is written into it."""
-        block_index, offset = divmod(len(self._chain.token_ids), self._block_size)
-        return offset > 0 and not self._allocator.is_writable(self._allocation.block_ids[block_index])
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` more tokens would take: fresh ones and copies on write.  Effects: none."""

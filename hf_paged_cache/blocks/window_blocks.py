@@ -61,8 +61,8 @@ class WindowBlocks:
         >>> from .sight import Window
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> group = WindowBlocks(allocator, Window(3), num_blocks=4)
-        >>> group.span(8, 8), group.num_blocks_of_a_row
-        (range(3, 4), 2)
+        >>> group.span(8, 8)
+        range(3, 4)
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, sight: Sight, num_blocks: int) -> None:
@@ -108,11 +108,6 @@ class WindowBlocks:
     def num_spare(self) -> float:
         """Window blocks that may be given to what is not needed, so that running calls still get theirs."""
         return self.most - 1 - self.num_needed
-
-    @property
-    def num_blocks_of_a_row(self) -> int:
-        """The most that a row needs while it generates token by token."""
-        return -(-self.sight.most_needed // self._block_size) + 1
 
     def span(self, start: int, stop: int) -> range:
         """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""

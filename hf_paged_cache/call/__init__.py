@@ -1,1 +1,1 @@
-"""The rows and forwards of one call: matched, admitted, scheduled, written, confirmed, committed. No transformers."""
+"""The rows and forwards of one call: what is asked, found, planned, filled, shared, kept and counted."""

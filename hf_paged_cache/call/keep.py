@@ -134,7 +134,7 @@ def _keep_row(
                 if first == num_blocks and not rows.is_exact:
                     return
                 make_room(num_blocks - first)
-                fresh = _take(store, held, hashes[first:], salt) if first < num_blocks else []
+                fresh = _take(store, held, hashes[first:]) if first < num_blocks else []
                 store.pool.join_streams()
                 writing.enter_context(store.writing)  # before the lock is free: else tensors may move
                 slabs = store.pool.all.slabs()
@@ -218,7 +218,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
             group.release([block_ids[index] for index in passed], num_own=1, is_end=False)
 
 
-def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash], salt: bytes) -> list[tuple[int, list[int]]]:
+def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> list[tuple[int, list[int]]]:
     """Blocks for as many of these hashes as fit, behind those that are held.
 
     Returns:

@@ -15,7 +15,7 @@ from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
 from ..model.conditioning import Conditioning
 from ..model.probing import layers_after_a_token
-from ..model.support import attention_of, cache_layers, has_experts, has_index, has_state, takes
+from ..model.support import attention_of, cache_layers, has_experts, sees_all, takes
 from ..rows import memory
 from ..rows.captured import CapturedCall, Said, expects, room_wanted
 from ..rows.graphs import EXPERTS, NOT_WORTH_IT, TOKENS, Model, make, shapes_over
@@ -199,7 +199,7 @@ class Capturing:
             return "drafts are verified, and ask for several logits"
         if rows.shared is not None:
             return "rows share columns"
-        if rows.is_exact or rows.kinds.indexed:
+        if not rows.kinds.see_all:
             return "some layers do not see all tokens"
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             return "autocast is on"
@@ -234,7 +234,7 @@ class Capturing:
         """Why forwards of the model are never captured, on whatever device, as it is now; "": they may be."""
         model, conditioning = self._conditioning.model, self._conditioning
         layers = cache_layers(model)
-        if conditioning.sights() or any(has_state(layer) or has_index(layer) for layer in layers):
+        if not all(map(sees_all, layers)):
             return "some layers do not see all tokens"
         if not self._takes_positions:
             return "the model takes no position_ids"

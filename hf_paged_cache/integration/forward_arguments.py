@@ -70,17 +70,18 @@ class RunningRows(Protocol):
     def in_batch(self) -> Sequence[RunningRow]: ...
 
 
-class Cut(Protocol):
-    """Which rows and columns of a forward run."""
+class Cut(NamedTuple):
+    """Which rows and columns of a forward run.
 
-    @property
-    def start(self) -> int: ...
+    Attributes:
+        start: the first column.
+        sources: running row -> the row of the batch it stands for.
+        copies: row of the batch -> the row that runs for it; None: all run.
+    """
 
-    @property
-    def sources(self) -> Sequence[int]: ...  # running row -> the row of the batch it stands for
-
-    @property
-    def copies(self) -> Sequence[int] | None: ...  # row of the batch -> the row that runs for it; None: all run
+    start: int
+    sources: Sequence[int]
+    copies: Sequence[int] | None
 
 
 class MaskValues(NamedTuple):

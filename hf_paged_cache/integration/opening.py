@@ -30,7 +30,7 @@ from .capturing import Capturing
 from .chunked_prompt import ChunkedPrompt
 from .current import drain
 from .finding import Finding
-from .forward_arguments import for_cut
+from .forward_arguments import Cut, for_cut
 from .generate_arguments import GenerateArguments
 from .keeping import Keeping
 from .prompt_images import ENCODED, PromptImages
@@ -41,14 +41,6 @@ from .store_parts import StoreParts
 
 _MOST_MAPPED_AHEAD = 4096  # columns, of prompts that are shorter
 _MOST_TAKEN_BACK = 32  # tokens of drafts that layers with a window can take back
-
-
-class Cut(NamedTuple):
-    """Which rows and columns of the first forward run: see `forward_arguments.Cut`."""
-
-    start: int
-    sources: Sequence[int]
-    copies: Sequence[int] | None
 
 
 class _Begun(NamedTuple):

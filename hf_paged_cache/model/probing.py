@@ -16,7 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from .cache_adapters import cache_argument, present_cache
-from .support import cache_layers, has_keys, has_state, keys_of, states_of, takes
+from .layer_streams import streams_of
+from .support import cache_layers, has_keys, has_state, states_of, takes
 
 NUM_COLUMNS = 24
 NUM_CACHED = 16
@@ -241,8 +242,8 @@ def last_logits(output: Any, num_columns: int) -> Tensor:
 
 def measure_layers(model: PreTrainedModel) -> dict[int, tuple[torch.device, int]]:
     """Layer index -> where its keys and values lie, and their bytes for one token."""
-    held = enumerate(map(keys_of, layers_after_a_token(model)))
-    return {index: (keys[0].device, sum(tensor.nbytes for tensor in keys)) for index, keys in held if keys}
+    held = [[*streams_of(layer).values()] for layer in layers_after_a_token(model)]
+    return {at: (keys[0].device, sum(tensor.nbytes for tensor in keys)) for at, keys in enumerate(held) if keys}
 
 
 def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:

@@ -230,15 +230,14 @@ def has_index(layer: Any) -> bool:
     return type(layer) is DynamicIndexedLayer
 
 
+def sees_all(layer: Any) -> bool:
+    """Whether a layer holds keys and values of all tokens, and nothing else, or is a placeholder."""
+    return type(layer) is DynamicLayer or holds_nothing(layer)
+
+
 def has_state(layer: Any) -> bool:
     """Whether a layer carries a state, beside keys and values or in their place."""
     return type(layer) in _STATE_LAYERS
-
-
-def keys_of(layer: Any) -> list[Tensor]:
-    """Keys, values and index keys that a layer of `DynamicCache` holds."""
-    held = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
-    return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
 def states_of(layer: Any, *kinds: str) -> list[Tensor]:

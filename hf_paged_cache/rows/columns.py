@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache
 
 from ..attention.causal import CausalSquare
 from ..kv.states import LiveStates
+from ..model.layer_streams import streams_of
 from ..model.support import has_keys
 from . import memory
 from .indexed import positions_of
@@ -262,7 +263,7 @@ class RowsColumns(Cache):
         """What the layers of a bypassed call hold."""
         for layer in self.layers:
             if has_keys(layer) and layer.is_initialized:
-                yield from (layer.keys, layer.values)
+                yield from streams_of(layer).values()
         if self.kinds.num_states:
             yield from LiveStates({at: self.layers[at] for at in self.kinds.num_states}).read().values()
 

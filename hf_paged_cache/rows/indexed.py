@@ -8,9 +8,8 @@ from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
 from ..kv.zeroed import zeros
+from ..model.layer_streams import INDEX
 from .layers import RowsLayer, room_for
-
-INDEX = "indexer_key"
 
 
 class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__

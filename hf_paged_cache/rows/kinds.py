@@ -35,9 +35,14 @@ class LayerKinds(NamedTuple):
     placeholders: frozenset[int] = frozenset()
     places: StatePlaces = StatePlaces(1)
 
+    @property
+    def see_all(self) -> bool:
+        """Whether each layer has keys and values of all columns, and nothing else, or is a placeholder."""
+        return not (self.sights or self.num_states or self.indexed)
+
     def make(self, owner: Callable[[], Owner | None]) -> list[Any]:
         """Layers that hold nothing."""
-        if not (self.sights or self.num_states or self.indexed or self.placeholders):
+        if self.see_all and not self.placeholders:
             return [RowsLayer(layer_idx, owner) for layer_idx in range(self.num_layers)]
         return [self._layer(layer_idx, owner) for layer_idx in range(self.num_layers)]
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from ..attention.lazy import as_dense
 from ..errors import ForwardMismatchError
 from ..kv.zeroed import zeros
+from ..model.layer_streams import put_streams
 from .memory import Streams
 
 SPARE = 64  # columns more than are needed, where it is not known how many come
@@ -127,7 +128,8 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     def put_into(self, layer: Any) -> None:
         """Let a layer of transformers that holds nothing go on with these columns."""
-        layer.update(*self.columns())
+        keys, values = self.columns()
+        put_streams(layer, {"key": keys, "value": values}, self.n)
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]

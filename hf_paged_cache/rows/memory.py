@@ -1,6 +1,6 @@
 """Owns the tensors of one call's rows, and the copies between them, other rows and the pool's slabs.
 
-A *stream* is the keys or the values of one layer. Streams of one shape lie in one tensor, so that a run of blocks is copied, and rows
+A *stream* is the keys, the values or the index keys of one layer. Streams of one shape lie in one tensor, so that a run of blocks is copied, and rows
 change places, in one launch for all layers.
 
 columns of a row: [0, pad) zeros | [pad, n) valid | [n, room) unspecified, finite
@@ -15,7 +15,7 @@ from torch import Tensor
 from ..kv.block_pool import Slab
 from ..kv.zeroed import zeros
 
-Stream: TypeAlias = tuple[int, str]  # layer index, "key" or "value"
+Stream: TypeAlias = tuple[int, str]  # layer index, "key", "value" or "indexer_key"
 
 
 class Streams(NamedTuple):

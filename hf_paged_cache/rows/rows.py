@@ -21,6 +21,7 @@ from ..blocks.image_tokens import end_of_image, hold_images
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.states import LiveStates
+from ..model.layer_streams import cut_streams
 from ..model.support import has_keys
 from . import memory
 from .columns import Prompt, RowsColumns
@@ -297,7 +298,7 @@ class Rows(RowsColumns):
             lengths, self._lengths = self._lengths, None
             for layer, num in zip(self.layers, lengths, strict=False):
                 if has_keys(layer):
-                    _cut(layer, num)
+                    cut_streams(layer, num)
         elif self.is_running:
             self.is_running = False
             for layer in self.layers:
@@ -669,16 +670,6 @@ class Rows(RowsColumns):
         for layer, of in zip(copied.layers, self.layers, strict=True):
             layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied
-
-
-def _cut(layer: Any, num_columns: int) -> None:
-    """Take off what a forward that died has appended to a layer of transformers: to all of it, or to a part."""
-    if layer.get_seq_length() > num_columns:
-        layer.keys, layer.values = layer.keys[..., :num_columns, :], layer.values[..., :num_columns, :]
-    if (keys := getattr(layer, "indexer_keys", None)) is not None:
-        layer.indexer_keys = keys[:, :num_columns]
-    if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
-        layer.indexer_position_ids = positions[..., :num_columns]
 
 
 _COPIED = (

@@ -80,7 +80,7 @@ class StatesAndWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttention
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def get_max_length(self) -> int:
-        """None, as transformers' layer says."""
+        """-1: there is none, as transformers' layer says."""
         return -1
 
 

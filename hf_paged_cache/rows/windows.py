@@ -107,11 +107,6 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
 
     is_alone = False  # `held` is this layer's alone; `is_own` says so of layers without a window
 
-    def put_into(self, layer: Any) -> None:
-        """See `RowsLayer`."""
-        super().put_into(layer)
-        layer.cumulative_length = self.n
-
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
         """See `RowsLayer`."""
         super().lie_in(tensors, n, base)

@@ -91,7 +91,6 @@ def test_a_token_for_each_table_is_one_for_one_after_the_other(seed: int) -> Non
         return (
             slots,
             allocator.take_copies(),
-            allocator.num_copies_on_write,
             [table.token_ids for table in tables],
             allocator.snapshot(),
         )

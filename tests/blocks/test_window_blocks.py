@@ -39,13 +39,6 @@ def test_a_span_has_what_is_written_and_what_the_first_token_of_it_sees(
     assert list(WindowBlocks(allocator, Window(window), 4).span(start, stop)) == expected
 
 
-@pytest.mark.parametrize("window", range(1, 12))
-@pytest.mark.parametrize("block_size", [1, 2, 4])
-def test_a_row_that_goes_on_token_by_token_needs_at_most_what_is_counted(window, block_size) -> None:
-    group = WindowBlocks(PrefixCachingBlockAllocator(4, block_size), Window(window), 4)
-    assert group.num_blocks_of_a_row == max(len(group.span(number, number + 1)) for number in range(60))
-
-
 def test_between_what_is_seen_and_what_is_written_nothing_is_needed(group) -> None:
     seen, kept = group.needed_of(Resumption(start=4, first=20, cut=24, stop=26))
     assert (list(seen), list(kept)) == ([0, 1], [10, 11, 12])

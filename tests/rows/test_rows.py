@@ -18,6 +18,7 @@ from hf_paged_cache.rows import memory
 from hf_paged_cache.rows.memory import runs
 from hf_paged_cache.rows.rows import Rows
 
+from ..conformance import zoo
 from ..internals import failing_forward, split_everywhere
 from ..reference import TOLERANCE, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 
@@ -354,3 +355,12 @@ def test_where_memory_runs_out_as_rows_begin_others_are_given_up_and_it_is_tried
     assert not capture or len({*map(id, captured)}) == len(captured)  # each try has the arena anew
     cache.check()
     assert_same(reference, run(model, cache, **PROMPTS))
+
+
+def test_bypassed_rows_count_index_keys_among_what_their_layers_hold() -> None:
+    model = zoo.build("deepseek_v32")
+    rows = run(model, PagedPrefixCache(model), input_ids=PROMPTS["input_ids"], output_hidden_states=True).past_key_values
+    assert rows.why_bypassed is not None
+    held = [getattr(layer, name, None) for layer in rows.layers for name in ("keys", "values", "indexer_keys")]
+    assert any(getattr(layer, "indexer_keys", None) is not None for layer in rows.layers)
+    assert rows.kv_bytes == sum(tensor.nbytes for tensor in held if tensor is not None)

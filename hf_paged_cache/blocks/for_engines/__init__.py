@@ -1,7 +1,6 @@
 """For a scheduler or an engine that runs its own forwards: what this package's cache does not use, held to the same invariants.
 
-Blocks whose content comes later are `PrefixCachingBlockAllocator.allocate_immutable` and `mark_computed`; extra keys, lookahead
-slots and `unseen_token_ids` are `BlockTable`'s.
+Tables that grow token by token, with lookahead slots and copies on write, are `BlockTable`.
 """
 
 from .allocator import EngineAllocator

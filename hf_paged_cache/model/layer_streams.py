@@ -1,0 +1,41 @@
+"""What a layer of transformers' own holds of rows, by the names that streams have here: the one place that knows its attributes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+INDEX = "indexer_key"
+
+
+def streams_of(layer: Any) -> dict[str, Tensor]:
+    """Keys, values and index keys, [R, H, columns, D] each, by name; index keys have one head. Nothing of a layer that holds nothing."""
+    held = ((name, getattr(layer, f"{name}s", None)) for name in ("key", "value", INDEX))
+    found = {name: tensor for name, tensor in held if isinstance(tensor, Tensor)}
+    if INDEX in found:
+        found[INDEX] = found[INDEX].unsqueeze(1)
+    return found
+
+
+def put_streams(layer: Any, held: Mapping[str, Tensor], num_columns: int) -> None:
+    """Let a layer that holds nothing hold columns.
+
+    Args:
+        held: [R, H, columns, D] each, by name; of a layer with a window the last ones.
+        num_columns: of the rows.
+    """
+    layer.update(held["key"], held["value"])
+    if getattr(layer, "is_sliding", False):
+        layer.cumulative_length = num_columns
+    if INDEX in held:
+        layer.update_indexer(held[INDEX].squeeze(1))
+
+
+def cut_streams(layer: Any, num_columns: int) -> None:
+    """Take off what a forward that died has appended: to all of it, or to a part."""
+    if layer.get_seq_length() > num_columns:
+        layer.keys, layer.values = layer.keys[..., :num_columns, :], layer.values[..., :num_columns, :]
+    if (keys := getattr(layer, "indexer_keys", None)) is not None:
+        layer.indexer_keys = keys[:, :num_columns]
+    if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
+        layer.indexer_position_ids = positions[..., :num_columns]
