@@ -77,6 +77,10 @@ class FreeBlockQueue:
         """Put blocks at the end of a line. Raises BlockStateError, with those before it put, if one is held or is no block."""
         self._put(block_ids, self._next, self._previous, -1 - line)
 
+    def appendleft(self, block_id: int) -> None:
+        """`appendleft_many` of one block."""
+        self.appendleft_many((block_id,))
+
     def appendleft_many(self, block_ids: Iterable[int]) -> None:
         """Put blocks in front of line 0 one after the other: the last one is handed out next. Raises as `append_many`."""
         self._put(block_ids, self._previous, self._next, -1)
