@@ -9,12 +9,11 @@ Seven of them hold 294 bits, more than the digest's 256; four, 168. So that the 
 end, or nothing else where a block has fewer tokens than that, tokens before the image in that block are named with it, if need be.
 """
 
+import sys
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import shake_256
 from itertools import takewhile
-
-import numpy as np
 
 from .tokens import TokenIds, common_prefix_length
 
@@ -23,6 +22,8 @@ _FILLER = -2  # after an image, in place of other text; no image token is as sma
 _MOST_IDS = 1 << 19
 _NAMED = 7  # image tokens that hold a digest
 _LEAST_NAMED = 4  # in blocks of fewer tokens: 168 bits of it, which nobody can make two images agree in
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0  # of a number of 64 bits
+_OF_NO_NEGATIVE = bytes(range(128))
 _BYTES, _MASK = 6, (1 << 42) - 1
 _BEFORE, _BEGINS, _GOES_ON = 1, 2, 3  # kinds: of the text before an image, and of the image
 
@@ -138,8 +139,8 @@ class WholeImages:
 
 def hold_images(tokens: Sequence[int]) -> bool:
     """Whether there are image tokens among them: ids alone do not say what ran there."""
-    if isinstance(tokens, array):
-        return bool(tokens) and int(np.frombuffer(tokens, np.int64).min()) < NO_TOKEN
+    if isinstance(tokens, array) and not tokens.tobytes()[_TOP_BYTE::8].translate(None, _OF_NO_NEGATIVE):
+        return False
     return bool(tokens) and min(tokens) < NO_TOKEN
 
 

@@ -3,8 +3,6 @@
 from array import array
 from typing import TypeAlias
 
-import numpy as np
-
 TokenIds: TypeAlias = "array[int]"  # typecode "q"
 _FIRST_COMPARED = 1024  # tokens, four times as many each time after that: most sequences differ soon
 
@@ -17,12 +15,14 @@ def common_prefix_length(left: TokenIds, right: TokenIds) -> int:
         2
     """
     longest = min(len(left), len(right))
-    known, step = 0, _FIRST_COMPARED
-    while known < longest:
-        num = min(step, longest - known)
-        differ = np.frombuffer(left, np.int64, num, 8 * known) != np.frombuffer(right, np.int64, num, 8 * known)
-        at = int(differ.argmax())
-        if differ[at]:
-            return known + at
-        known, step = known + num, 4 * step
-    return longest
+    known, end = 0, min(_FIRST_COMPARED, longest)  # the first `known` are equal
+    while known < longest and left[known:end] == right[known:end]:
+        known, end = end, min(4 * end, longest)
+    # the first difference, if any, lies in [known, end)
+    while end - known > 1:
+        middle = (known + end) // 2
+        if left[known:middle] == right[known:middle]:
+            known = middle
+        else:
+            end = middle
+    return known
