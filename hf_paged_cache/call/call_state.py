@@ -28,6 +28,7 @@ class CallState:
         deltas: how far images have moved positions, as modules keep it; None: none does.
         images: that its first forward is to run, taken from its arguments.
         is_custom: a function of its caller's own runs the forwards.
+        calls_back: code of its caller's may run between its forwards.
     """
 
     def __init__(self, kind: str, limits: CallLimits, *, beams: bool) -> None:
@@ -46,6 +47,7 @@ class CallState:
         self.seen: Seen | None = None  # how attention read its rows, from its first forward on
         self.captured: object = ""
         self.is_custom = False
+        self.calls_back = True
         self.chunked: Any = None
         self.images: Any = None
         self.deltas: Any = None

@@ -4,7 +4,6 @@ Never raises into a call for want of blocks or memory: what does not fit is not 
 """
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
 from itertools import chain
 
 import torch
@@ -14,6 +13,7 @@ from ..blocks.image_tokens import filled_up
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..blocks.window_blocks import Changing, WindowBlocks
 from ..errors import OutOfBlocksError
+from ..kv.block_pool import Slab
 from ..kv.states import States
 from ..rows import memory
 from ..rows.memory import Stream
@@ -125,24 +125,22 @@ def _keep_row(
     hashes, size, pad = chain.hashes_of(0, num_blocks), store.block_size, rows.prompts[number].pad
     held: Allocation | None = None
     try:
-        with ExitStack() as writing:
-            with store.lock:
-                if not may_write():
-                    return
-                held = store.leases.take(hashes, salt)
-                first = held.num_prefix_tokens // size
-                if first == num_blocks and not rows.is_exact:
-                    return
-                make_room(num_blocks - first)
-                fresh = _take(store, held, hashes[first:]) if first < num_blocks else []
-                store.pool.join_streams()
-                writing.enter_context(store.writing)  # before the lock is free: else tensors may move
-                slabs = store.pool.all.slabs()
-            for at, block_ids in fresh:
-                start = pad + (first + at) * size
-                columns = _columns(rows, number, start, start + len(block_ids) * size)
-                memory.write_blocks(columns, slabs, block_ids)
         with store.lock:
+            if not may_write():
+                return
+            held = store.leases.take(hashes, salt)
+            first = held.num_prefix_tokens // size
+            if first == num_blocks and not rows.is_exact:
+                return
+            make_room(num_blocks - first)
+            fresh = _take(store, held, hashes[first:]) if first < num_blocks else []
+            store.pool.join_streams()
+            slabs = store.pool.all.slabs()
+        _write(rows, number, pad + first * size, fresh, size, slabs)
+        with store.lock:
+            if store.pool.all.slabs() is not slabs:  # they have grown meanwhile, and moved
+                store.pool.join_streams()
+                _write(rows, number, pad + first * size, fresh, size, store.pool.all.slabs())
             store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
             if rows.states is not None:
                 _keep_states(store, rows.states.taken[number], held)
@@ -154,6 +152,19 @@ def _keep_row(
         if held is not None:
             with store.lock:
                 store.leases.give_back(held)
+
+
+def _write(
+    rows: Rows, number: int, start: int, fresh: Sequence[tuple[int, list[int]]], size: int, slabs: Sequence[Slab]
+) -> None:
+    """Write blocks of a row's columns from `start` on.
+
+    Args:
+        fresh: runs of them: the number of the first, counted from there, and their ids.
+    """
+    for at, block_ids in fresh:
+        first = start + at * size
+        memory.write_blocks(_columns(rows, number, first, first + len(block_ids) * size), slabs, block_ids)
 
 
 def _columns(rows: Rows, number: int, start: int, stop: int) -> memory.Columns:
@@ -277,7 +288,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
         store.read_budget()
         with store.lock:
             store.settle_budget()
-    with store.lock, store.writing:  # tensors are made anew for a wider dtype, or on the device where the model is now
+    with store.lock:  # tensors are made anew for a wider dtype, or on the device where the model is now
         if all(_can_hold(store, stream, states) for stream, states in streams.items()):
             return True
         is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))

@@ -193,6 +193,7 @@ class Calls:
         beams = (given.num_beams or 1) > 1
         state = CallState("generate", given.limits, beams=beams)
         state.is_custom = given.passed.get("custom_generate") is not None
+        state.calls_back = given.calls_back or given.is_round or state.is_custom
         state.counts_more, state.is_in_step, state.images = not state.is_custom, given.synced_gpus, given.images
         return state
 
@@ -218,13 +219,15 @@ class Calls:
             reused = sum(row.reused_tokens for row in rows.state.counts)
             logger.info("reused %d of %d prompt tokens: %s", reused, prompt, reasons)
 
-    def note_elsewhere(self, given: GenerateArguments) -> None:
-        """A `generate` has returned that ran no forward on the rows it was passed."""
+    def note_elsewhere(self, rows: Rows, given: GenerateArguments) -> None:
+        """A `generate` has returned that ran no forward on the rows it was passed: those of the call before are not its own."""
+        rows.give_up_previous()
         ids, mask = given.passed.get("input_ids"), given.passed.get("attention_mask")
         num_rows = ids.shape[0] if isinstance(ids, Tensor) else 1
-        shown = (
-            mask.sum(dim=1).tolist() if isinstance(mask, Tensor) and mask.dim() == 2 else [given.num_given] * num_rows
-        )
+        of_batch: list[int] = [given.num_given] * num_rows
+        if isinstance(mask, Tensor) and mask.dim() == 2:
+            of_batch = mask.sum(dim=1).tolist()
+        shown = [number for number in of_batch for _ in range(given.limits.num_rows // max(1, num_rows))]
         with self.store.lock:
             self.counters.add_call("generate", count_bypassed(shown, RAN_ELSEWHERE), 0, bypassed=True)
 
@@ -345,7 +348,7 @@ class Calls:
                 self._share_prompt(rows, shared, copies)
             else:
                 rows.apply(copies)
-            if state.beams:
+            if state.beams and not state.is_custom:
                 rows.common_columns = rows.n  # those of one prompt change places among themselves alone
         if state.pending is not None:
             (new, begins), state.pending = state.pending, None

@@ -3,17 +3,21 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules import module as everywhere
 
 from ..blocks.arguments import int_of_at_least
+from ..call.call_state import CallState
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
 from ..model.conditioning import Conditioning
+from ..model.fingerprint import plain_tensors
 from ..model.probing import layers_after_a_token
 from ..model.support import attention_of, cache_layers, has_experts, sees_all, takes
 from ..rows import memory
@@ -99,19 +103,22 @@ class Look:
         self._modules = modules = [*model.modules()]
         self._attributes = [module.__dict__ for module in modules]
         self._hooks = [module.__dict__[name] for module in modules for name in _HOOKS]
-        self._weights = [module._parameters for module in modules if module._parameters]
+        owners = (held for module in modules for held in (module._parameters, module._buffers))
+        self._tensors = [held for held in owners if held]
         self._parts = [module._modules for module in modules if module._modules]
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
 
     def __call__(self) -> Mapping[str, object]:
         config = self._config
+        tensors = [*filter(None.__ne__, chain.from_iterable(map(dict.values, self._tensors)))]
         return {
             "the attention": getattr(config, "_attn_implementation", None),
             EXPERTS: getattr(config, "_experts_implementation", None),
             "the training flag": sum(map(_TRAINING, self._modules)),
             "hooks": [*map(tuple, filter(None, self._hooks)), *map(len, _HOOKS_OF_ALL)],
             "a module's forward": [each["forward"] for each in self._attributes if "forward" in each],
-            "weights": [*map(id, chain.from_iterable(map(dict.values, self._weights)))],
+            "weights": [*map(id, tensors)],
+            "where weights lie": _addresses(tensors),
             "modules": [*map(id, chain.from_iterable(map(dict.values, self._parts)))],
             "adapters": repr([[getattr(module, name, None) for name in _ADAPTERS] for module in self._adapters]),
             "autocast": torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
@@ -181,7 +188,16 @@ class Capturing:
         room = arena.room(num_rows, room_wanted(stop, 1, max_columns))
         if not arena.fits(arena.shapes, num_rows, room):
             return f"{num_rows} rows of {room} columns are more than the arena may take"
-        call = CapturedCall(rows, captured, arena, digest, always=always, first=(start, stop), max_columns=max_columns)
+        call = CapturedCall(
+            rows,
+            captured,
+            arena,
+            digest,
+            always=always,
+            first=(start, stop),
+            max_columns=max_columns,
+            may_change=partial(self._may_change, rows.state),
+        )
         if not arena.check_out(call):
             return "another call has the arena"
         if not always and not expects(
@@ -191,6 +207,9 @@ class Capturing:
             return NOT_WORTH_IT
         rows.captured = call
         return None
+
+    def _may_change(self, state: CallState) -> bool:
+        return state.calls_back or self._conditioning.may_change_in_a_forward()
 
     def _unusual(self, rows: Rows, max_columns: float, *, always: bool) -> str | None:
         if not rows.in_generate:
@@ -326,6 +345,14 @@ def _is_compiled(module: Any) -> bool:
     inside = forward.replaced if isinstance(forward, CapturedForward) else forward
     is_inside = hasattr(inside, "_torchdynamo_orig_callable")
     return is_inside or type(module).__name__ == "OptimizedModule" or bool(module._compiled_call_impl)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    """Where their memory is; a graph reads what lies there."""
+    try:
+        return [*map(Tensor.data_ptr, tensors)]
+    except RuntimeError:  # wrappers have none of their own
+        return [part.data_ptr() for tensor in tensors for part in plain_tensors(tensor)]
 
 
 def _offloads(hook: Any) -> bool:

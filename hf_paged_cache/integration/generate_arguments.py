@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from transformers import GenerationConfig
 
 from ..call.limits import UNLIMITED, CallLimits
 from ..model.conditioning import OUTPUT_FLAGS
@@ -17,6 +18,7 @@ _OPTIONS = (
     *("prefill_chunk_size", "pad_token_id", "assistant_early_exit", "use_mtp", *OUTPUT_FLAGS),
 )
 _OF_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+_PLAIN = {type(None), bool, int, float, str, Tensor, GenerationConfig}
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
 
 
@@ -35,6 +37,7 @@ class GenerateArguments:
         num_beams: of a beam search; None where it is not given.
         num_logits: last columns of the prompt whose logits are asked for.
         pad_token_id: where no mask is passed, a prompt without it has none.
+        calls_back: code of the caller's may run between forwards.
         verifies_drafts: then transformers runs the whole prompt in one forward, whatever `chunk_size` is.
         outputs: asked for beside logits, by flag.
         passed: tensors and all else, by name, the ids among them as "input_ids".
@@ -56,6 +59,7 @@ class GenerateArguments:
     num_beams: int | None = None
     num_logits: int = 1
     pad_token_id: Any = None
+    calls_back: bool = True
     verifies_drafts: bool = False
     outputs: Mapping[str, bool] = field(default_factory=dict)
     passed: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +95,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         chunk_size=options["prefill_chunk_size"],
         num_beams=options["num_beams"],
         pad_token_id=options["pad_token_id"],
+        calls_back=_calls_back(model, args, kwargs),
         verifies_drafts=kwargs.get("assistant_model") is not None or any(map(options.get, _OF_DRAFTS)),
         outputs=dict.fromkeys(filter(options.get, OUTPUT_FLAGS), True),
         passed={**kwargs, "input_ids": ids},
@@ -108,6 +113,12 @@ def _options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> dict[str, Any
         if name in kwargs and (kwargs[name] is not None or name != "use_cache"):
             options[name] = kwargs[name]  # None, too: it takes the place of what a config has
     return options
+
+
+def _calls_back(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether any argument may bring code that runs between forwards: it is none of the plain kinds."""
+    values = [*args, *kwargs.values(), getattr(model, "generation_config", None)]
+    return not {*map(type, values)} <= _PLAIN
 
 
 def functions_of(model: Any) -> list[Any]:

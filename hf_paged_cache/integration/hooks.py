@@ -100,7 +100,7 @@ class GenerateBracket:
                 output = self._generate()(*args, **kwargs, **{name: passed})
                 if not is_round:
                     if not passed.is_open:
-                        passed.calls.note_elsewhere(given)
+                        passed.calls.note_elsewhere(passed, given)
                     passed.escaped = passed.escaped or getattr(output, name, None) is passed
                 return output
         return self._without_cache(refused, args, whole)

@@ -92,16 +92,13 @@ class Keeping:
     def held_so_far(self, rows: Rows) -> bool:
         """Whether the model is what it was as the rows began."""
         state = rows.state
-        # between forwards code of the caller runs
-        if rows.num_forwards <= 1 and state.was_alone and not self._conditioning.may_change_in_a_forward():
+        is_one_forward = rows.num_forwards <= 1 or not (
+            state.calls_back or rows.reads_all
+        )  # or nobody could act between
+        if is_one_forward and state.was_alone and not self._conditioning.may_change_in_a_forward():
             return True
         return bool(self._conditioning.digest() == state.digest)
 
     def _held_to_the_end(self, rows: Rows) -> bool:
         """The same at the end of a call, which may have run code of others between its forwards."""
-        state = rows.state
-        if not rows.is_source or rows.judged == rows.n:
-            return True
-        if rows.num_forwards == 1 and state.was_alone and not self._conditioning.may_change_in_a_forward():
-            return True
-        return bool(self._conditioning.digest() == state.digest)
+        return not rows.is_source or rows.judged == rows.n or self.held_so_far(rows)

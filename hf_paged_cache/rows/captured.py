@@ -52,6 +52,7 @@ class CapturedCall:
         always: capture whatever a capture takes.
         first: the columns that the next forward runs.
         max_columns: the most that rows may have; infinite where nobody knows.
+        may_change: whether anybody could have changed the model since the last forward.
     """
 
     def __init__(
@@ -64,7 +65,9 @@ class CapturedCall:
         always: bool,
         first: tuple[int, int],
         max_columns: float,
+        may_change: Callable[[], bool],
     ) -> None:
+        self._facts, self._may_change = model.look(), may_change
         self._rows, self._model, self._arena, self._digest = rows, model, arena, digest
         self._always, self._first, self._max_columns, self.said = always, first, max_columns, Said()
         self._memory: list[Streams] | None = None
@@ -80,7 +83,9 @@ class CapturedCall:
             return eager(**arguments)
         if not why and num != tokens and not model.fills_up:
             why = "a prompt that is filled up with tokens may give the others other experts"
-        facts: Mapping[str, object] = {} if why else model.look()
+        if not why and self._may_change():
+            self._facts = model.look()
+        facts = self._facts
         shape = None if why else self._placed(tokens, facts)
         if shape is None or shape.captured is None:
             said.why_not = rows.why_not_captured = why or said.why_not
@@ -111,6 +116,8 @@ class CapturedCall:
         if shape.why_not:
             said.why_not = shape.why_not
             return None
+        if said.num_forwards == 1 and shape.captured is not None and facts != shape.look:
+            shape.drop()  # since another call; within one it may change back
         if not self._always and not shapes.pays(shape, int(min(self._max_columns, room)) - n if tokens == 1 else 1):
             shape.num_wanted += 1
             said.why_not = NOT_WORTH_IT

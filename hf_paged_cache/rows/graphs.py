@@ -234,6 +234,11 @@ class Shape:
         self.num_wanted = 0
         self.saved_seconds: float | None = None
 
+    def drop(self) -> None:
+        """Give its graph up; what was counted stays."""
+        self.captured = None
+        self.checked.clear()
+
     def is_to_check(self, length: int) -> bool:
         """Whether the next replay, at this length, is compared: the first ones are, and one at another length than those."""
         return len(self.checked) < NUM_CHECKS or (len({*self.checked, length}) > 1 == len({*self.checked}))
@@ -269,8 +274,7 @@ class Shapes:
         """Give all graphs up; what was counted stays."""
         self.pool = None
         for shape in self._shapes.values():
-            shape.captured = None
-            shape.checked.clear()
+            shape.drop()
 
     @property
     def num_graphs(self) -> int:

@@ -436,6 +436,7 @@ class Rows(RowsColumns):
             for layer in self.layers:
                 layer.reorder_cache(at)
             return
+        have_common = bool(start)
         is_whole, self.is_whole = self.is_whole and not self.is_edited, False  # interrupted, some streams have changed
         num_rows = at.shape[0]
         if self.shared is not None and not start and not self.shared.fits(at.tolist()):
@@ -454,7 +455,7 @@ class Rows(RowsColumns):
         self.ids.select(at)
         if num_rows != self.num_rows:
             self.common_columns = 0
-        if not self.common_columns:
+        if not have_common:
             self.prompts = [self.prompts[number].copy() for number in at.tolist()]
         self.note_writes()
         self.is_whole = is_whole
@@ -519,7 +520,7 @@ class Rows(RowsColumns):
         self._num_bypassed = max(0, self._num_bypassed + int(tokens_to_remove))
         if not self.n and not self.in_generate and self.why_bypassed is None:
             self.reset()  # other rows may begin
-        self.judged = min(self.judged, self.n)
+        self.judged, self.common_columns = min(self.judged, self.n), min(self.common_columns, self.n)
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
 

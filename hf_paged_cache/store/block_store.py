@@ -83,7 +83,6 @@ class BlockStore:
                 f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
             )
         self.lock = new_lock(self)
-        self.writing = new_lock()  # held to write blocks without the lock, and where tensors move as the pool grows
         self.block_size = block_size
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
@@ -209,8 +208,7 @@ class BlockStore:
         if lacks_room(tensors.bytes_to_grow(num_blocks)):
             return False
         try:
-            with self.writing:
-                tensors.ensure_capacity(num_blocks)
+            tensors.ensure_capacity(num_blocks)
         except torch.OutOfMemoryError:
             return False
         return True

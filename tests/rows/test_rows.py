@@ -6,6 +6,7 @@ import copy
 import math
 import weakref
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -127,6 +128,38 @@ def test_memory_of_the_call_before_is_taken_over_where_its_rows_go_on(model: Pre
 )
 def test_ids_that_follow_one_another_are_runs(block_ids: list[int], wanted: list[tuple[int, int]]) -> None:
     assert [*runs(block_ids)] == wanted
+
+
+def test_blocks_are_whole_that_were_written_while_the_pool_grew(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, write_blocks, grown = PagedPrefixCache(model, block_size=4), memory.write_blocks, []
+    run(model, cache, input_ids=torch.tensor([row((3, 9))]), max_new_tokens=1)
+    blocks = cache.store.blocks
+
+    def grow() -> None:
+        with blocks.lock:
+            grown.append(blocks.pool.all.ensure_capacity(4 * blocks.pool.all.capacity))
+
+    def written(*given: Any) -> None:
+        if not grown:
+            other = Thread(target=grow)
+            other.start()
+            other.join(20)
+            assert grown  # the other thread waits for no lock
+        write_blocks(*given)
+
+    monkeypatch.setattr(memory, "write_blocks", written)
+    inputs = {"input_ids": torch.tensor([row((1, 24))])}
+    assert_same(run(model, **inputs), run(model, cache, **inputs))
+    assert grown
+    assert cache.verify().differing == ()
+    other = PagedPrefixCache(cache.store)
+    assert_same(run(model, **inputs), run(model, other, **inputs))
+    assert other.last_call.reused_tokens > 0
+    zero_blocks(other)
+    other.reset()
+    assert not is_same(run(model, **inputs), run(model, other, **inputs))
 
 
 def test_rows_whose_first_forward_died_begin_again(model: PreTrainedModel) -> None:
@@ -359,7 +392,9 @@ def test_where_memory_runs_out_as_rows_begin_others_are_given_up_and_it_is_tried
 
 def test_bypassed_rows_count_index_keys_among_what_their_layers_hold() -> None:
     model = zoo.build("deepseek_v32")
-    rows = run(model, PagedPrefixCache(model), input_ids=PROMPTS["input_ids"], output_hidden_states=True).past_key_values
+    rows = run(
+        model, PagedPrefixCache(model), input_ids=PROMPTS["input_ids"], output_hidden_states=True
+    ).past_key_values
     assert rows.why_bypassed is not None
     held = [getattr(layer, name, None) for layer in rows.layers for name in ("keys", "values", "indexer_keys")]
     assert any(getattr(layer, "indexer_keys", None) is not None for layer in rows.layers)
