@@ -110,7 +110,7 @@ class Look:
 
     def __call__(self) -> Mapping[str, object]:
         config = self._config
-        tensors = [*filter(None.__ne__, chain.from_iterable(map(dict.values, self._tensors)))]
+        tensors = [each for each in chain.from_iterable(map(dict.values, self._tensors)) if each is not None]
         return {
             "the attention": getattr(config, "_attn_implementation", None),
             EXPERTS: getattr(config, "_experts_implementation", None),

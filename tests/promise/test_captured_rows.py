@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache, LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
-from hf_paged_cache.integration.capturing import CapturedForward, Capturing
+from hf_paged_cache.integration.capturing import CapturedForward, Capturing, Look
 from hf_paged_cache.rows.captured import tolerance
 from hf_paged_cache.rows.graphs import Captured, Shapes
 
@@ -301,6 +301,36 @@ def test_a_model_that_was_changed_between_two_calls_is_captured_anew() -> None:
     scale_weights(model)
     assert_same(run(model, input_ids=IDS, max_new_tokens=STEPS), run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
     assert num_captured(cache) == STEPS - 3
+
+
+def test_weights_that_lie_elsewhere_are_captured_anew() -> None:
+    model, cache = build("llama"), None
+    cache = dry(model)
+    for _ in range(2):
+        run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
+    assert num_captured(cache) == STEPS
+    model.double().float()  # the same values, as after model.to("cpu").to("cuda"): a graph would read what was freed
+    for compared in (True, False):
+        assert_same(
+            run(model, input_ids=IDS, max_new_tokens=STEPS), run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
+        )
+        assert (num_captured(cache) == STEPS - 2) is compared
+    assert num_captured(cache) == STEPS
+
+
+@pytest.mark.parametrize("calls_back", [False, True])
+def test_the_model_is_looked_at_before_each_step_where_code_of_others_may_run(
+    calls_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, look = [], Look.__call__
+    model = build("llama")
+    cache = dry(model)
+    monkeypatch.setattr(cache.store.conditioning, "may_change_in_a_forward", lambda: False)  # whatever threads there are
+    run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
+    monkeypatch.setattr(Look, "__call__", lambda looking: looks.append(1) or look(looking))
+    given = {"logits_processor": [AtStep(99, lambda: None)]} if calls_back else {}
+    run(model, cache, input_ids=IDS, max_new_tokens=STEPS, **given)
+    assert len(looks) == (STEPS + 1 if calls_back else 1)
 
 
 def test_a_graph_that_says_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

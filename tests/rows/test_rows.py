@@ -296,6 +296,29 @@ def test_beams_leave_the_columns_of_their_prompt_where_they_lie(
     assert not is_same(run(model, **given), run(model, cache, **given))
 
 
+def test_rows_of_a_custom_loop_with_beams_change_places_whole(model: PreTrainedModel) -> None:
+    found, ids = [], torch.tensor([row((1, 24))] * 2)
+
+    def healed(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        """Takes back what the prompt ends with, goes on with another end of each row, and lets them change places."""
+        cache, said = given["past_key_values"], []
+        ends = torch.tensor([row((3, 7)), row((4, 7))])
+        for new, start in ((input_ids, 0), (ends, 18), (ends[:, :1], 25), (ends[:, :1], 26)):
+            if start in (18, 26):
+                cache.crop(-6) if start == 18 else cache.reorder_cache(torch.tensor([1, 0]))
+            columns = torch.arange(start, start + new.shape[1])[None].expand(2, -1)
+            mask = torch.ones(2, start + new.shape[1], dtype=torch.int64)
+            said.append(model(new, attention_mask=mask, position_ids=columns, past_key_values=cache).logits[:, -1])
+        found.append(torch.stack(said))
+        return input_ids
+
+    cache = PagedPrefixCache(model, block_size=4)
+    for each in (DynamicCache(config=model.config), cache):
+        model.generate(ids[:1], custom_generate=healed, past_key_values=each, num_beams=2, do_sample=False)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+    assert cache.verify().differing == ()
+
+
 @pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])
 def test_rows_of_beams_change_places_whole_once_their_call_is_over(move: str, model: PreTrainedModel) -> None:
     prompts, found = batch(row((1, 12)), row((2, 9))), []
