@@ -144,17 +144,17 @@ class Worker:
             self._generate(rng, held, may_fail=False)
         if held.rows is None:  # refused
             return
-        if rng.random() < 0.4:
-            self._take_back(held, rng.randrange(min(map(len, held.rows))))
-        if rng.random() < 0.3:
-            order = rng.sample(range(len(held.rows)), len(held.rows))
-            held.cache.reorder_cache(torch.tensor(order))
-            held.rows = [held.rows[source] for source in order]
-        new = [[rng.randrange(1, 128) for _ in range(2)] for _ in held.rows]
-        new = [row[: 1 + held.cache.get_seq_length() % 2] for row in new]
-        whole = batch(*[old + more for old, more in zip(held.rows, new, strict=True)])
-        given = {"input_ids": torch.tensor(new), "attention_mask": whole["attention_mask"]}
         try:
+            if rng.random() < 0.4:
+                self._take_back(held, rng.randrange(min(map(len, held.rows))))
+            if rng.random() < 0.3:
+                order = rng.sample(range(len(held.rows)), len(held.rows))
+                held.cache.reorder_cache(torch.tensor(order))
+                held.rows = [held.rows[source] for source in order]
+            new = [[rng.randrange(1, 128) for _ in range(2)] for _ in held.rows]
+            new = [row[: 1 + held.cache.get_seq_length() % 2] for row in new]
+            whole = batch(*[old + more for old, more in zip(held.rows, new, strict=True)])
+            given = {"input_ids": torch.tensor(new), "attention_mask": whole["attention_mask"]}
             self._compare(rng, held, "go on", {"max_new_tokens": rng.randint(1, 3)}, given, whole)
         except CacheArgumentError:
             if num_resets == len(self.world.resets_begun) or held.cache.get_seq_length():
