@@ -63,6 +63,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.generate",
     "cli.loading",
     "integration.chunked_prompt",
+    "integration.generate_arguments",
     "integration.image_inputs",
     "rows.indexed",
     "rows.states",

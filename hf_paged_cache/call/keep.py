@@ -46,21 +46,12 @@ def keep(
         return
     size, done = store.block_size, set[bytes]()
     taken = rows.states.taken if rows.states is not None else ()
-    if not any(taken) and not any(
-        max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts
-    ):
+    is_more = (max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts)
+    if not (any(taken) or any(is_more)):
         return
-    try:
-        if not lay_out(store, rows):
-            return
-    except torch.OutOfMemoryError:
+    layout = _layout_for(store, rows)
+    if layout is None:
         return
-    with store.lock:
-        layout = store.pool.num_layouts
-        if not (
-            _lies_alike(store, rows) or _has_tensors(store, rows)
-        ):  # a reset in another thread has given them back meanwhile
-            return
 
     def may_write() -> bool:
         return store.pool.num_layouts == layout and is_wanted()
@@ -87,6 +78,18 @@ def keep(
             chain = HashChain(prompt.root, size)
             chain.extend(ended)
             _keep_row(store, rows, number, chain, len(ended) // size, salt, make_room, may_write)
+
+
+def _layout_for(store: BlockStore, rows: Rows) -> int | None:
+    """The layout of the pool that has tensors for all streams of the rows; None: it cannot have them."""
+    try:
+        if not lay_out(store, rows):
+            return None
+    except torch.OutOfMemoryError:
+        return None
+    with store.lock:  # a reset in another thread may have given them back meanwhile
+        are_there = _lies_alike(store, rows) or _has_tensors(store, rows)
+        return store.pool.num_layouts if are_there else None
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
