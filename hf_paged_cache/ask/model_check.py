@@ -166,7 +166,9 @@ def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping
 def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]:
     why = cache.why_not_captured()
     remarks = [
-        f"its steps cannot run as CUDA graphs: {why}" if why else "its steps can run as CUDA graphs (capture='auto')"
+        f"its steps cannot run as CUDA graphs: {why}"
+        if why
+        else "on a CUDA device its steps can run as graphs (capture='auto')"
     ]
     if not takes(model, "position_ids"):
         remarks.append("it takes no position_ids: a prompt is reused only after as much padding as before")

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..call.limits import UNLIMITED
 from ..errors import CacheArgumentError, PagedCacheError
@@ -225,10 +225,14 @@ def _paged(arguments: Mapping[str, Any]) -> Any:
     """The cache of ours among the arguments.
 
     Raises:
-        CacheArgumentError: the class of a cache, or its store, stands there instead.
+        CacheArgumentError: the class of a cache, or its store, stands there instead, or what is never a cache.
     """
     cache: Any = arguments.get("past_key_values")
     cache = arguments.get("cache_params") if cache is None else cache
+    if isinstance(cache, str | bool | int | float | dict | Tensor | nn.Module):
+        raise CacheArgumentError(
+            f"past_key_values is of type {type(cache).__name__}, which is no cache; pass PagedPrefixCache(model), or leave it out"
+        )
     if not getattr(cache, "is_paged_prefix_cache", False):  # a view of one says what the cache says
         return None
     if isinstance(cache, type) or not hasattr(cache, "before_forward"):

@@ -41,14 +41,16 @@ def progress_bar(total: int, initial: int, wanted: bool | None) -> Any:
 
 
 class _Lines:
-    """Makes a line of each state of a bar, which overwrites the one before on a terminal."""
+    """Makes a line of each state of a bar, which overwrites the one before on a terminal; of the same number of prompts, one."""
 
     def __init__(self, file: TextIO) -> None:
-        self._file = file
+        self._file, self._told = file, ""
 
     def write(self, text: str) -> None:
-        if line := text.strip():
-            self._file.write(f"{line}\n")
+        told = text.strip().partition(" after ")[0]
+        if told and told != self._told:
+            self._told = told
+            self._file.write(f"{text.strip().replace(', about ? left', '')}\n")
 
     def flush(self) -> None:
         self._file.flush()

@@ -149,6 +149,8 @@ def _what_was_given(thing: object) -> str:
         return f"the string {thing!r}: load it first, with AutoModelForCausalLM.from_pretrained"
     if hasattr(thing, "store"):
         return f"a {type(thing).__name__}: pass its store, for a sibling cache on the same blocks"
+    if hasattr(thing, "encode") and hasattr(thing, "decode"):
+        return f"a tokenizer, {type(thing).__name__}: pass the model"
     return f"an object of type {type(thing).__name__}; for a wrapped model pass the PreTrainedModel inside"
 
 

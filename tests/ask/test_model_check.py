@@ -114,6 +114,6 @@ def test_a_report_reads_as_a_few_lines() -> None:
     assert lines[5] == "its steps cannot run as CUDA graphs: the model takes no position_ids"
     assert lines[6].startswith("it takes no position_ids")
     llama = str(check_model(build("llama"))).splitlines()
-    assert llama[5:] == ["its steps can run as CUDA graphs (capture='auto')"]
+    assert llama[5:] == ["on a CUDA device its steps can run as graphs (capture='auto')"]
     refused = str(check_model(build("mamba")))
     assert refused.startswith("MambaForCausalLM is not supported: its scan of several tokens starts without")

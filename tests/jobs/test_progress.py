@@ -70,7 +70,7 @@ def test_off_a_terminal_a_quick_job_shows_its_beginning_and_its_end(
     wanted: bool | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first, last = lines(capsys, 200, wanted=wanted)
-    assert first.startswith("0 of 200 prompts (0%) after 00:00")
+    assert first == "0 of 200 prompts (0%) after 00:00"
     assert re.fullmatch(
         r"200 of 200 prompts \(100%\) after \d\d:\d\d, about 00:00 left, 81% of prompt tokens reused", last
     )
@@ -80,7 +80,7 @@ def test_off_a_terminal_a_long_job_shows_a_line_each_twentieth_of_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "_SECONDS_BETWEEN_LINES", 0.0)
-    assert [line.partition(" ")[0] for line in lines(capsys, 200)] == [*map(str, range(0, 201, 10)), "200"][:22]
+    assert [line.partition(" ")[0] for line in lines(capsys, 200)] == [*map(str, range(0, 201, 10))]
 
 
 def test_nothing_is_shown_where_that_is_wanted_or_there_is_nothing_to_do(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from hf_paged_cache import (
 )
 
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
-from ..tiny_models import build, tiny
+from ..tiny_models import build, character_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -56,6 +56,7 @@ def assert_next_call_is_right(cache: PagedPrefixCache, reused: int | None = None
         (lambda model: type(model), "the class LlamaForCausalLM: pass a model, an instance of it"),
         (lambda _: "gpt2", "the string 'gpt2': load it first, with AutoModelForCausalLM.from_pretrained"),
         (PagedPrefixCache, "a PagedPrefixCache: pass its store"),
+        (lambda _: character_tokenizer("ab"), "a tokenizer, "),
         (lambda _: None, "an object of type NoneType; for a wrapped model pass the PreTrainedModel inside"),
         (lambda _: torch.nn.Linear(1, 1), "an object of type Linear; for a wrapped model pass"),
     ],
@@ -431,6 +432,15 @@ def test_token_types_condition_keys_and_values_so_nothing_is_reused() -> None:
 def test_the_checks_of_this_file_see_wrong_keys_and_values(cache: PagedPrefixCache) -> None:
     zero_blocks(cache)
     assert not is_same(run(tiny("llama"), **batch(PROMPT)), run(tiny("llama"), cache, **batch(PROMPT)))
+
+
+@pytest.mark.parametrize("given", ["yes", True, 3, {}, torch.zeros(1), torch.nn.Linear(1, 1)])
+def test_what_is_never_a_cache_is_refused_by_its_type(given: Any) -> None:
+    model, ids = tiny("llama"), torch.tensor([PROMPT])
+    PagedPrefixCache(model)
+    message = f"past_key_values is of type {type(given).__name__}, which is no cache; pass PagedPrefixCache(model), or"
+    with pytest.raises(CacheArgumentError, match=re.escape(message)):
+        model.generate(ids, past_key_values=given, max_new_tokens=1)
 
 
 @pytest.mark.parametrize("kind", ["class", "store"])
