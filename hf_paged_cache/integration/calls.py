@@ -221,6 +221,8 @@ class Calls:
 
     def note_elsewhere(self, rows: Rows, given: GenerateArguments) -> None:
         """A `generate` has returned that ran no forward on the rows it was passed: those of the call before are not its own."""
+        if rows.state.is_custom:  # it may have called `generate` itself, on others
+            return
         rows.give_up_previous()
         ids, mask = given.passed.get("input_ids"), given.passed.get("attention_mask")
         num_rows = ids.shape[0] if isinstance(ids, Tensor) else 1
