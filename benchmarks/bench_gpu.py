@@ -20,6 +20,7 @@ from typing import Any
 
 import harness
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
@@ -41,6 +42,7 @@ class Machine:
     Args:
         shape: of the model, one of `SHAPES`.
         num_known: tokens that all prompts of one kind begin with.
+        is_eager: nothing is captured.
 
     Attributes:
         profiles: the folder where one more call of each scene leaves its profile; None: nowhere.
@@ -48,7 +50,7 @@ class Machine:
 
     profiles: Path | None = None
 
-    def __init__(self, shape: str, dtype: torch.dtype, num_known: int) -> None:
+    def __init__(self, shape: str, dtype: torch.dtype, num_known: int, *, is_eager: bool = False) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         hidden, intermediate, layers, heads, key_heads, self.vocabulary = SHAPES[shape]
         config = LlamaConfig(
@@ -68,7 +70,9 @@ class Machine:
         self.model.generation_config = GenerationConfig(pad_token_id=0, bos_token_id=1, eos_token_id=None)
         self._generator = torch.Generator().manual_seed(1)
         self.known = self.tokens(1, num_known)
-        self.cache = PagedPrefixCache(self.model, capture="auto" if self.device.type == "cuda" else "dry")
+        self.dtype, self.heads = dtype, (heads, key_heads, hidden // heads)
+        capture: Any = False if is_eager else "auto" if self.device.type == "cuda" else "dry"
+        self.cache = PagedPrefixCache(self.model, capture=capture)
 
     def tokens(self, *sizes: int) -> torch.Tensor:
         """Random ones, of that shape."""
@@ -161,6 +165,37 @@ def long_context(on: Machine) -> dict[str, Any]:
         on.known = known
 
 
+def attention(on: Machine) -> dict[str, Any]:
+    """Microseconds of one layer's attention of one token, over all but 200 columns: as transformers asks it, with heads repeated, and grouped."""
+    heads, key_heads, size = on.heads
+    found = {}
+    for rows, columns in ((1, 1536), (8, 1536), (1, 18432)):
+        query = torch.randn(rows, heads, 1, size, device=on.device, dtype=on.dtype)
+        keys = torch.randn(rows, key_heads, columns, size, device=on.device, dtype=on.dtype)
+        mask = (torch.arange(columns, device=on.device) < columns - 200).expand(rows, 1, 1, columns).contiguous()
+        packed, repeats = query.view(rows, key_heads, -1, size), heads // key_heads
+        ways = {
+            "packed": lambda q=packed, k=keys, m=mask: scaled_dot_product_attention(q, k, k, attn_mask=m),
+            "repeated": lambda q=query, k=keys, m=mask, repeats=repeats: scaled_dot_product_attention(
+                q, *[k.repeat_interleave(repeats, 1)] * 2, attn_mask=m
+            ),
+            "grouped": lambda q=query, k=keys, m=mask, repeats=repeats: scaled_dot_product_attention(
+                q, k, k, attn_mask=m, enable_gqa=True
+            ),
+        }
+        for name, way in ways.items():
+            again = way
+            way()
+            if on.device.type == "cuda":  # by a graph: else launches are timed
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    way()
+                again = graph.replay
+            seconds = on.seconds(lambda again=again: [again() for _ in range(20)])[0]
+            found[f"{rows} x {columns} {name}"] = 1e6 * seconds / 20
+    return found
+
+
 SCENES: dict[str, Callable[[Machine], dict[str, Any]]] = {
     "one1": lambda on: compare(on, on.asked, 1, 1, 9),
     "one33": lambda on: compare(on, on.asked, 1, 33, 4),
@@ -171,6 +206,7 @@ SCENES: dict[str, Callable[[Machine], dict[str, Any]]] = {
     "mixed20": each_shape_once,
     "long16k": long_context,
     "questions": questions,
+    "attention": attention,
 }
 
 
@@ -187,7 +223,8 @@ def graphs(on: Machine) -> Iterator[dict[str, Any]]:
 
 def run(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and result of each scene."""
-    on, began = Machine(options.shape, getattr(torch, options.dtype), options.known), time.perf_counter()
+    on = Machine(options.shape, getattr(torch, options.dtype), options.known, is_eager=options.eager)
+    began = time.perf_counter()
     on.profiles = options.profiles
     taken = [
         on.seconds(lambda cache=cache: on.run(cache, on.asked(1), 33))[0]
@@ -207,6 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--known", type=int, default=1024, help="tokens that prompts begin with; default: 1024")
     parser.add_argument("--scenes", default=",".join(SCENES), help="names with commas between; default: all of them")
+    parser.add_argument("--eager", action="store_true", help="with capture=False")
     parser.add_argument("--limit", type=float, default=400, help="seconds after which no scene begins; default: 400")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
     parser.add_argument("--profiles", type=Path, help="a folder where one more call of each scene leaves its profile")

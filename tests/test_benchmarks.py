@@ -56,15 +56,16 @@ def all_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_captured_scenes_run_and_give_the_same_tokens(tmp_path: Path) -> None:
-    names, path = ["one1", "rows8_1", "beams8_33", "mixed20"], tmp_path / "gpu.json"
+    names, path = ["one1", "rows8_1", "beams8_33", "mixed20", "attention"], tmp_path / "gpu.json"
     options = ["--shape", "tiny", "--dtype", "float32", "--known", "64", "--profiles", str(tmp_path)]
     assert bench_gpu.main([*options, "--scenes", ",".join(names), "--json", str(path)]) == 0
     results = json.loads(path.read_text(encoding="utf-8"))
-    for name in names[:-1]:
+    for name in names[:3]:
         assert results[name]["same"] == 1.0
         assert "forwards were captured" in results[name]["captured"]
         assert not results[name]["captured"].startswith("0 of")
     assert results["mixed20"]["ratio"] > 0
+    assert len(results["attention"]) == 9
     assert results["graph 0"]["why_not"] == ""
     assert len([*tmp_path.glob("*.pstats")]) == 3
 

@@ -241,7 +241,8 @@ class Shape:
 
     def is_to_check(self, length: int) -> bool:
         """Whether the next replay, at this length, is compared: the first ones are, and one at another length than those."""
-        return len(self.checked) < NUM_CHECKS or (len({*self.checked, length}) > 1 == len({*self.checked}))
+        seen = {*self.checked}
+        return len(self.checked) < NUM_CHECKS or (len(seen) == 1 and length not in seen)
 
 
 class Shapes:

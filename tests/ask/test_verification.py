@@ -286,3 +286,15 @@ def test_what_is_compared_is_what_transformers_computes(model: PreTrainedModel) 
         torch.testing.assert_close(ours.keys, other.keys)
     cache.reset()
     assert cache.verify() == ALL_EQUAL
+
+
+@pytest.mark.parametrize(("name", "is_seen"), [("llama", True), ("qwen3_next", False)])
+def test_a_recurrence_may_round_as_it_does_in_chunks_and_step_by_step(name: str, is_seen: bool) -> None:
+    model = zoo.build(name)
+    for factor, differs in ((1 + 4e-5, is_seen), (1 + 1e-3, True)):
+        cache = PagedPrefixCache(model)
+        run(model, cache, input_ids=torch.tensor([row((1, 140))]))
+        assert cache.verify().differing == ()
+        for slab, _ in cache.store.blocks.slabs():
+            slab.mul_(factor)
+        assert bool(cache.verify().differing) is differs
