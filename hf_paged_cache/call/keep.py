@@ -46,8 +46,8 @@ def keep(
         return
     size, done = store.block_size, set[bytes]()
     taken = rows.states.taken if rows.states is not None else ()
-    is_more = (max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts)
-    if not (any(taken) or any(is_more)):
+    have_more = (max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts)
+    if not (any(taken) or any(have_more)):
         return
     layout = _layout_for(store, rows)
     if layout is None:
