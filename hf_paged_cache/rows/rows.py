@@ -588,7 +588,10 @@ class Rows(RowsColumns):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the rows, padding included."""
         if self.why_bypassed is not None:
-            return int(super().get_seq_length(layer_idx))
+            has_columns = any(
+                map(has_keys, self.layers)
+            )  # of layers that carry states alone transformers tells no length
+            return int(super().get_seq_length(layer_idx)) if has_columns else self.num_columns
         first = self.first
         if self._given or (first is not None and first.n != self.n):  # as is_edited_or_ahead: each step asks
             self._heed()
