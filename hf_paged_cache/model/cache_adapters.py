@@ -66,7 +66,7 @@ def _cache_class_in(module: str) -> type | None:
 
 
 class _View:
-    """`_View` answers all that is asked of it as the cache that it shows; states go by the model's names for them."""
+    """`_View` answers like the cache that it shows; states go by the model's names for them."""
 
     def __init__(self, cache: Any) -> None:
         self.shown_cache = cache

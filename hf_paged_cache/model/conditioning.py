@@ -37,7 +37,8 @@ logger = logging.getLogger("hf_paged_cache")
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. From
 # accelerate only hooks count, since its mixed precision replaces a forward, too. What PEFT's hooks carry is read below.
 _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
-# Hooks of these packages change what a layer computes, but for every token alike, and nobody reads what they have seen.
+# Hooks and replaced forwards of these packages change what a layer computes, but for every token alike, and nobody
+# reads what they have seen.
 _UNIFORM_PACKAGES = (
     *_NEUTRAL_PACKAGES,
     *("accelerate.", "deepspeed.", "liger_kernel.", "kernels.", "optimum.", "torch.", "trl."),

@@ -158,7 +158,10 @@ class Listing(NamedTuple):
         return on_host + read_bytes(samples)
 
     def versions(self) -> list[int]:
-        """Return how often each weight was changed, from a number on that no other listing has had for other values."""
+        """Return a number for each tensor that counts changes; it grows with each change.
+
+        No other listing has had the same number for other values of the tensor.
+        """
         tensors, bases = self.counted
         return [*map(add, bases, map(_version, tensors))]
 

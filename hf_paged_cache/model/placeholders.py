@@ -31,7 +31,7 @@ _ENDS = ("_token_id", "_token_index")  # ends of the names that configs have for
 
 
 class Unfilled(NamedTuple):
-    """`Unfilled` describes placeholders in what was passed that nothing passed fills.
+    """`Unfilled` describes placeholders that were passed without what fills them.
 
     Attributes:
         tokens: for each row, all columns that were passed.
@@ -68,7 +68,7 @@ class Placeholders:
         return bool(self.kinds)
 
     def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> Unfilled | None:
-        """Find the placeholders among the ids passed that nothing passed fills; None without any.
+        """Find placeholders among the ids that were passed without what fills them; None without any.
 
         Content of a kind fills its own placeholders. Where there are none of its kind, it fills others: frames of a
         video may stand at an image's placeholders.
@@ -113,7 +113,7 @@ class Placeholders:
         """Refuse placeholders where nothing can be passed that fills them.
 
         Raises:
-            CacheArgumentError: there is a placeholder; names the first one and its position.
+            CacheArgumentError: there is a placeholder; the error names the first one and its position.
         """
         if why := self.why_no_text(tokens):
             raise CacheArgumentError(f"{what} {why}")

@@ -47,7 +47,7 @@ class RopeRegime:
         return _frequencies(self._static)
 
     def scales(self) -> bytes:
-        """Return the factors of the cosines and sines of the frequencies that do not depend on length, as text."""
+        """Return the factors of the cosines and sines of the frequencies that do not depend on length, as bytes."""
         return _scales(self._static)
 
     @contextmanager

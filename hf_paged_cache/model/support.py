@@ -59,7 +59,7 @@ def require_layer_adapters(model: Any) -> None:
     """Refuse a PEFT adapter that does more than change layers, such as prompt learning. Asked at every `generate`.
 
     Raises:
-        UnsupportedModelError: there is such an adapter; names it.
+        UnsupportedModelError: there is such an adapter; the error names it.
     """
     for hook in model._forward_pre_hooks.values():
         if (getattr(hook, "__module__", None) or "").startswith("peft."):
@@ -85,7 +85,7 @@ def require_supported(model: object) -> None:
     """Refuse a model that needs another cache than keys and values of earlier tokens.
 
     Raises:
-        UnsupportedModelError: the model is not supported; names its class, the reason, and what to use instead.
+        UnsupportedModelError: the model is not supported; the error names its class, the reason, and what to use instead.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")

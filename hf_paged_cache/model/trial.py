@@ -76,7 +76,7 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
         if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
 
     Raises:
-        UnsupportedModelError: the model failed; names what was seen.
+        UnsupportedModelError: the model failed; the error names what was seen.
     """
     failure = why_it_fails(model)
     if failure.reason and (failure.was_tried or not if_it_runs):

@@ -18,7 +18,8 @@ from .layers import RowsLayer, room_for
 class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """`IndexedLayer` holds the keys and values of one layer, [R, H, columns, D], and index keys, [R, columns, D].
 
-    A layer has no index keys where it uses another layer's. Of such layers, what rows share is never held only once.
+    A layer has no index keys where it uses another layer's. In layers of this class, columns that rows share are never
+    held once.
     """
 
     _index: Tensor | None = None  # [R, 1, room, D]

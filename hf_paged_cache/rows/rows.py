@@ -422,7 +422,7 @@ class Rows(RowsColumns):
     def _start_states(self, states: RowStates, num_new: int) -> None:
         """Begin a forward of `num_new` columns in the layers that carry states."""
         if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
-            self.trust_end = min(self.trust_end, self.n)  # one token is computed otherwise than in a prompt
+            self.trust_end = min(self.trust_end, self.n)  # what is computed so differs from what a prompt computes
         states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
 
     def _crop_states(self, states: RowStates, num_columns: int) -> None:

@@ -160,7 +160,7 @@ class RowStates:
     def _take(self, pads: Sequence[int], n: int) -> None:
         """Take the states of rows that are at a place where states are kept.
 
-        After a step, they replace the states that were taken of the row before.
+        After a step, they replace the states that were taken of the same row earlier.
         """
         align = self._places.align
         self._next = min((n + align - (n - pad) % align for pad in pads), default=0)
