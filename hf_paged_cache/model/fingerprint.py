@@ -158,7 +158,7 @@ class Listing(NamedTuple):
         return on_host + read_bytes(samples)
 
     def versions(self) -> list[int]:
-        """Return a number for each tensor that counts changes; it grows with each change.
+        """Return a number for each tensor with a version; the number grows with each change.
 
         No other listing has had the same number for other values of the tensor.
         """

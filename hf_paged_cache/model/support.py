@@ -85,7 +85,8 @@ def require_supported(model: object) -> None:
     """Refuse a model that needs another cache than keys and values of earlier tokens.
 
     Raises:
-        UnsupportedModelError: the model is not supported; the error names its class, the reason, and what to use instead.
+        UnsupportedModelError: the model is not supported; the error names its class, the reason, and what to use
+            instead.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
