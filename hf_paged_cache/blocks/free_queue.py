@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import BlockStateError
 
-_ABSENT = 0  # block 0 is never handed out
+_ABSENT = 0  # link of a block that is not held; block 0 is never handed out
 
 
 class FreeBlockQueue:
