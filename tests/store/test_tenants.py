@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import re
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -486,3 +488,18 @@ def test_what_a_tenant_left_in_a_block_never_reaches_another(leaves: str) -> Non
         bob.reset()
     assert alice.stats().num_cached_blocks < cached or leaves == "resets"
     store.check()
+
+
+# The page.
+
+
+def test_the_tests_that_the_security_page_names_are_there() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "security.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?", page)
+    assert len(named) > 8
+    for path, name in named:
+        assert f"def {name}" in (root / path).read_text(encoding="utf-8")
+    own = Path(__file__).read_text(encoding="utf-8")
+    assert all(f"def {name}(" in own for name in re.findall(r"`(test_\w+)`", page))
+    assert all(f"\n# {name}.\n" in own for name in re.findall(r"under \*(\w+)\*", page))
