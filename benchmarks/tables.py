@@ -1,7 +1,7 @@
 """Owns how results are shown: Markdown tables, made from the JSON alone. `python benchmarks/tables.py` refreshes README.md.
 
 A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, NAME being that of a file in results/; that of peers.json is in
-docs/when_to_use.md. Refuses to invent: where there is no file, the page is left as it is.
+docs/performance.md. Refuses to invent: where there is no file, the page is left as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import harness
 import plots
 
 README = Path(__file__).parent / "README.md"
-OTHER_PAGES = {"peers": Path(__file__).parents[1] / "docs" / "when_to_use.md"}  # table -> where it is, if not in README
+OTHER_PAGES = {"peers": Path(__file__).parents[1] / "docs" / "performance.md"}  # table -> where it is, if not in README
 UNITS = {  # in the JSON -> factor, shown as
     "s": (1.0, "s"),
     "bytes": (2.0**-20, "MiB"),

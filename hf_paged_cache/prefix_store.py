@@ -79,7 +79,7 @@ class PrefixStore:
         trust_hooks: hooks and wrappers on the model's modules that are neither its own nor of a library that is known treat each token
             alike, whatever its call. Without it a call of a model that has some reuses and keeps nothing.
         eviction: what goes first where there is not room for all. "reuse": what is seldom used again, by what the store has seen of
-            its own calls; "lru": what was not used for the longest time. See docs/use.md.
+            its own calls; "lru": what was not used for the longest time.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.

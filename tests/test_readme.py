@@ -26,10 +26,9 @@ PAGES = [
         (ROOT / "docs" / f"{name}.md")
         for name in (
             "index",
-            "when_to_use",
-            "your_prompts",
             "batch_jobs",
             "use",
+            "what_is_reused",
             "save_and_load",
             "security",
             "neighbours",

@@ -202,14 +202,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = [
         "# Supported image-text models",
         "",
-        "Written by `python -m tests.conformance.images --table docs/supported_image_models.md`; do not edit by hand. Made with transformers "
-        f"{transformers.__version__} and torch {torch.__version__.split('+')[0]}.",
+        f"Written by `python -m tests.conformance.images` with transformers {transformers.__version__} and torch "
+        f"{torch.__version__.split('+')[0]}; do not edit by hand.",
         "",
         f"transformers lists {len(outcomes)} types of image-text models: "
         + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        + ". Each was built tiny and seeded, and played the scenes below with `DynamicCache` and with ours: the same tokens, and raw logits of "
-        "every step within 1e-4 of their scale. *Identical* means that in a scene with an image the image was reused: its tower did not run "
-        "again, and with zeros in place of what was reused the result was seen to be another.",
+        + ". Each played the scenes below as in [supported models](supported_models.md). *Identical*: an image was reused and its tower did "
+        "not run again.",
         "",
         "Scenes: " + "; ".join(f"**{number}** {scene}" for number, scene in enumerate(SCENES, 1)) + ".",
         "",

@@ -80,29 +80,26 @@ def table(stored: dict[str, Any]) -> str:
     types, versions, numbers = stored["types"], stored["versions"], stored["counts"]
     supported = {name: result for name, result in types.items() if result["outcome"] == "identical"}
     others = {name: result for name, result in types.items() if name not in supported}
+    windowed = [name for name, result in supported.items() if result.get("num_windows")]
     modes = list(SCENES)
     lines = [
         "# Supported models",
         "",
-        "Written by `python -m tests.conformance --table docs/supported_models.md`; do not edit by hand. Made with "
-        f"transformers {versions['transformers']} and torch {versions['torch']}.",
+        f"Written by `python -m tests.conformance` with transformers {versions['transformers']} and torch {versions['torch']}; do not edit by hand.",
         "",
         f"transformers lists {sum(numbers.values())} model types for causal language models: "
         + ", ".join(f"{count} {outcome}" for outcome, count in numbers.items())
-        + ". Each was built tiny and seeded, and played the scenes below with `DynamicCache` and with ours: the same tokens, and raw logits "
-        "of every step within 1e-4 of their scale. A name with `@` is a variant of a type and not counted, except that a type of BERT's "
-        "kind counts as its `@decoder`: with `config.is_decoder` false it attends in both directions and is refused.",
+        + ". Each was built tiny and seeded, and played the scenes below with `DynamicCache` and with this cache. *Identical*: the same tokens, "
+        "and logits within 1e-4 of their scale. A name with `@` is a variant and not counted, but for BERT's kind, of which `@decoder` counts.",
         "",
-        "Every scene that reuses was also seen to fail with zeros in place of what is reused. "
-        f"Types with a window were played with {len(WINDOWS)} more windows, from one token less than a block to one more than 17 blocks. Every "
-        "hit that a window still shows was seen to fail with zeros in place of the windows' blocks alone. For types whose layers "
-        "carry states every hit was seen to fail with zeros in place of the states alone. Each such type was also seen to fail with states that "
-        "are a token old, that are not reordered with their beams, that their borrower has written, or that their row has written since.",
+        "Every scene that reuses was also seen to fail with zeros in place of what is reused: all of it, the windows alone, the states alone. "
+        f"{len(windowed)} types and variants were played with {len(WINDOWS)} more windows.",
         "",
         "## Identical",
         "",
-        "Scenes: " + "; ".join(f"**{number}** {mode}" for number, mode in enumerate(modes, 1)) + ".",
-        "The second column has the scenes in which results are identical; transformers itself refuses the others.",
+        "Scenes, of which transformers itself refuses some: "
+        + "; ".join(f"**{number}** {mode}" for number, mode in enumerate(modes, 1))
+        + ".",
         "",
         "| type | identical in | largest distance |",
         "|---|---|---|",
@@ -122,8 +119,6 @@ def table(stored: dict[str, Any]) -> str:
             for reason in found:
                 reasons.setdefault(reason.split("computed again: ")[-1], []).append(name)
         lines += [f"- {reason}: {', '.join(dict.fromkeys(names))}" for reason, names in reasons.items()]
-    windowed = [name for name, result in supported.items() if result.get("num_windows")]
-    lines += ["", "Played with other windows:", "", ", ".join(windowed) + "."]
     lines += [
         "",
         "## Refused when the cache is built, or not built",

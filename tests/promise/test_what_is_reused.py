@@ -1,4 +1,4 @@
-"""docs/what_is_reused.md: each row of its table is a call that is made here, and what it quotes is what the call says."""
+"""Each row of the table in docs/what_is_reused.md is a call that is made here, and what it quotes is what the call says."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 from ..tiny_models import build
 
 PAGE = Path(__file__).parents[2] / "docs" / "what_is_reused.md"
+REASONS = PAGE.with_name("troubleshooting.md")  # its table has each way in which a match ends
 if not PAGE.exists():
     pytest.skip("the docs are not beside the tests", allow_module_level=True)
 pytestmark = [pytest.mark.usefixtures("one_thread")]
@@ -87,19 +88,17 @@ CASES: dict[str, Call] = {
     "a mask with holes or right padding": generate(attention_mask=HOLES),
     "a mask of another form than rows and columns": forward(attention_mask=CAUSAL),
     "positions that do not count up": forward(position_ids=2 * torch.arange(LENGTH)[None]),
-    "a tensor that is not read here, such as other token types": forward(token_type_ids=torch.ones_like(IDS)),
-    "a flag, number or word that is not read here, unless the forward takes just that where it is left out": generate(
-        is_causal=False
-    ),
+    "a tensor that is not read here": forward(token_type_ids=torch.ones_like(IDS)),
+    "a flag, number or word that is not read here": generate(is_causal=False),
     "a `cache_position` that does not number the new columns": forward(cache_position=torch.arange(5, 5 + LENGTH)),
-    "an attention that is not transformers' own, chosen by `set_attn_implementation` after the cache was built": with_another_attention,
+    "an attention of your own, chosen after the cache was built": with_another_attention,
     "an active dropout, jitter of a router, or NEFTune": with_dropout,
     "hidden states": generate(output_hidden_states=True, return_dict_in_generate=True),
     "attentions": with_attentions,
-    "a hook, a replaced forward or a layer of others on the model (below)": with_a_hook,
+    "a hook or a replaced forward of others (below)": with_a_hook,
     "labels": forward(labels=IDS, logits_to_keep=0),
     "the logits of all tokens, as a plain forward gives them": forward(logits_to_keep=0),
-    "gradients, as a plain forward without `torch.no_grad()` has them": with_gradients,
+    "gradients, as without `torch.no_grad()`": with_gradients,
     "a tuple instead of an output object": forward(return_dict=False),
     "other weights, adapters, settings, hooks or another salt": with_another_weight,
 }
@@ -160,7 +159,7 @@ def test_without_the_cache_it_says_so_and_refuses_what_it_names() -> None:
 
 
 def test_a_match_ends_in_the_words_of_the_page() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = REASONS.read_text(encoding="utf-8")
     said = re.findall(r"^\| `([^`]+)` \| [^|]+ \|$", text, flags=re.MULTILINE)
     model = build("llama")
     cache = PagedPrefixCache(model)
