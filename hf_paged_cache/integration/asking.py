@@ -143,7 +143,7 @@ class Asking:
             raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}, or call the model without this cache")
 
     def _follow_length(self, state: CallState, request: ForwardRequest) -> ForwardRequest:
-        """Where rotary frequencies depend on length, set the model's to those of the prompt, and return the request.
+        """Set the model's rotary frequencies to those of the prompt, if they depend on length; return the request.
 
         These frequencies are a part of the rows' prefix keys.
         """

@@ -380,7 +380,7 @@ def lacks_padding(running: Sequence[RunningRow]) -> bool:
 
 
 def _mask_of(running: Sequence[RunningRow], before: int, num_new: int) -> MaskValues:
-    """Return the mask of rows that resume without one, if no mask could hide earlier columns: new columns are tokens."""
+    """Return the mask of rows that resume without one, if none could hide earlier columns: new columns are tokens."""
     pads = [min(row.pad, before) for row in running]
     return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)
 

@@ -53,7 +53,7 @@ class Keeping:
         self.keep(rows, stop, held=self.held_so_far(rows))
 
     def keep_full(self, rows: Rows) -> None:
-        """Keep rows before they change places and some are given up, if each has filled a block since the last time."""
+        """Keep rows before they change places and some are given up, if each has filled a block since last time."""
         size = self._store.block_size
         if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
             rows.prompt_end = 0

@@ -228,7 +228,7 @@ class Opening:
         return together
 
     def _agree(self, rows: Rows, prompt: Prompt, known: Sequence[Known]) -> None:
-        """Where several ranks run the call, limit what is known of rows to what every rank knows; one message a call.
+        """Limit what is known of rows to what every rank knows, if several ranks run the call; one message a call.
 
         Raises:
             PagedCacheError: see `Ranks.settle`.
@@ -339,7 +339,7 @@ class Opening:
         rows.state.captured = "" if self.capturing.capture is False else said
 
     def begin_chunks(self, rows: Rows, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
-        """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes the later chunks."""
+        """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes later chunks."""
         rows.state.chunked, rows.chunks = chunked, chunked.chunks
         model, takes_positions = self.conditioning.model, self._side.takes_positions
         arguments = chunked.arguments(model, given, takes_positions=takes_positions)

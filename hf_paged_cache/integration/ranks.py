@@ -123,9 +123,8 @@ class Ranks:
     ) -> Sequence[int]:
         """Settle a forward of rows: once a call, and each forward of a loop.
 
-        Two things are settled: that no rank refuses the forward, and, where ranks are passed the same tokens, what
-            every
-        rank knows of the rows.
+        What is settled is that no rank refuses the forward and, where ranks are passed the same tokens, what every rank
+        knows of the rows.
 
         Args:
             numbers: number of known tokens of each row that runs.
