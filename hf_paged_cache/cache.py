@@ -132,7 +132,7 @@ class PagedPrefixCache(Cache):
         if self._capture:
             self._capturing.attach()
         previous = self._current.take_previous()
-        if previous is not None and previous.is_exact:  # the new rows keep what they take of any other previous rows
+        if previous is not None and previous.is_exact:  # of other previous rows, the new rows keep what they take over
             self._calls.close(previous)
         self._ranks.is_settled = False
         try:
@@ -441,7 +441,7 @@ class PagedPrefixCache(Cache):
         The block counts in this thread or asyncio task, and in what that starts with a copy of its context: tasks, and
         threads by `asyncio.to_thread`. It does not count in a `threading.Thread` or an executor's thread; see
         `in_all_threads`. While this cache is busy, a call runs on another cache of the same store. A call with a
-        `cache_implementation` or `use_cache=False`, or one that drafts for another model, runs without a cache. Blocks
+        `cache_implementation` or `use_cache=False`, or one that drafts for another model, does not run on it. Blocks
         nest, the innermost one counts, and they may end in any order and any thread. A block that a generator holds
         open across `yield` is open for its caller, too, as with `decimal.localcontext`.
         """

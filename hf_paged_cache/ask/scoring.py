@@ -290,7 +290,7 @@ def plan(
     Args:
         wanted: continuations of each context.
         batch_size: most rows of a forward; None: as many as have `max_tokens` tokens, or one row.
-        share_trunk: whether what continuations have in common runs with the contexts; False: they run alone.
+        share_trunk: whether what all continuations of a context have in common runs with the context.
 
     Examples:
         >>> plan([[(1, 2, 3), (1, 2, 4), (1, 5, 6)]], batch_size=None, max_tokens=100).trunks

@@ -63,8 +63,8 @@ class Verified(NamedTuple):
 def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     """Recompute cached blocks and say which differ; if one does, forget everything that is cached of this model.
 
-    This is for weights that change unseen. Each call sees torch's counts of writes, optimizer steps, and eight values
-    of each tensor; it does not see a few values written through `.data` or numpy. Blocks of this cache's salt are
+    This is for weights that change unseen. Calls see torch's counts of writes and optimizer steps, and eight values of
+    each tensor; they do not see a few values written through `.data` or numpy. Blocks of this cache's salt are
     looked at. The tokens of each block's sequence run through the model, so any change of a weight that one of them
     passes through shows. Other calls may run meanwhile. Processes that are passed the same tokens (tensor parallelism)
     call `verify` together, and look at blocks that all of them have.

@@ -73,13 +73,13 @@ class Keeping:
         keep(self._store, rows, rows.n, self._salt, {}, is_wanted=partial(self._is_as_before, resets))
 
     def keep_at_the_end(self, rows: Rows) -> None:
-        """Keep all that is complete at the end of a call. If the pool is crowded, the rows hold no blocks afterwards."""
+        """Keep all that is complete at the end of a call. If the pool is crowded, the rows then hold no blocks."""
         self.keep(rows, rows.n, held=self._held_to_the_end(rows))
         if rows.shared is not None and self._is_crowded(rows.shared):
             rows.make_dense()
 
     def _is_as_before(self, resets: tuple[int, int]) -> bool:
-        """Return whether nothing was to be forgotten since `resets` was read. The store's lock is held."""
+        """Return whether nothing was to be forgotten since `resets` were read. The store's lock is held."""
         return self._store.resets_of(self._salt) == resets
 
     def _is_crowded(self, shared: SharedColumns) -> bool:
