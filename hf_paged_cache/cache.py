@@ -1,6 +1,6 @@
-"""`PagedPrefixCache`, what users pass to `generate`: a handle on a `PrefixStore`, and on the rows of its last call.
+"""Defines `PagedPrefixCache`, which users pass to `generate`: a handle on a store, and on the rows of its last call.
 
-What a call runs on is a `Rows` of its own, so that calls of several threads on one cache disturb nobody.
+Each call runs on a `Rows` of its own, so calls of several threads on one cache do not disturb each other.
 """
 
 import contextlib
@@ -38,21 +38,23 @@ from .store_options import StoreSizes, shows_store_options
 
 
 class PagedPrefixCache(Cache):
-    """A cache for `model.generate` that reuses the keys and values of every prefix it has seen.
+    """`PagedPrefixCache` is a cache for `model.generate` that reuses the keys and values of every prefix it has seen.
 
-    Pass one object to any number of calls as `past_key_values`, or build one in each call on a shared `PrefixStore`.
-    After a call the rows stay, as a `DynamicCache`'s do, until the next call, `reset()` or collection; a `with` block
-    resets it at its end.
+    Pass one cache to any number of calls as `past_key_values`, or build one for each call on a shared `PrefixStore`.
+    After a call the rows stay, as a `DynamicCache`'s do, until the next call, `reset()` or collection. A `with` block
+    resets the cache at its end.
 
     Args:
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
             `disk_folder`, `disk_bytes`, `disk_mode` and `eviction`, see `PrefixStore`; or a store.
-        cache_salt: a tenant's name, not empty. Caches with another salt never share a block, so that no tenant can probe
-            another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
-            is the store's owner's: its `stats()` and refusals tell of all blocks.
-        capture: "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of the model's own forward, where all layers of
-            the model see all tokens, it is on a CUDA device and that pays; `last_call.captured` says why they did not. It is an
-            early form, and not the default until it has been measured. "dry": all but the graphs, on any device, for tests.
+        cache_salt: a tenant's name, not empty. Caches with different salts never share a block, so no tenant can probe
+            another's prompts. A cache with a salt sees, counts and resets only the blocks of that salt
+            (docs/security.md). A cache without a salt belongs to the store's owner: its `stats()` and its refusals
+            tell of all blocks.
+        capture: "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of the model's own forward, if
+            all layers of the model see all tokens, the model is on a CUDA device, and graphs pay.
+            `last_call.captured` says why they did not run. Capturing is an early form, and not the default until it has
+            been measured. "dry": all but the graphs, on any device, for tests.
 
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
@@ -94,13 +96,13 @@ class PagedPrefixCache(Cache):
         takes_positions = store.argument_reader.takes_positions
         self._capturing = Capturing(store.conditioning, capture, store.arena, takes_positions=takes_positions)
         self._calls.capture(self._capturing)
-        self._rows: Rows | None = None  # those of `_current`
+        self._rows: Rows | None = None  # the rows of `_current`
         self._current = Current(
             self._calls, WeakMethod(self._show)
         )  # the rows of the last call, or of the running loop
         finalize(self, store.blocks.left.append, self._current).atexit = False
         self._capture = capture
-        self._records_past = False  # from the first forward of a loop on
+        self._records_past = False  # whether rows record past columns from a loop's first forward on
         if capture:
             self._capturing.attach()
         self._num_looks = 0  # see `AskedCache`
@@ -108,13 +110,14 @@ class PagedPrefixCache(Cache):
         self._without_rows = list(cache_layers(store.model))  # layers that hold nothing
         super().__init__(layers=self._without_rows)
 
-    # What the hooks ask.
+    # Methods that the hooks call.
 
     def begin_rows(self, model: Any, given: GenerateArguments) -> Rows:
-        """A `generate` begins: the rows that it runs on.
+        """Begin a `generate`, and return the rows that it runs on.
 
         Raises:
-            CacheArgumentError: another model's, or one that asks for a cache of its own, or tokens that do not continue the rows.
+            CacheArgumentError: the call is of another model, or asks for a cache of its own, or has placeholders that
+                nothing fills, or its tokens do not continue the rows.
         """
         try:
             require_may_begin(self.store.model, model, given)
@@ -129,7 +132,7 @@ class PagedPrefixCache(Cache):
         if self._capture:
             self._capturing.attach()
         previous = self._current.take_previous()
-        if previous is not None and previous.is_exact:  # else these rows keep what they have of those
+        if previous is not None and previous.is_exact:  # of other previous rows, the new rows keep what they take over
             self._calls.close(previous)
         self._ranks.is_settled = False
         try:
@@ -142,9 +145,9 @@ class PagedPrefixCache(Cache):
         return rows
 
     def _resume_rows(self, given: GenerateArguments) -> Rows:
-        """The rows of the call before, of which only new tokens follow."""
+        """Return the rows of the call before, which a `generate` of new tokens alone continues."""
         require_continues(given, 0 if self._rows is None else self._rows.get_seq_length())
-        rows = self._current.take()  # nobody else goes on with them meanwhile
+        rows = self._current.take()  # no other call goes on with these rows meanwhile
         if rows is None:
             require_continues(given, 0)
             raise AssertionError("only new tokens follow some")
@@ -158,7 +161,7 @@ class PagedPrefixCache(Cache):
 
     @contextlib.contextmanager
     def running(self, rows: Rows) -> Iterator[None]:
-        """The span of a `generate` on rows: whatever ends it, what is complete is kept, and the rows stay."""
+        """Enclose a `generate` on rows: whatever ends the call, complete columns are kept, and the rows stay."""
         self.store.blocks.running.add(rows)
         try:
             yield
@@ -176,15 +179,15 @@ class PagedPrefixCache(Cache):
             if rows.is_open and rows.state is not None and rows.state.counts:
                 with self.store.blocks.lock:
                     self._counters.end_call(rows.state)
-            # where no forward has run, the rows of the call before are there yet
+            # where no forward has run, the rows of the call before are still there
             self._current.put(rows if rows.is_open or previous is None else previous)
 
     @contextlib.contextmanager
     def around(self, model: Any, given: GenerateArguments) -> Iterator[None]:
-        """The span of a function in the place of `generate`, which may call that of transformers, once or more often, or none.
+        """Enclose a function in the place of `generate`, which may call transformers' `generate` once, often or never.
 
         Raises:
-            CacheBusyError: one runs on this cache in another thread.
+            CacheBusyError: another call is running on this cache.
             CacheArgumentError: see `begin_rows`.
         """
         require_may_begin(self.store.model, model, given)
@@ -192,7 +195,7 @@ class PagedPrefixCache(Cache):
             yield
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A forward was passed this cache itself: it runs on the rows of the running loop, or begins one."""
+        """Let a forward that was passed this cache itself run on the rows of the running loop, or begin a loop."""
         rows = self._rows
         if rows is None:
             self._follow_model()
@@ -203,18 +206,18 @@ class PagedPrefixCache(Cache):
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 
     def after_forward(self, output: Any) -> Any:
-        """Nothing: that forward has run on rows, which are told."""
+        """Return the output as it is: the forward has run on rows, and the rows are told."""
         return output
 
     def _show(self, rows: Rows | None) -> None:
-        """These are the rows from here on."""
+        """Set the rows that the cache has from here on, and show their layers."""
         with self.store.blocks.lock:
             if rows is not self._rows:
                 self._rows = rows
                 self.layers = self._without_rows if rows is None else rows.layers
 
     def _follow_model(self) -> None:
-        """Rows begin: in a wider dtype than the budget has counted with there can be fewer blocks, and layers may have other windows."""
+        """Fit the store to the model as rows begin: a wider dtype allows fewer blocks, and windows may be others."""
         blocks = self.store.blocks
         with blocks.lock:
             blocks.follow_dtype(self.store.model.dtype)
@@ -222,15 +225,20 @@ class PagedPrefixCache(Cache):
                 blocks.follow_windows(self.store.conditioning.sights_now())
 
     def adopt(self, rows: Rows, before: Rows) -> None:
-        """A `generate` went on with the rows that a call had returned: where these were the cache's, so are those it ran on."""
+        """Take the rows that a `generate` ran on, if it went on with this cache's rows.
+
+        Args:
+            rows: the rows that it ran on.
+            before: the rows that it was passed: an earlier call had returned them.
+        """
         if self._rows is before:
             self._current.rows = rows
 
-    # What `generate` and the model ask.
+    # Methods that `generate` and the model call.
 
     @property
     def _is_user_defined(self) -> bool:
-        """`generate` sets this as it begins: one that was looked up before the cache was attached begins here."""
+        """True; `generate` sets this as it begins, which shows a `generate` that was looked up before `attach`."""
         return True
 
     @_is_user_defined.setter
@@ -238,7 +246,7 @@ class PagedPrefixCache(Cache):
         self._current.begin_unseen_generate()
 
     def __bool__(self) -> bool:
-        """True even without rows: some models ask `if past_key_values`."""
+        """Return True even without rows: some models ask `if past_key_values`."""
         return True
 
     def __repr__(self) -> str:
@@ -249,11 +257,11 @@ class PagedPrefixCache(Cache):
         return f"PagedPrefixCache({rows}, {where})"
 
     def _held(self) -> Rows:
-        """The rows; without any, rows that hold nothing."""
+        """Return the rows; if there are none, new rows that hold nothing."""
         return self._calls.opening.new_rows() if self._rows is None else self._rows
 
     def update(self, *states: Any, **kwargs: Any) -> NoReturn:
-        """Raises ForwardMismatchError: a forward writes that was not announced, since those that are write into rows."""
+        """Raise ForwardMismatchError: only a forward that was not announced writes here; others write to rows."""
         raise ForwardMismatchError(
             f"{how_to_run(self.store.model)} (a layer writes, and no forward was announced to the cache)"
         )
@@ -261,20 +269,23 @@ class PagedPrefixCache(Cache):
     update_conv_state = update_recurrent_state = update_indexer = update
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """Each layer's keys and values, and its window, if any, as of a `DynamicCache`."""
+        """Return an iterator over each layer's keys, values and window, if any, as a `DynamicCache` does."""
         return iter(self._held())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the rows, padding included; the same in all layers but those that never write any: 0."""
+        """Return the number of columns of the rows, padding included.
+
+        It is the same for all layers, but 0 for layers that never write columns.
+        """
         return 0 if self._rows is None else self._rows.get_seq_length(layer_idx)
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are rows."""
+        """True if there are rows, and they are initialized."""
         return self._rows is not None and self._rows.is_initialized
 
     def activate_past_recording(self) -> None:
-        """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
+        """Expect drafts to be verified: a model that cannot say which logits it needs computes all of them."""
         if self._rows is None:
             self._records_past = True
             super().activate_past_recording()  # type: ignore[no-untyped-call]
@@ -282,23 +293,24 @@ class PagedPrefixCache(Cache):
             self._rows.activate_past_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` continues as row `beam_idx[i]`."""
+        """Let row `i` continue row `beam_idx[i]`."""
         self._held().reorder_cache(beam_idx)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
 
         Raises:
-            CacheArgumentError: a positive number, more than there are tokens, or more than a window or a state lets take back.
+            CacheArgumentError: the number is positive, or more than there are tokens, or more than a layer with a
+                window or a state can take back.
         """
         self._held().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
+        """Replace every row by `repeats` rows."""
         self._held().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (int64, or a mask of booleans)."""
+        """Keep only the rows `indices` (int64, or a mask of booleans)."""
         self._held().batch_select_indices(indices)
 
     def reset(self) -> None:
@@ -309,7 +321,7 @@ class PagedPrefixCache(Cache):
             if self._rows is None:  # no other thread has begun meanwhile
                 self.layers = self._without_rows
 
-    # What a user asks.
+    # Methods that users call.
 
     prefill, pin, unpin = prefixes.prefill, prefixes.pin, prefixes.unpin
     lookup, explain = explanation.lookup, explanation.explain
@@ -318,10 +330,10 @@ class PagedPrefixCache(Cache):
     plot, _repr_html_ = picture.plot, picture.html
 
     def stats(self) -> CacheStats:
-        """Tokens of this cache's calls, and the blocks now; prints as a table.
+        """Return counts of this cache's calls and of the blocks now; `print` shows them as a table.
 
-        With a `cache_salt`, the blocks of that salt; what would tell of others is None. Without, all blocks of the store.
-        `PrefixStore.stats()` counts the calls of all caches.
+        With a `cache_salt`, only blocks of that salt are counted, and what would tell of other salts is None. Without
+        a salt, all blocks of the store are. `PrefixStore.stats()` counts the calls of all caches.
         """
         blocks = self.store.blocks
         drain(blocks)
@@ -335,9 +347,10 @@ class PagedPrefixCache(Cache):
 
     @property
     def last_call(self) -> CallStats:
-        """The same for the last call alone, with a line a row: how far it matched, and why no further.
+        """Counts of the last call alone, and for each row how far it matched, and why no further.
 
-        The last `generate`, plain forward, `score` or `prefill` that computed something: `last_call.kind` says which.
+        The last call is the last `generate`, plain forward, `score` or `prefill` that computed something;
+        `last_call.kind` says which.
         """
         with self.store.blocks.lock:
             return self._counters.last_call()
@@ -345,8 +358,8 @@ class PagedPrefixCache(Cache):
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks and pins of this cache's salt, and the ended rows of all caches of this salt.
 
-        What other salts hold stays, and their calls may be running; without a salt, what caches without one hold is
-        forgotten. `PrefixStore.reset_prefix_cache` forgets everything.
+        Blocks of other salts stay, and calls of other salts may be running. Without a salt, what caches without a salt
+        hold is forgotten. `PrefixStore.reset_prefix_cache` forgets everything.
 
         Raises:
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
@@ -366,11 +379,11 @@ class PagedPrefixCache(Cache):
         Effects: the store's arena takes memory for such rows; nothing is cached.
 
         Args:
-            rows: of a batch, beams and samples counted.
-            tokens: of prompt and answer.
+            rows: rows of a batch, beams and samples counted.
+            tokens: most tokens of a row, prompt and answer together.
 
         Returns:
-            why they were not captured; "" where they were.
+            why the graphs were not captured; "": they were.
 
         Raises:
             CacheArgumentError: a number is out of its range.
@@ -383,8 +396,10 @@ class PagedPrefixCache(Cache):
         return self._capturing.warm_up(rows, tokens)
 
     def why_not_captured(self) -> str:
-        """Why steps of this model, as it is now, would not run as CUDA graphs, were it on a CUDA device and `capture="auto"`; "": they would,
-        where that pays. It does not look at this machine.
+        """Return why steps of this model, as it is now, could not run as CUDA graphs; "": they could.
+
+        The answer is for a cache with `capture="auto"` whose model is on a CUDA device; this machine is not looked at.
+        Steps that can run as graphs do so where that pays.
 
         Examples:
             >>> cache.why_not_captured()
@@ -393,7 +408,9 @@ class PagedPrefixCache(Cache):
         return self._capturing.why_not_the_model()
 
     def release(self) -> None:
-        """Give back the memory of static rows, and all graphs; the next call that pays captures anew. For all caches of the store.
+        """Give back the memory of static rows and all graphs, for all caches of the store.
+
+        The next call that pays captures anew.
 
         Raises:
             CacheBusyError: a call runs on static rows.
@@ -401,7 +418,11 @@ class PagedPrefixCache(Cache):
         self._capturing.release()
 
     def check(self) -> None:
-        """Prove the invariants of the store's blocks, or raise BlockStateError; without a salt, with the whole state."""
+        """Check the invariants of the store's blocks.
+
+        Raises:
+            BlockStateError: an invariant does not hold. Without a salt the error shows the whole state.
+        """
         if not self.cache_salt:
             self.store.check()
             return
@@ -411,17 +432,18 @@ class PagedPrefixCache(Cache):
         raise BlockStateError("the store's blocks are not as they must be; store.check() tells its owner how")
 
     def detach(self) -> None:
-        """Take everything off the model, for all caches of it."""
+        """Take everything that was attached off the model, for all its caches."""
         detach(self.store.model)
 
     def __enter__(self) -> "PagedPrefixCache":
-        """Until the block is left, every `generate` of the model that is given no cache runs on this one.
+        """Let every `generate` of the model that is given no cache run on this one, until the block is left.
 
-        In this thread or asyncio task, and in what it starts with a copy of its context: tasks, and threads by
-        `asyncio.to_thread`. Not in a `threading.Thread` or an executor's; see `in_all_threads`. On another cache of the
-        same store while this one is busy. Not where the call has a `cache_implementation`, sets `use_cache=False`, or
-        drafts for another model. Blocks nest, the innermost counts, and they may end in any order and any thread. A block
-        that a generator holds open across `yield` is open for its caller, too, as with `decimal.localcontext`.
+        The block counts in this thread or asyncio task, and in what that starts with a copy of its context: tasks, and
+        threads by `asyncio.to_thread`. It does not count in a `threading.Thread` or an executor's thread; see
+        `in_all_threads`. While this cache is busy, a call runs on another cache of the same store. A call with a
+        `cache_implementation` or `use_cache=False`, or one that drafts for another model, does not run on it. Blocks
+        nest, the innermost one counts, and they may end in any order and any thread. A block that a generator holds
+        open across `yield` is open for its caller, too, as with `decimal.localcontext`.
         """
         attach(self.store.model)
         open_scope(AmbientScope(self.store.model, self))
@@ -435,14 +457,14 @@ class PagedPrefixCache(Cache):
 
     @contextlib.contextmanager
     def in_all_threads(self) -> "Iterator[PagedPrefixCache]":
-        """`with cache.in_all_threads():` is `with cache:` for every thread: for trainers and servers with threads of their own.
+        """Do what `with cache:` does in every thread, for trainers and servers with threads of their own.
 
-        A thread's own `with` block comes first. Every thread gets the blocks of this cache and its `cache_salt`, so it is
-        not for a process that serves several tenants. Where calls overlap, each further one runs on another cache of the
-        same store.
+        A thread's own `with` block comes first. Every thread gets the blocks and the `cache_salt` of this cache, so
+        `in_all_threads` is not for a process that serves several tenants. Where calls overlap, each further call runs
+        on another cache of the same store.
 
         Raises:
-            CacheBusyError: another cache is this model's in all threads.
+            CacheBusyError: another cache is in such a block for this model.
 
         Examples:
             >>> from concurrent.futures import ThreadPoolExecutor
@@ -464,7 +486,7 @@ class PagedPrefixCache(Cache):
             close_scope(scope)  # also where opening it was interrupted
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
-        """A second cache on the same store, whose rows hold the same columns and go on by themselves."""
+        """Make a second cache on the same store. Its rows hold the same columns, and go on by themselves."""
         sibling = self.sibling()
         memo[id(self)] = sibling
         if self._rows is not None:
@@ -479,14 +501,14 @@ class PagedPrefixCache(Cache):
 
     @property
     def is_generating(self) -> bool:
-        """Whether a function in the place of `generate` runs on this cache."""
+        """True if a function in the place of `generate` runs on this cache."""
         return self._current.is_around
 
     def _reset_if_free(self) -> None:
-        """At the end of a block, unless a call runs on the cache, also of this thread: then that keeps its rows."""
+        """Reset the cache at the end of a `with` block, unless a call runs on it: that call keeps its rows."""
         if not self._current.is_around:
             self.reset()
 
     def sibling(self) -> "PagedPrefixCache":
-        """Another cache on the same store, under the same conditions."""
+        """Make another cache on the same store, with the same salt and the same `capture`."""
         return PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, capture=self._capture)

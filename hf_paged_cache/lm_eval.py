@@ -1,8 +1,7 @@
-"""lm-evaluation-harness on a prefix cache: `hf-paged` gives what `hf` gives, and `hf-paged-multimodal` what `hf-multimodal` gives.
+"""Registers models of lm-evaluation-harness on a prefix cache, when it is imported.
 
-Importing this module registers them.
-
-Owns the order and the batches of requests; tasks, texts, metrics and all arguments are the harness's own.
+`hf-paged` gives what `hf` gives, and `hf-paged-multimodal` what `hf-multimodal` gives. This module owns the order and
+the batches of requests; tasks, texts, metrics and all arguments are the harness's own.
 """
 
 from __future__ import annotations
@@ -29,32 +28,34 @@ from .store_options import StoreOptions, require_not_gone, store_options
 
 logger = logging.getLogger("lm_eval")
 
-_OF_FREE_MEMORY = 4  # what rows and what a forward makes beside them leave to blocks
-_NUM_BATCHES = 8  # of generation, which the harness orders by length
-_NUM_ALIKE = 64  # tokens, or characters, that prompts with the same examples have in common at least
+_OF_FREE_MEMORY = 4  # rows take at most one part in so many of the free memory; blocks and forwards need the rest
+_NUM_BATCHES = 8  # batches of generation given to the harness at a time; it orders them by length
+_NUM_ALIKE = 64  # least tokens, or characters, that prompts with the same examples have in common
 _BEGIN_OTHERWISE = (
     "lm_eval: hardly any two prompts begin alike; if they have few-shot examples, give the task fewshot_config: "
     "{sampler: first_n}, so that all questions have the same"
 )
 _Item = TypeVar("_Item")
 
-Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None; context and continuation
+Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None; token ids of context and continuation
 
 
 @register_model("hf-paged")
 class PagedHFLM(HFLM):  # type: ignore[misc]
-    """The harness's HF model on a prefix cache: what requests have in common is computed once.
+    """`PagedHFLM` is the harness's HF model on a prefix cache: what requests have in common is computed once.
 
-    Under `hf-paged-cache run` it is on the program's store of its model; else on one of its own. Batch size "auto" means as many
-    rows as `max_batch_size` and the free memory allow, without trying.
+    Under `hf-paged-cache run` it uses the program's store of its model; else a store of its own. Batch size "auto"
+    means as many rows as `max_batch_size` and the free memory allow, without trying.
 
     Args:
-        pretrained, options: as of `HFLM`, and those of a `PrefixStore`, which `run` is given in its own place. `backend="seq2seq"` is refused, and so are processes that share the weights of
-            one model and get requests of their own (FSDP): they would run different numbers of forwards.
+        pretrained: see `HFLM`.
+        options: options of `HFLM`, and of a `PrefixStore`; under `hf-paged-cache run` those of a store are given to
+            `run`. `backend="seq2seq"` is refused. Processes that share the weights of one model and get requests of
+            their own (FSDP) are refused, too: they would run different numbers of forwards.
 
     Raises:
         UnsupportedModelError: the model's keys and values cannot be reused; `--model hf` runs it.
-        CacheArgumentError: see above.
+        CacheArgumentError: an option is refused.
     """
 
     def __init__(self, pretrained: Any, **options: Any) -> None:
@@ -80,7 +81,7 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """As the harness does, with prompts that begin alike one after the other."""
+        """Generate as the harness does, with prompts that begin alike one after the other."""
         order = sorted(range(len(requests)), key=lambda i: requests[i].args[0])
         self._advise([requests[i].args[0] for i in order])
         answers = [""] * len(requests)
@@ -94,8 +95,8 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
     def _loglikelihood_tokens(
         self, requests: list[Request], disable_tqdm: bool = False, override_bs: int | None = None
     ) -> list[tuple[float, bool]]:
-        """Each context once, and its continuations after it; several contexts in a batch."""
-        of_context: dict[Tokens, list[int]] = {}  # context, as it is cut for a continuation -> requests
+        """Score requests: each context runs once, its continuations after it, and several contexts in a batch."""
+        of_context: dict[Tokens, list[int]] = {}  # context, as it is cut for a continuation -> numbers of its requests
         for number, (_, context, continuation) in enumerate(requests):
             if not 0 < len(continuation) <= self.max_length:
                 raise CacheArgumentError(
@@ -120,7 +121,7 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         return answers
 
     def _scores(self, wanted: list[tuple[Tokens, list[Tokens]]], size: int) -> list[list[tuple[float, bool]]]:
-        """Of each context its continuations' scores."""
+        """Return the scores of each context's continuations."""
         is_mixed = self.mixed_precision_dtype is not None
         with torch.autocast(self.device.type, self.mixed_precision_dtype, enabled=is_mixed):
             scores = score_contexts(self.cache, wanted, batch_size=size, dtype=self.softmax_dtype)
@@ -130,7 +131,10 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         return int(self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """Rows of the longest prompt whose keys and values a part of the free memory holds, up to `max_batch_size`; nothing is tried."""
+        """Return how many rows of the longest prompt a part of the free memory holds, at most `max_batch_size`.
+
+        No batch size is tried.
+        """
         num_bytes = self.max_length * measure_bytes_per_token(self.model)
         most: int = self.max_batch_size
         if num_bytes:
@@ -138,7 +142,11 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         return max(1, most)
 
     def _advise(self, contexts: Sequence[str | Tokens]) -> None:
-        """Say what a task could do, where most of many long contexts, which are sorted, begin otherwise than the next."""
+        """Warn, with advice, if there are many long contexts and most of them begin otherwise than the next one.
+
+        Args:
+            contexts: contexts in sorted order.
+        """
         long = [context[:_NUM_ALIKE] for context in contexts if len(context) > _NUM_ALIKE]
         if len(long) < 8 or 2 * sum(one == next_one for one, next_one in pairwise(long)) >= len(long) - 1:
             return
@@ -149,9 +157,10 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
 
 @register_model("hf-paged-multimodal")
 class PagedHFMultimodalLM(PagedHFLM, HFMultimodalLM):  # type: ignore[misc]
-    """The harness's model for prompts with images on a prefix cache: an image, and what stands before it, is computed once.
+    """`PagedHFMultimodalLM` is the harness's model for prompts with images on a prefix cache.
 
-    Args, Raises: as of `PagedHFLM`; options are those of `HFMultimodalLM`, which takes no batch size "auto".
+    An image, and what stands before it, is computed once. Arguments and errors are those of `PagedHFLM`, with the
+    options of `HFMultimodalLM`, which takes no batch size "auto".
     """
 
 

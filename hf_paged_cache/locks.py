@@ -1,9 +1,10 @@
-"""Owns the locks of this package, and how they come through a fork. Refuses to know what a lock guards.
+"""Owns the locks of this package, and brings them through a fork. It does not know what a lock guards.
 
-A forked child has one thread, the one that forked. A lock that another one held would be held there for ever, and what it
-guards would be half changed. So all locks are taken before a fork and given back after it, in parent and child. None is
-held while a forward runs, a user is called back, or a file is read, so a fork waits for a few lines of ours at most (a write
-of keys and values, at longest). Who holds one waits at most for one that was made after it: in this order a fork takes them.
+A forked child has one thread, the one that forked. A lock that another thread held would be held in the child for ever,
+and what the lock guards would be half changed. So all locks are taken before a fork and given back after it, in parent
+and child. No lock is held while a forward runs, a user's code is called, or a file is read. So a fork waits for a few
+lines of ours at most (a write of keys and values, at longest). A thread that holds a lock waits only for locks that
+were made after it; a fork takes the locks in the order in which they were made.
 """
 
 import contextlib
@@ -15,16 +16,16 @@ from weakref import WeakKeyDictionary, WeakSet
 
 
 class Survivor(Protocol):
-    """What must know, in the child, that threads of its parent are not there."""
+    """`Survivor` is told, in a forked child, which threads of the parent are gone."""
 
     def lose_threads(self, idents: frozenset[int]) -> None: ...
 
 
 def new_lock(survivor: Survivor | None = None) -> threading.RLock:
-    """A lock that is free in a forked child.
+    """Make a lock that is free in a forked child.
 
     Args:
-        survivor: told in the child which threads are gone, while all locks are held; not kept alive.
+        survivor: object that is told in the child which threads are gone, while all locks are held; not kept alive.
     """
     lock = threading.RLock()
     with _registering:
@@ -37,11 +38,11 @@ def new_lock(survivor: Survivor | None = None) -> threading.RLock:
 
 _registering = threading.RLock()
 _locks: WeakSet[threading.RLock] = WeakSet()
-_made: WeakKeyDictionary[threading.RLock, int] = WeakKeyDictionary()  # lock -> how many were made before it
+_made: WeakKeyDictionary[threading.RLock, int] = WeakKeyDictionary()  # lock -> how many locks were made before it
 _numbers = count()
 _survivors: WeakSet[Survivor] = WeakSet()
-_taken: list[threading.RLock] = []  # for the fork that is under way
-_others: set[int] = set()  # threads that lived when it began, but for the one that forks
+_taken: list[threading.RLock] = []  # locks taken for the fork that is under way
+_others: set[int] = set()  # threads that lived when the fork began, without the one that forks
 
 
 def _before_fork() -> None:
@@ -56,7 +57,7 @@ def _before_fork() -> None:
 def _after_fork() -> None:
     _others.clear()
     while _taken:
-        with contextlib.suppress(RuntimeError):  # interrupted before it was taken
+        with contextlib.suppress(RuntimeError):  # the fork was interrupted before the lock was taken
             _taken.pop().release()
     _registering.release()
 

@@ -1,4 +1,4 @@
-"""A callback for trainers that generate (TRL's GRPO, RLOO, online DPO): what the prefix cache did, in the trainer's own logs."""
+"""Writes what the prefix cache did into the logs of trainers that generate (TRL's GRPO, RLOO, online DPO)."""
 
 import warnings
 from typing import Any
@@ -14,22 +14,23 @@ from .stats import CacheStats
 
 
 class PrefixCacheCallback(TrainerCallback):
-    """Adds to each entry of a trainer's log what was reused since the one before.
+    """`PrefixCacheCallback` adds to each entry of a trainer's log what was reused since the entry before.
 
-    `prefix_cache/hit_rate`, the share of prompt tokens that were there before their call; `prefix_cache/shared_rate`, the share
-    that was computed once for several rows, such as the samples of a prompt; `prefix_cache/saved_seconds`, once it is known what
-    a token takes (see `CacheStats`).
+    `prefix_cache/hit_rate` is the share of prompt tokens that were cached before their call. `prefix_cache/shared_rate`
+    is the share that was computed once for several rows, such as the samples of a prompt. `prefix_cache/saved_seconds`
+    comes once it is known what a token takes (see `CacheStats`).
 
-    `GRPOTrainer(..., callbacks=[PrefixCacheCallback()])` puts them into `trainer.state.log_history` and into what is printed;
-    `trainer.add_callback(...)` runs after the printing. Callbacks that report elsewhere (to wandb, for example) run before both; to be
-    read by these, it must come first: `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
+    `GRPOTrainer(..., callbacks=[PrefixCacheCallback()])` puts them into `trainer.state.log_history` and into what is
+    printed; a callback added by `trainer.add_callback(...)` runs after the printing. Callbacks that report elsewhere
+    (to wandb, for example) run before both. If they are to report these numbers, put this callback first:
+    `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
 
     Args:
-        cache: of the trainer's model, or its store; None: the one of `hf-paged-cache run`. Without either nothing is added, and a
-            warning says so.
+        cache: cache of the trainer's model, or its store; None: the cache of `hf-paged-cache run`. Without either
+            nothing is added, and a warning says so.
 
     Raises:
-        CacheArgumentError: it is something else.
+        CacheArgumentError: `cache` is something else.
     """
 
     def __init__(self, cache: PagedPrefixCache | PrefixStore | None = None) -> None:
@@ -49,7 +50,7 @@ class PrefixCacheCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Adds to `logs`, and to the last entry of `state.log_history`."""
+        """Add what was reused to `logs`, and to the last entry of `state.log_history`."""
         store = self._store or _store_of_run(kwargs.get("model"))
         if store is None and not self._has_warned:
             self._has_warned = True
@@ -78,10 +79,10 @@ class PrefixCacheCallback(TrainerCallback):
 
 
 def _store_of_run(model: Any) -> PrefixStore | None:
-    """The store that a running program has given to a model, wrapped or not."""
+    """Return the store that a running program has given to a model, wrapped or not; None: it has given none."""
     try:
         bracket = None if model is None else bracket_of(unwrapped(getattr(model, "module", model)))
-    except UnsupportedModelError:  # an adapter that does more than change layers
+    except UnsupportedModelError:  # the model has an adapter that does more than change layers
         return None
     cache = None if bracket is None or bracket.new_cache is None else bracket.new_cache()
     return None if cache is None else cache.store

@@ -1,1 +1,1 @@
-"""What a user asks of a cache, a folder or a model besides to run `generate`: a module each, bound to `PagedPrefixCache` by its name."""
+"""Holds what a user asks of a cache, a folder or a model besides `generate`: a module each, methods of the cache."""

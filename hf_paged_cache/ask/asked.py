@@ -1,4 +1,4 @@
-"""What a module of this folder sees of the cache that is asked: the first argument of its functions, which are that cache's methods."""
+"""Says what the modules of this folder see of a cache: it is the first argument of their functions, its methods."""
 
 from typing import Protocol
 
@@ -12,17 +12,17 @@ from ..stats import CacheStats
 
 
 class AskedCache(Protocol):
-    """A `PagedPrefixCache`.
+    """`AskedCache` is what the modules of this folder see of a `PagedPrefixCache`.
 
     Attributes:
-        store: its blocks, and their model.
-        cache_salt: the namespace of its blocks; b"": none.
-        _counters: of its calls.
-        _calls: opens them.
-        _current: the rows of the last one.
-        _ranks: the processes that share its model.
-        _side_rows: runs forwards on rows of their own, so that its rows stay as they are.
-        _num_looks: blocks that `verify` has looked at in turn.
+        store: the cache's blocks, and their model.
+        cache_salt: namespace of the cache's blocks; b"": none.
+        _counters: counts of the cache's calls.
+        _calls: opens the cache's calls.
+        _current: rows of the cache's last call.
+        _ranks: processes that share the model.
+        _side_rows: runs forwards on rows of their own, so that the cache's rows stay as they are.
+        _num_looks: number of blocks that `verify` has looked at in turn.
     """
 
     store: PrefixStore

@@ -1,6 +1,6 @@
-"""What is known of a prompt, and why no more: `cache.lookup`, and in words, with the text round the place where it stops, `cache.explain`.
+"""Says what is known of a prompt, and why no more. Changes nothing.
 
-Changes nothing.
+`cache.lookup` gives numbers; `cache.explain` gives words, with the text round the place where the known part stops.
 """
 
 from array import array
@@ -21,19 +21,19 @@ from ..wording import counted
 from .asked import AskedCache
 from .prompts import AskedPrompt, asked_prompt
 
-_DEVICE = "device"  # the tier where the pool is
-_NUM_SHOWN = 16  # tokens before the place, and after it
+_DEVICE = "device"  # name of the tier where the pool is
+_NUM_SHOWN = 16  # tokens that are shown before the place where prompts part, and after it
 
 
 class Lookup(NamedTuple):
-    """What `cache.lookup` has found of a prompt.
+    """`Lookup` says what `cache.lookup` has found of a prompt.
 
     Attributes:
-        num_tokens: known, as `last_call.rows[i].matched_tokens` will say of it.
-        num_blocks: of these, the full blocks.
-        stopped: why no more, in the words of `last_call.rows[i].stopped`.
-        tier: where those lie that are furthest from the model: "device", in the pool; "host" or "disk", from where a call
-            brings them up; None where none is known.
+        num_tokens: number of known tokens, which a call would show as `last_call.rows[i].matched_tokens`.
+        num_blocks: number of full blocks of known tokens.
+        stopped: why no more tokens are known, in the words of `last_call.rows[i].stopped`.
+        tier: place of the known blocks that lie furthest from the model: "device" is the pool; a call loads blocks from
+            "host" or "disk"; None: no token is known.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -50,17 +50,19 @@ class Lookup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What `cache.explain` has found of a prompt. `print` shows it in a few lines.
+    """`Explanation` says what `cache.explain` has found of a prompt. `print` shows it in a few lines.
 
     Attributes:
-        num_tokens: of the prompt.
-        num_known: of these, found by a call of this prompt now; it computes the last token in any case.
-        stopped: why no more.
-        parts_at: token from which on the prompt is another than the closest cached one; `num_tokens` where it is the beginning of
-            that one; `num_known` where none continues.
-        before, after: the prompt on both sides of that place; `after` is empty where the prompt ends there.
-        cached: how the closest cached prompt continues there, as far as it does in that block; None where none does.
-        advice: what may be after it; empty where nothing can be said.
+        num_tokens: number of tokens of the prompt.
+        num_known: number of tokens that a call of this prompt would find now; the last token is computed in any case.
+        stopped: why no more tokens are known.
+        parts_at: first token at which the prompt differs from the closest cached prompt; `num_tokens` where the prompt
+            is the beginning of that one; `num_known` where no cached prompt continues.
+        before: the prompt before that token.
+        after: the prompt from that token on; empty where the prompt ends there.
+        cached: how the closest cached prompt continues from that token on, within its block; None: no cached prompt
+            does.
+        advice: probable reason; empty where nothing can be said.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -104,18 +106,20 @@ class Explanation:
 
 
 def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> Lookup:
-    """Say how much of a prompt a `generate` on this cache would find now, in the store or in the last call's rows, and why no more.
+    """Say how much of a prompt a `generate` on this cache would find now, and why no more.
 
-    Effects: none: nothing is computed, held or made more recent. It is what a call of this prompt alone finds, without
-    padding, which has room: in a tight pool a call may resume from less, to fit. One token at least is computed by any
-    call. While a call runs on this cache, of that call only committed blocks count.
+    The store and the last call's rows are looked at. The answer is for a call of this prompt alone, without padding,
+    that has room: in a tight pool a call may resume from less, to fit. Any call computes at least one token. While a
+    call runs on this cache, only the blocks that this call has committed count.
+
+    Effects: none; nothing is computed, held or made more recent.
 
     Args:
-        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a processor returns, with
-            images.
+        token_ids: token ids of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a
+            processor returns, with images.
 
     Raises:
-        CacheArgumentError: not the token ids of one sequence.
+        CacheArgumentError: `token_ids` are not the token ids of one sequence.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
 
     Examples:
@@ -144,15 +148,17 @@ def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
 def explain(
     cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]", tokenizer: Any = None
 ) -> Explanation:
-    """Say how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more; `print` it.
+    """Explain how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more.
 
-    As `lookup`, with what is cached instead: how the closest cached prompt of this `cache_salt` continues there. Effects:
-    none.  Cost: hashes the tokens of each cached block, 1 us a block.
+    `print` the answer. It is that of `lookup`, and how the closest cached prompt of this `cache_salt` continues from
+    there.
+
+    Effects: none.  Cost: hashes the tokens of each cached block, 1 us a block.
 
     Args:
-        token_ids: of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a processor returns, with
-            images.
-        tokenizer: shows the place as text; None: as token ids.
+        token_ids: token ids of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a
+            processor returns, with images.
+        tokenizer: shows tokens as text; None: as token ids.
 
     Raises:
         CacheArgumentError, CacheBusyError: see `lookup`.
@@ -190,8 +196,8 @@ def _explanation(
     """Put together what a look has found.
 
     Args:
-        goes_on: tokens of the closest that is cached, from `found.num_tokens` on; empty where there is none.
-        is_elsewhere: nothing is known, and a cached block has the prompt's first tokens.
+        goes_on: tokens of the closest cached prompt, from `found.num_tokens` on; empty where there is none.
+        is_elsewhere: whether nothing is known, though a cached block has the prompt's first tokens.
     """
     known = found.num_tokens
     parts_at = known + num_common(goes_on, tokens[known:])
@@ -219,7 +225,7 @@ def _explanation(
 
 
 def _shown(tokens: "array[int]", tokenizer: Any) -> str:
-    """Text; without a tokenizer, ids. An image is shown by its placeholders."""
+    """Return tokens as text; without a tokenizer, as ids. An image is shown by its placeholders."""
     tokens = shown_ids(tokens)
     if tokenizer is None:
         return " ".join(map(str, tokens))

@@ -1,4 +1,4 @@
-"""`check_model`: a report on whether a model is supported, and on what a short trial of it showed."""
+"""Reports, by `check_model`, whether a model is supported, and what a short trial of the model showed."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -34,20 +34,21 @@ _BLOCK_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What `check_model` found. `print` shows it in a few lines.
+    """`ModelReport` says what `check_model` found. `print` shows it in a few lines.
 
     Attributes:
-        model: name of the class.
-        is_supported: whether a `PagedPrefixCache` can be built for it and passed the trial.
-        reason: why not; empty if it is supported.
-        distance: the largest difference between logits with this cache and without one, as a share of their scale;
-            None if not measured.
-        own_distance: the same for `DynamicCache`.
-        reused_tokens, prompt_tokens: of a prompt whose first blocks were cached.
-        kv_bytes_per_token: of keys and values in all layers; after a window's end less.
-        snapshot_bytes: of its states at one place, where it has any.
+        model: name of the model's class.
+        is_supported: True if a `PagedPrefixCache` can be built for the model and passed the trial.
+        reason: why the model is not supported; empty if it is.
+        distance: largest difference between logits with this cache and without one, as a share of their scale; None:
+            not measured.
+        own_distance: the same difference for `DynamicCache`.
+        reused_tokens: tokens reused of a prompt whose first blocks were cached.
+        prompt_tokens: tokens of that prompt.
+        kv_bytes_per_token: bytes of keys and values of a token in all layers; fewer after a window's end.
+        snapshot_bytes: bytes of the model's states at one place; 0: it has none.
         layers: type of cache layer -> how many the model has.
-        remarks: sentences on what limits reuse, and whether steps can be captured on a GPU.
+        remarks: sentences on what limits reuse, and on whether steps can be captured on a GPU.
 
     Examples:
         >>> report = check_model(model)
@@ -85,12 +86,14 @@ class ModelReport:
 
 
 def check_model(model: Any) -> ModelReport:
-    """Try a model: two rows of 24 tokens, one of them padded, and one alone, with 16 tokens in a cache and without.
+    """Try a model in a few short forwards, and report whether it is supported.
 
-    Effects: none that last. An unsupported model is reported, not raised.  Cost: sixteen short forwards.
+    Two rows of 24 tokens, one of them padded, and one row alone run with 16 tokens in a cache and without.
+
+    Effects: none that last. An unsupported model is reported; no error is raised.  Cost: sixteen short forwards.
 
     Raises:
-        CacheArgumentError: it is no model at all, such as the name of one.
+        CacheArgumentError: `model` is no model at all, such as the name of one.
         torch.OutOfMemoryError: a forward of the model does not fit.
 
     Examples:
@@ -118,7 +121,7 @@ def check_model(model: Any) -> ModelReport:
 
 
 def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelReport:
-    """The same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached."""
+    """Run the same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached."""
     inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
     whole = last_logits(model(**inputs, use_cache=False), num_compared)
     with types_of_logits(model) as seen:
@@ -149,7 +152,7 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelRepo
 
 
 def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The logits of the first token that is generated after the first row, whose blocks are cached: [1, vocabulary]."""
+    """Return the logits, [1, vocabulary], of the first token generated after the first row, whose blocks are cached."""
     generate: Any = model.generate
     first = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
     saved, model.generation_config = model.generation_config, GenerationConfig()  # type: ignore[no-untyped-call]

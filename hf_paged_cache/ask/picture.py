@@ -1,6 +1,6 @@
-"""A cache as a picture: tokens reused over the last calls, and a map of the pool. As HTML for notebooks, and as a figure.
+"""Draws a cache, as HTML for notebooks and as a figure: tokens reused over the last calls, and a map of the pool.
 
-Colours are of middle lightness and text has that of its surroundings, so both read on light and on dark.
+Colours have a middle lightness, and text has the colour of its surroundings, so both read on light and on dark.
 """
 
 from collections import Counter
@@ -17,21 +17,22 @@ from .asked import AskedCache
 
 _REUSED, _SHARED, _COMPUTED, _IN_USE, _FREE = "#2a9d6f", "#8f6bb8", "#c07d2b", "#4a86d8", "#8a8a8a"
 _KINDS = {2: ("in use", _IN_USE, 1.0), 1: ("cached", _REUSED, 1.0), 0: ("free", _FREE, 0.35)}
-_MOST_CELLS = 480  # of the map
+_MOST_CELLS = 480  # most cells of the map
 _COLUMNS = 60
-_FEWEST_BARS = 8  # that there is room for
-_CELL = 10  # pixels
-_WIDTH, _HEIGHT = _COLUMNS * _CELL, 80  # of the bars
+_FEWEST_BARS = 8  # least number of bars that the figure has room for
+_CELL = 10  # width of a cell, in pixels
+_WIDTH, _HEIGHT = _COLUMNS * _CELL, 80  # size of the bars' drawing, in pixels
 
 
 class Picture(NamedTuple):
-    """What is drawn.
+    """`Picture` says what is drawn.
 
     Attributes:
-        title: what it is a picture of.
-        facts: a line below it.
-        calls: prompt tokens, those reused, and those shared by rows, of the last forwards of prompts, the oldest first.
-        kinds: of each block: 0 it is free, 1 cached, 2 in use.
+        title: what the picture shows.
+        facts: line below the title.
+        calls: for each of the last forwards of prompts, the oldest first: prompt tokens, reused tokens, and tokens
+            shared by rows.
+        kinds: state of each block: 0 free, 1 cached, 2 in use.
     """
 
     title: str
@@ -41,7 +42,9 @@ class Picture(NamedTuple):
 
 
 def plot(cache: AskedCache) -> Any:
-    """Draw hits over the last prompts, and a map of the pool: a `matplotlib` figure; with a salt, of its own blocks.
+    """Draw hits over the last prompts, and a map of the pool, as a `matplotlib` figure.
+
+    With a salt, the map shows only the salt's own blocks.
 
     Raises:
         CacheArgumentError: matplotlib is not installed.
@@ -54,7 +57,7 @@ def plot(cache: AskedCache) -> Any:
 
 
 def html(cache: AskedCache) -> str:
-    """How a notebook shows a cache: hits over the last prompts, and a map of the pool."""
+    """Return the HTML by which a notebook shows a cache: hits over the last prompts, and a map of the pool."""
     return as_html(_picture_of(cache))
 
 
@@ -73,7 +76,9 @@ def _picture_of(cache: AskedCache) -> Picture:
 
 
 def cells_of(kinds: bytes) -> tuple[list[int], int]:
-    """The map of a pool: of at most 480 cells the kind that most of their blocks have, and how many blocks each stands for.
+    """Return the map of a pool, in at most 480 cells, and how many blocks a cell stands for.
+
+    A cell has the kind that most of its blocks have.
 
     Examples:
         >>> cells_of(bytes([2, 2, 1, 0]))
@@ -85,7 +90,7 @@ def cells_of(kinds: bytes) -> tuple[list[int], int]:
 
 
 def as_html(picture: Picture) -> str:
-    """A self-contained piece of HTML: two drawings with their legends, no script, no style outside of it."""
+    """Draw a picture as a self-contained piece of HTML: two drawings and legends, without script or outer style."""
     cells, num_each = cells_of(picture.kinds)
     counts = Counter(picture.kinds)
     blocks = "".join(f"{_swatch(color)} {counts[kind]:,} {name} " for kind, (name, color, _) in _KINDS.items())
@@ -141,7 +146,7 @@ def _svg(height: int, label: str, drawn: Sequence[str]) -> str:
 
 
 def as_figure(picture: Picture) -> Any:
-    """The same as a `matplotlib` figure, in the style in use.
+    """Draw a picture as a `matplotlib` figure, in the style in use.
 
     Raises:
         CacheArgumentError: matplotlib is not installed.
@@ -154,7 +159,7 @@ def as_figure(picture: Picture) -> Any:
     from matplotlib.ticker import MaxNLocator
 
     class ShownFigure(Figure):
-        """Shows itself in a notebook that has not imported pyplot."""
+        """`ShownFigure` shows itself in a notebook, also where pyplot is not imported."""
 
         def _repr_png_(self) -> bytes:
             drawn = BytesIO()

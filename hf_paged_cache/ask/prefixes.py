@@ -1,6 +1,7 @@
-"""Prefixes that a user names by their token ids, or as a processor returns them: `cache.prefill` computes them ahead, `cache.pin` and `cache.unpin` keep them and let go.
+"""Computes prefixes ahead (`cache.prefill`), keeps them (`cache.pin`) and lets them go (`cache.unpin`).
 
-Owns what their arguments may be. Changes no rows of the cache that is asked.
+Users name prefixes by token ids, or as a processor returns them; this module owns what the arguments may be. It changes
+no rows of the cache.
 """
 
 from array import array
@@ -26,27 +27,31 @@ def prefill(
     *,
     chunk_size: int = 2048,
 ) -> Prefilled:
-    """Compute the keys and values of a prefix, or of several, so that they are cached, before a `generate` asks for them.
+    """Compute and cache the keys and values of one or several prefixes before a `generate` asks for them.
 
-    Whole blocks are cached, those that are known are not computed again, and layers with a window or a state keep what
-    is needed to resume at the end. Any later call may evict them: `pin` keeps them. It holds under the conditions that
-    `pin` names. Effects: none on the rows of this cache; `stats()` counts what is computed as a call, and `last_call` shows
-    it, unless a `generate` runs. Processes that share a model call it together, with the same lengths and `chunk_size`.
+    Whole blocks are cached, and known blocks are not computed again. Layers with a window or a state keep what is
+    needed to resume at the end of a prefix. Any later call may evict the blocks; `pin` keeps them. They are found under
+    the conditions that `pin` names. Processes that share a model call `prefill` together, with the same lengths and
+    `chunk_size`.
+
+    Effects: none on the rows of this cache. `stats()` counts what is computed as a call, and `last_call` shows this
+    call, unless a `generate` runs.
 
     Args:
-        token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T]; or what a
-            processor returns, with images; or a list of such.
+        token_ids: token ids of a prefix as prompts begin with it, special tokens included: a list or tensor of [T] or
+            [1, T]; or what a processor returns, with images; or a list of such prefixes.
         chunk_size: new tokens that run in one forward, so that a long prefix takes bounded memory. Where rotary
-            frequencies depend on length, and with images, each runs whole.
+            frequencies depend on length, and with images, each prefix runs in one forward.
 
     Returns:
-        tokens cached now, known before, and computed; see `Prefilled`.
+        numbers of tokens that are cached now, were known before, and were computed; see `Prefilled`.
 
     Raises:
-        OutOfBlocksError: they do not fit at a time; nothing was computed.
-        UnsupportedModelError: nothing that is computed now may be reused, such as with an active dropout, or where the prompt
-            ends with an image.
-        CacheArgumentError: not the token ids of sequences, or outside the vocabulary; or no `chunk_size`.
+        OutOfBlocksError: the prefixes do not fit into the pool at a time; nothing was computed.
+        UnsupportedModelError: nothing that is computed now may be reused, such as with an active dropout, or where the
+            prompt ends with an image.
+        CacheArgumentError: `token_ids` are not token ids of sequences, or lie outside the vocabulary; or `chunk_size`
+            is no number of tokens.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
 
     Examples:
@@ -78,14 +83,14 @@ def prefill(
 
 
 def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> Prompt:
-    """A prompt as a user gives it, under the model as it is now.
+    """Read a prompt to prefill, as a user gives it, under the model as it is now.
 
     Args:
-        name: of the prompt, for messages.
+        name: name of the prompt, for messages.
 
     Raises:
-        CacheArgumentError: it is not the token ids of a sequence, or has some outside the vocabulary.
-        UnsupportedModelError: what is computed of it now may not be reused.
+        CacheArgumentError: the prompt is not the token ids of a sequence, or has ids outside the vocabulary.
+        UnsupportedModelError: what would be computed now of the prompt may not be reused.
     """
     if not isinstance(given, Mapping):
         vocabulary_size = cache.store.model.config.get_text_config(decoder=True).vocab_size
@@ -99,26 +104,28 @@ def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> Prompt:
 
 
 def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:
-    """Keep what is cached of this prefix until `unpin`: no other call evicts it, and no collected cache takes it along.
+    """Keep what is cached of a prefix until `unpin`: no call evicts it, and it outlives this cache.
 
-    Computes nothing: `prefill` it, or run it once, then pin it. Whole blocks are pinned; pinning the same tokens again counts
-    once, and takes what is cached of them by then. A pin belongs to the store and to this `cache_salt`. It holds
-    for the model as it is now, for rows without padding where a model numbers its columns, and, where rotary
-    frequencies depend on length, for those of a prompt as long as the prefix. When the model changes, pinned blocks
-    are not found, as all others, but still held: `unpin` them, or `prefill` and pin again.
+    Nothing is computed: `prefill` the prefix, or run it once, then pin it. Whole blocks are pinned. Pinning the same
+    tokens again counts once, and also pins what has been cached of them since. A pin belongs to the store and to this
+    `cache_salt`.
+
+    A pin holds for the model as it is now; where a model numbers its columns, for rows without padding; and where
+    rotary frequencies depend on length, for the frequencies of a prompt as long as the prefix. When the model changes,
+    pinned blocks are no longer found, like all others, but are still held: `unpin` them, or `prefill` and pin again.
 
     Args:
-        token_ids: of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or [1, T]; or what a
-            processor returns, with images.
+        token_ids: token ids of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or
+            [1, T]; or what a processor returns, with images.
 
     Returns:
-        The number of tokens pinned: a multiple of the block size, at least one block; fewer than were given where the
-        rest is not cached, or fills no block, or where layers with a state have none after it.
+        The number of tokens pinned: a multiple of the block size, at least one block. Fewer than were given are pinned
+        where the rest is not cached, or fills no block, or where layers with a state have none after it.
 
     Raises:
-        CacheArgumentError: nothing of it is cached, it is shorter than a block, or these are not the token ids of one
-            sequence; nothing has changed.
-        OutOfBlocksError: there is no room for what layers with a window need of it; nothing has changed.
+        CacheArgumentError: nothing of the prefix is cached, or it is shorter than a block, or these are not the token
+            ids of one sequence; nothing has changed.
+        OutOfBlocksError: there is no room for what layers with a window need of the prefix; nothing has changed.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
 
     Examples:
@@ -136,24 +143,27 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") 
         blocks.settle()
         num_pinned = pins.pin(cache.cache_salt, root, asked.token_ids)
         if ended:
-            with suppress(CacheArgumentError, OutOfBlocksError):  # other text than pinned may then run the image again
+            with suppress(CacheArgumentError, OutOfBlocksError):  # without this pin, other text may run the image again
                 pins.pin(cache.cache_salt, root, ended)
     return num_pinned
 
 
 def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] | None" = None) -> int:
-    """Let a pinned prefix be evicted again, whatever has changed since; without tokens, all of this `cache_salt`.
+    """Let a pinned prefix be evicted again, whatever has changed since it was pinned.
+
+    Args:
+        token_ids: prompt as `pin` takes it; None: all pinned prefixes of this `cache_salt`.
 
     Returns:
         The number of tokens that were pinned; 0 when none were.
 
     Raises:
-        CacheArgumentError: not one prompt as `pin` takes it.
+        CacheArgumentError: `token_ids` are not one prompt as `pin` takes it.
     """
     tokens: TokenIds | None = None
     if isinstance(token_ids, Mapping):
         tokens = asked_prompt(cache, "the prefix", token_ids).token_ids
-    elif token_ids is not None:  # under whatever conditions
+    elif token_ids is not None:  # pinned under whatever conditions
         tokens = array("q", one_sequence("the prefix", token_ids))
     pins = cache.store.blocks.pins
     with cache.store.blocks.lock:
@@ -163,7 +173,10 @@ def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] 
 
 
 def _up_to_an_image(cache: AskedCache, tokens: TokenIds) -> TokenIds:
-    """The tokens up to the end of the last image, as they are kept; empty where it ends with a block, or there is none."""
+    """Return the tokens up to the end of the last image, as they are kept.
+
+    They are empty if the image ends with a block, or if there is none.
+    """
     end = end_of_image(tokens, 0, len(tokens)) or 0
     size = cache.store.blocks.block_size
     return filled_up(tokens, end, size) if end % size else tokens[:0]

@@ -1,4 +1,4 @@
-"""A prompt that a user asks about: by its token ids, or as a processor returns it, with what fills its placeholders."""
+"""Reads a prompt that a user asks about: token ids, or what a processor returns, with what fills the placeholders."""
 
 from array import array
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from .asked import AskedCache
 
 
 class AskedPrompt(NamedTuple):
-    """One prompt.
+    """`AskedPrompt` is one prompt that a user asks about.
 
     Attributes:
-        row: what a call of it alone brings, with the names of its images and its root.
-        inputs: as it was given, for `generate`; None: token ids alone.
-        why_whole: why nothing of it may be reused or kept; None if it may.
+        row: row that a call of this prompt alone brings, with the names of its images and its root.
+        inputs: the prompt as it was given, for `generate`; None: it was token ids alone.
+        why_whole: why nothing of the prompt may be reused or kept; None: it may be.
     """
 
     row: RowInput
@@ -29,19 +29,21 @@ class AskedPrompt(NamedTuple):
 
     @property
     def token_ids(self) -> TokenIds:
-        """Those of its text, and image tokens."""
+        """Token ids of the prompt: of its text, and image tokens."""
         return self.row.token_ids
 
 
 def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
-    """Read a prompt, under the conditions of now.  Cost: with images, a SHA-256 over their pixels; nothing runs.
+    """Read a prompt under the model's conditions of now.
+
+    Cost: with images, a SHA-256 over their pixels. No forward runs.
 
     Args:
         what: the argument's name, for messages.
         given: token ids, [T] or [1, T]; or a mapping with `input_ids` and whatever else `generate` is passed for them.
 
     Raises:
-        CacheArgumentError: it is something else, or several rows, or has padding.
+        CacheArgumentError: the prompt is something else, or has several rows, or padding.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
     """
     asking = cache._calls.opening.asking
@@ -69,10 +71,10 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
 
 
 def _root_of(cache: AskedCache, num_tokens: int) -> bytes:
-    """The root of a prompt of `num_tokens` tokens without padding, if it were run now. Disturbs no call.
+    """Return the root that a prompt of `num_tokens` tokens without padding would have now. Disturbs no call.
 
     Raises:
-        CacheBusyError: a call runs, and asking would change its rotary frequencies.
+        CacheBusyError: a call is running, and its rotary frequencies would be changed.
     """
     conditioning, blocks, regime = cache.store.conditioning, cache.store.blocks, b""
     digest = conditioning.digest()

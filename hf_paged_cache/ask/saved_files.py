@@ -1,4 +1,4 @@
-"""`saved_report`: what a folder of saved blocks holds, and whether it is whole, without a model."""
+"""Says, by `saved_report`, what a folder of saved blocks holds and whether it is whole, without a model."""
 
 from collections.abc import Iterator
 from os import PathLike
@@ -11,15 +11,15 @@ from ..tiers.saved_file import read_rows, read_saved_file, saved_paths
 
 
 class SavedFileReport(NamedTuple):
-    """One file.
+    """`SavedFileReport` says what one file of saved blocks holds.
 
     Attributes:
-        path: where it is.
-        problem: what is wrong with it; None: it is whole.
-        num_blocks: that it holds.
-        num_tokens: of these.
-        num_bytes: of the file.
-        model: what computed them: class, dtype, versions and digests, by name; see docs/save_and_load.md.
+        path: path of the file.
+        problem: what is wrong with the file; None: it is whole.
+        num_blocks: number of blocks in the file.
+        num_tokens: number of tokens in these blocks.
+        num_bytes: size of the file.
+        model: what computed the blocks: class, dtype, versions and digests, by name; see docs/save_and_load.md.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -33,7 +33,7 @@ class SavedFileReport(NamedTuple):
     num_blocks: int = 0
     num_tokens: int = 0
     num_bytes: int = 0
-    model: dict[str, str] = {}  # noqa: RUF012  # of a tuple, never written
+    model: dict[str, str] = {}  # noqa: RUF012  # the default of a tuple, never written
 
 
 def saved_report(folder: str | PathLike[str]) -> list[SavedFileReport]:

@@ -1,8 +1,8 @@
-"""Log-probabilities of continuations of contexts: each context runs once, and so does what its continuations share.
+"""Computes log-probabilities of continuations: each context runs once, and so does what its continuations share.
 
-Owns which tokens run in which forward; every forward runs on a sibling cache, so no cache's rows are
-touched. How many forwards there are follows from the arguments alone, never from what is cached: processes that share a
-model's weights stay in step.
+Owns which tokens run in which forward. Every forward runs on a sibling cache, so no rows of the cache are touched. The
+number of forwards follows from the arguments alone, never from what is cached, so processes that share a model's
+weights stay in step.
 """
 
 import math
@@ -25,7 +25,7 @@ from ..stats import RowCount
 from .asked import AskedCache
 from .prompts import asked_prompt
 
-_MAX_LOGITS = 2**27  # numbers that the logits of one forward may have, where no batch_size is given
+_MAX_LOGITS = 2**27  # most numbers in the logits of one forward, where no batch_size is given
 
 Tokens = tuple[int, ...]
 _Row = TypeVar("_Row")
@@ -33,11 +33,12 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a model says of one continuation of a context.
+    """`Score` says how probable a model finds one continuation of a context.
 
     Attributes:
-        log_probs: of each token, given the context and the tokens before it; natural logarithms.
-        is_greedy: each token was the most probable one, so greedy search would have generated just these.
+        log_probs: log-probability of each token, given the context and the tokens before it; natural logarithms.
+        is_greedy: True if each token was the most probable one, so greedy search would have generated just these
+            tokens.
 
     Examples:
         >>> ids = inputs["input_ids"][0].tolist()
@@ -51,38 +52,43 @@ class Score:
 
     @property
     def total(self) -> float:
-        """The log-probability of the whole continuation."""
+        """Log-probability of the whole continuation."""
         return math.fsum(self.log_probs)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the continuation."""
+        """Number of tokens of the continuation."""
         return len(self.log_probs)
 
 
 class Reading(NamedTuple):
-    """One log-probability to be read of a forward's logits; those of a continuation come in the order of its tokens."""
+    """`Reading` is one log-probability to read from a forward's logits.
+
+    The readings of a continuation come in the order of its tokens.
+    """
 
     row: int
-    column: int  # of the logits that are kept, the first is 0
+    column: int  # column of the logits that are kept; the first is 0
     continuation: int
     token: int
 
 
 class Branches(NamedTuple):
-    """One forward of several rows."""
+    """`Branches` is one forward of several rows that follow contexts."""
 
     rows: list[Tokens]
     readings: list[Reading]
-    stems: list[int]  # row -> the row of contexts that it follows
+    stems: list[int]  # row -> number of the context that the row follows
 
 
 class Plan(NamedTuple):
-    """What runs: a row for each context, with what all of its continuations begin with, then the branches after that, each in
-    a row of its own.
+    """`Plan` says what runs.
+
+    First runs a row for each context, with the tokens that all its continuations begin with (its trunk). Then the
+    branches run after the trunks, each in a row of its own.
     """
 
-    trunks: list[Tokens]  # of each context, the tokens that run with it
+    trunks: list[Tokens]  # number of a context -> the tokens that run with it
     readings: list[Reading]
     branches: list[Branches]
 
@@ -95,30 +101,34 @@ def score(
     batch_size: int | None = None,
     prefill_chunk_size: int | None = None,
 ) -> list[Score]:
-    """The log-probabilities of many continuations of one context: multiple choice, reranking, rewards.
+    """Return the log-probabilities of many continuations of one context: for multiple choice, reranking, rewards.
 
-    The context is reused from the store as far as it is known, runs once, and is stored; what all continuations have
-    in common runs with it; one that is the beginning of another runs with that. Equal to the `log_softmax` of one plain
-    forward for each, of all tokens of context and continuation at positions that count from 0, as in `generate`, on the model
-    as it is when the call begins. Where rotary frequencies depend on length (dynamic, longrope), only continuations of one
-    length run together. Effects: none on the rows
-    of this cache, also while its `generate` runs, nor on such frequencies; `stats()` counts it as a call with a row for each
-    continuation, after the context, and `last_call` shows it, unless a `generate` runs. No gradients. The number of
-    forwards follows from the arguments alone.
+    The context is reused from the store as far as it is known, runs once, and is stored. What all continuations have in
+    common runs with the context. A continuation that is the beginning of another one runs with that one. Where rotary
+    frequencies depend on length (dynamic, longrope), only continuations of one length run together. The number of
+    forwards follows from the arguments alone. No gradients are computed.
+
+    The scores equal the `log_softmax` of one plain forward for each continuation, of all tokens of context and
+    continuation, at positions that count from 0, as in `generate`, on the model as it is when the call begins.
+
+    Effects: none on the rows of this cache, also while its `generate` runs, and none on rotary frequencies. `stats()`
+    counts a call with a row for each continuation, after the context, and `last_call` shows it, unless a `generate`
+    runs.
 
     Args:
-        context: token ids, [T] or [1, T], at least one; or what a processor returns, with images: then it runs as `generate` runs it,
-            and continuations after it.
-        continuations: each of at least one token id, [N] or [1, N]; they follow the context as they are.
-        batch_size: rows of a forward at most; None: as many as keep its logits below 2**27 numbers.
-        prefill_chunk_size: each continuation runs in a row of its own, after the context, in forwards of so many tokens from the
-            context's start. So its numbers are the same bits whatever is cached, those of the same forwards on a `DynamicCache`.
+        context: token ids, [T] or [1, T], at least one; or what a processor returns, with images: such a context runs
+            as `generate` runs it, and the continuations after it.
+        continuations: sequences of at least one token id, [N] or [1, N]; they follow the context as they are.
+        batch_size: most rows of a forward; None: as many as keep its logits below 2**27 numbers.
+        prefill_chunk_size: tokens of a forward; each continuation then runs in a row of its own, from the context's
+            start. So its log-probabilities are the same bits whatever is cached: those of the same forwards on a
+            `DynamicCache`.
 
     Returns:
         a `Score` for each continuation, in order.
 
     Raises:
-        CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing; nothing has changed.
+        CacheArgumentError: token ids are no integers, are outside the vocabulary, or are missing; nothing has changed.
 
     Examples:
         >>> context = tokenizer("Question: What is one and one? Answer:").input_ids
@@ -145,10 +155,10 @@ def score(
 
 
 def _continuations(cache: AskedCache, given: Iterable[Tensor | Iterable[int]]) -> list[Tokens]:
-    """The token ids of continuations.
+    """Return the token ids of continuations.
 
     Raises:
-        CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing.
+        CacheArgumentError: token ids are no integers, are outside the vocabulary, or are missing.
     """
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         raise CacheArgumentError(f"continuations is of type {type(given).__name__}; give a list of token id sequences")
@@ -160,8 +170,8 @@ def _continuations(cache: AskedCache, given: Iterable[Tensor | Iterable[int]]) -
 
 
 def _score_in_chunks(cache: AskedCache, prompt: Tokens, wanted: Sequence[Tokens], chunk_size: int) -> list[Score]:
-    """The scores of continuations that run each in a row of its own, in forwards of so many tokens."""
-    cache.store.conditioning.digest()  # reads what rope the model has now
+    """Score continuations that each run in a row of its own, in forwards of so many tokens."""
+    cache.store.conditioning.digest()  # reads which rope the model has now
     rope = cache.store.conditioning.rope
     num_tokens = [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted]
     scorer = _Scorer(cache._side_rows, num_tokens, torch.float32)
@@ -174,10 +184,10 @@ def _score_in_chunks(cache: AskedCache, prompt: Tokens, wanted: Sequence[Tokens]
 
 
 def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> tuple[Tokens, int]:
-    """The tokens of a context with more than token ids, and how far its images move the positions of what follows.
+    """Return the tokens of a context that is more than token ids, and how far its images move later positions.
 
     Raises:
-        CacheArgumentError: it cannot be scored so; naming why.
+        CacheArgumentError: such a context cannot be scored so; the error says why.
     """
     if prefill_chunk_size is not None:
         raise CacheArgumentError(
@@ -194,7 +204,7 @@ def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size:
 
 
 def may_score_together(cache: AskedCache) -> bool:
-    """Whether contexts of several lengths run in one batch: padding on their left is to show nowhere."""
+    """Return whether contexts of several lengths may run in one batch: padding on the left must have no effect."""
     return (
         cache._side_rows.takes_positions
         and not cache.store.conditioning.rope.depends_on_length
@@ -211,20 +221,20 @@ def score_contexts(
     inputs: Mapping[str, Any] | None = None,
     shift: int = 0,
 ) -> list[list[Score]]:
-    """`score` of several contexts, each with continuations of its own, as one call: the contexts run in one batch.
+    """Score the continuations of several contexts as one call: the contexts run in one batch.
 
     Args:
-        wanted: contexts, and of each its continuations, at least one; token ids of the vocabulary. More than one context only
-            where `may_score_together`.
-        dtype: in which logits become log-probabilities; None: in their own.
-        inputs: of the one context, where it has more than token ids.
-        shift: how far its images move the positions of what follows.
+        wanted: contexts, each with at least one continuation; token ids of the vocabulary. More than one context is
+            allowed only where `may_score_together`.
+        dtype: dtype in which logits become log-probabilities; None: that of the logits.
+        inputs: what a processor returned for the one context, where it is more than token ids.
+        shift: how far the images of that context move later positions.
     """
-    cache.store.conditioning.digest()  # reads what rope the model has now
+    cache.store.conditioning.digest()  # reads which rope the model has now
     side, rope = cache._side_rows, cache.store.conditioning.rope
     max_tokens = max(1, _MAX_LOGITS // _vocabulary_size(cache))
     lengths = [[len(prompt) + len(tokens) for tokens in continuations] for prompt, continuations in wanted]
-    # what runs whole, where frequencies depend on its length, runs its last token, too, and shares nothing
+    # where frequencies depend on length, a row also runs its last token, and shares nothing
     scorer = _Scorer(side, [length - (not rope.depends_on_length) for of_one in lengths for length in of_one], dtype)
     if rope.depends_on_length:
         ((prompt, continuations),) = wanted
@@ -271,15 +281,16 @@ def _vocabulary_size(cache: AskedCache) -> int:
 def plan(
     wanted: Sequence[Sequence[Tokens]], *, batch_size: int | None, max_tokens: int, share_trunk: bool = True
 ) -> Plan:
-    """Which tokens run where, so that each prefix that continuations of a context share runs as seldom as few forwards allow.
+    """Plan which tokens run in which forward, so that prefixes which continuations share run as seldom as possible.
 
-    The last token of a continuation is not run. One that is the beginning of another needs no row of its own, and
-    what all of a context have in common goes with the context. Continuations are numbered through all contexts.
+    The last token of a continuation is not run. A continuation that is the beginning of another one needs no row of its
+    own. What all continuations of a context have in common runs with the context. Continuations are numbered through
+    all contexts.
 
     Args:
-        wanted: of each context its continuations.
-        batch_size: rows of a forward at most; None: as many as have `max_tokens` tokens, or one.
-        share_trunk: False: with the contexts runs nothing else.
+        wanted: continuations of each context.
+        batch_size: most rows of a forward; None: as many as have `max_tokens` tokens, or one row.
+        share_trunk: whether what all continuations of a context have in common runs with the context.
 
     Examples:
         >>> plan([[(1, 2, 3), (1, 2, 4), (1, 5, 6)]], batch_size=None, max_tokens=100).trunks
@@ -299,7 +310,7 @@ def plan(
             if len(row.tokens) > num_shared
         ]
         first += len(continuations)
-    width = max(map(len, trunks))  # the last columns of all contexts are one column
+    width = max(map(len, trunks))  # all contexts end at one column
     tokens_of = [tokens for continuations in wanted for tokens in continuations]
     stem_of = [stem for stem, continuations in enumerate(wanted) for _ in continuations]
     readings = [
@@ -325,20 +336,20 @@ def plan(
 
 
 class _Tail(NamedTuple):
-    """A row that follows a context: the tokens of its continuations from `start` on."""
+    """`_Tail` is a row that follows a context: the tokens of its continuations from `start` on."""
 
     stem: int
     tokens: Tokens
     start: int
-    members: list[int]  # continuations
+    members: list[int]  # numbers of the continuations that the row runs
 
 
 def _rows(continuations: Sequence[Tokens], first: int) -> list[_Tail]:
-    """A row for each continuation that is not the beginning of another; they are numbered from `first` on."""
+    """Make a row for each continuation that is not the beginning of another; the first one has the number `first`."""
     rows: list[_Tail] = []
     for run in sorted(range(len(continuations)), key=lambda i: continuations[i][:-1], reverse=True):
         tokens = continuations[run][:-1]
-        # in this order, a sequence comes straight after those that it is the beginning of
+        # in this order, a sequence comes right after the sequences that begin with it
         if not rows or rows[-1].tokens[: len(tokens)] != tokens:
             rows.append(_Tail(0, tokens, 0, []))
         rows[-1].members.append(first + run)
@@ -346,13 +357,13 @@ def _rows(continuations: Sequence[Tokens], first: int) -> list[_Tail]:
 
 
 def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, max_tokens: int) -> list[Branches]:
-    """Forwards of rows of one length each, all after the context; nothing is shared between lengths.
+    """Plan forwards of rows of one length each, all after the context; nothing is shared between lengths.
 
-    Each continuation is run with its last token, or with another's in its place: that token says nothing of the scores, but it
-    counts in the length.
+    Each continuation runs with a last token, its own or another continuation's: the token does not change the scores,
+    but it counts in the length.
     """
-    rows: dict[Tokens, Tokens] = {}  # all but the last token -> the row that is run
-    members: dict[Tokens, list[int]] = {}  # row -> continuations
+    rows: dict[Tokens, Tokens] = {}  # all tokens but the last -> the row that is run
+    members: dict[Tokens, list[int]] = {}  # row -> numbers of its continuations
     for i, tokens in enumerate(continuations):
         members.setdefault(rows.setdefault(tokens[:-1], tokens), []).append(i)
     return [
@@ -372,18 +383,18 @@ def plan_by_length(continuations: Sequence[Tokens], *, batch_size: int | None, m
 
 
 class _Scorer:
-    """Runs forwards and collects what is read of their logits.
+    """`_Scorer` runs forwards, and collects what is read from their logits.
 
     Args:
-        num_tokens: of each continuation, with its context.
+        num_tokens: number of tokens of each continuation, with its context.
         dtype: see `score_contexts`.
     """
 
     def __init__(self, side: SideRows, num_tokens: Sequence[int], dtype: torch.dtype | None) -> None:
         self._side, self._dtype = side, dtype
-        self.counts = [RowCount(number, stopped="") for number in num_tokens]  # of each continuation, with the context
+        self.counts = [RowCount(number, stopped="") for number in num_tokens]  # counts of each continuation and context
         self.peak_kv_bytes, self.is_bypassed = 0, False
-        self._found: dict[tuple[int, bytes], int] = {}  # context and root -> most tokens that their first forward found
+        self._found: dict[tuple[int, bytes], int] = {}  # context and root -> most tokens that the first forward found
         self._log_probs: list[list[float]] = [[] for _ in num_tokens]
         self._is_greedy = [True] * len(num_tokens)
 
@@ -399,7 +410,13 @@ class _Scorer:
         *,
         num_logits: int,
     ) -> None:
-        """Run tokens after what rows hold, each of one of the contexts, and read the logits of the last columns."""
+        """Run tokens after what rows hold, and read the logits of the last columns.
+
+        Args:
+            inputs: tokens that each row runs.
+            contexts: number of each row's context.
+            num_logits: number of last columns whose logits are read.
+        """
         begins, held = not rows.is_open, [max(0, rows.num_columns - row.pad) for row in inputs]
         logits = self._side.run(rows, inputs, num_logits=num_logits)
         counts = rows.state.counts if begins else [RowCount(computed_tokens=len(row.token_ids)) for row in inputs]
@@ -408,7 +425,7 @@ class _Scorer:
         self._took(rows, logits, readings, inputs, counts, held)
 
     def _note_found(self, rows: Rows, contexts: Sequence[int]) -> None:
-        """What a later forward finds beyond what the first one of a context did, the score has computed itself."""
+        """Limit what rows count as found to what their context's first forward found: this score computed the rest."""
         keys = [(context, prompt.root) for context, prompt in zip(contexts, rows.prompts, strict=False)]
         pairs = [*zip(keys, rows.state.counts, strict=False)]
         first = {key: max(count.matched_tokens for other, count in pairs if other == key) for key in keys}
@@ -418,7 +435,7 @@ class _Scorer:
             count.matched_tokens = min(count.matched_tokens, self._found[key])
 
     def read_first(self, rows: Rows, logits: Tensor, inputs: Sequence[RowInput], readings: Sequence[Reading]) -> None:
-        """Read the logits of a prompt that has run in these rows."""
+        """Read the logits of a prompt that has just run in these rows."""
         self._took(rows, logits, readings, inputs, rows.state.counts, [0] * len(inputs))
 
     def _took(
@@ -439,7 +456,7 @@ class _Scorer:
             self._count(count, num_held, len(row.token_ids), [*of_row])
 
     def _note(self, rows: Rows) -> None:
-        """Rows have run."""
+        """Note that rows have run: their memory, and whether they were bypassed."""
         self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
         self.is_bypassed = self.is_bypassed or rows.why_bypassed is not None
 
@@ -460,8 +477,11 @@ class _Scorer:
             self._is_greedy[read.continuation] &= best
 
     def _count(self, row: RowCount, num_held: int, num_tokens: int, members: Sequence[int]) -> None:
-        """Count a row that ran `num_tokens` tokens after those held: computed for the first that has them all, reused by each."""
-        num_computed = min(row.computed_tokens, num_tokens)  # the others fill it up
+        """Count a row that ran `num_tokens` tokens after the tokens that it held.
+
+        Computed tokens count for the first continuation that has them all; reused tokens count for each.
+        """
+        num_computed = min(row.computed_tokens, num_tokens)  # other tokens fill the row up
         payer = next(i for i in members if self.counts[i].prompt_tokens >= num_held + num_tokens)
         self.counts[payer].computed_tokens += num_computed
         for i in members:
@@ -476,7 +496,7 @@ class _Scorer:
 def _batches(
     rows: Sequence[_Row], length: Callable[[_Row], int], batch_size: int | None, max_tokens: int
 ) -> list[list[_Row]]:
-    """Runs of rows, the longest first, that fit into one forward."""
+    """Cut rows, the longest first, into batches that each fit into one forward."""
     batches: list[list[_Row]] = []
     for row in rows:
         limit = max(1, max_tokens // length(batches[-1][0])) if batches and batch_size is None else batch_size

@@ -1,4 +1,4 @@
-"""What blocks hold of a sequence, as tensors, and as rows in transformers' own layers: for whoever compares it."""
+"""Reads what blocks hold of a sequence, and puts it into transformers' own layers, so that it can be compared."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,8 +16,13 @@ from ..store.block_store import BlockStore
 
 
 def read_blocks(store: BlockStore, block_ids: Sequence[int], start: int, stop: int) -> dict[int, dict[str, Tensor]]:
-    """Layer -> name -> [1, H, tokens, D]: copies of the tokens `[start, stop)` of a sequence; of a layer with a window, of those of them that
-    the next token sees. The store's lock is held, and the window blocks of `stop` are there.
+    """Copy what blocks hold of the tokens `[start, stop)` of a sequence.
+
+    Of a layer with a window, only tokens that the next token sees are copied. The store's lock is held, and the window
+    blocks of `stop` are there.
+
+    Returns:
+        layer -> name -> [1, H, tokens, D].
     """
     found = _read(store.slabs(), block_ids, store.block_size, start, stop)
     slabs = store.window_slabs()
@@ -50,13 +55,13 @@ def _read(
 
 
 def put_rows(layers: list[Any], held: Mapping[int, Mapping[str, Tensor]], states: States, num_columns: int) -> None:
-    """Let empty layers of transformers hold a row.
+    """Put a row into empty layers of transformers.
 
     Args:
-        layers: those that there are more of than a model's config names are appended.
+        layers: layers of a cache; layers beyond those that a model's config names are appended.
         held: layer index -> name -> [1, H, columns, D]: all columns, or the last ones that a window shows.
-        states: which nobody else has.
-        num_columns: of the row.
+        states: states that nobody else holds.
+        num_columns: number of columns of the row.
     """
     for index, of_layer in held.items():
         layers += [DynamicLayer() for _ in range(len(layers), index + 1)]  # type: ignore[no-untyped-call]

@@ -1,6 +1,7 @@
-"""`cache.verify`: recompute cached blocks as `DynamicCache` would, and compare, for changes of a model that its digest cannot show.
+"""Recomputes cached blocks as `DynamicCache` would (`cache.verify`), to find changes that no digest of a model shows.
 
-Owns which blocks are looked at, and what counts as equal. Takes no block and changes no rows; what it looks at is held meanwhile.
+Owns which blocks are looked at, and what counts as equal. Takes no block and changes no rows; blocks are held while
+they are looked at.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,24 +28,25 @@ from ..prefix_store import PrefixStore
 from .asked import AskedCache
 from .stored import put_rows, read_blocks
 
-# Differences that other lengths and batch sizes make, as a share of the largest value; eps is that of the coarsest type
-# computed in. In fp32 an unchanged model gives 1e-6 on a CPU, where one optimizer step at learning rate 1e-6 gives 4e-4. Kernels
-# of an accelerator add up in another order for another length: on an H100 more than 1e-5 was seen. A recurrence that is computed in
-# chunks or step by step rounds otherwise: 4e-5 was seen of Qwen3-Next on a CPU.
+# Differences, as a share of the largest value, that other lengths and batch sizes may make; eps is that of the coarsest
+# type that is computed in. In fp32 on a CPU, an unchanged model gives 1e-6, and one optimizer step at learning rate 1e-6
+# gives 4e-4. Kernels of an accelerator add up in another order for another length: on an H100 more than 1e-5 was seen. A
+# recurrence rounds otherwise in chunks than step by step: with Qwen3-Next on a CPU 4e-5 was seen.
 _MIN_TOLERANCE, _MIN_TOLERANCE_ELSEWHERE, _MIN_TOLERANCE_OF_STATES = 1e-5, 5e-5, 1e-4
 _TOLERANCE_IN_EPS = 8
-_MOST_TOKENS = 2048  # of a forward
-_END = 1 << 61  # after all names
+_MOST_TOKENS = 2048  # most tokens of a forward
+_END = 1 << 61  # a number larger than that of any name
 
 
 class Verified(NamedTuple):
-    """What `cache.verify` has found.
+    """`Verified` says what `cache.verify` has found.
 
     Attributes:
-        num_blocks: recomputed and compared.
-        num_left: cached blocks that calls find and that were not: beyond the number wanted, or of rows whose padding, adapters
-            or images are not to be had here, or that layers with a window or a state no longer resume to.
-        differing: of each block that differs, how many tokens are before it, and its own.
+        num_blocks: number of blocks that were recomputed and compared.
+        num_left: number of other cached blocks that calls find: blocks beyond the number wanted, blocks of rows whose
+            padding, adapters or images cannot be had here, and blocks to which layers with a window or a state no
+            longer resume.
+        differing: for each block that differs, how many tokens are before it, and its own tokens.
 
     Examples:
         >>> cache.prefill(inputs["input_ids"]).num_tokens
@@ -61,22 +63,24 @@ class Verified(NamedTuple):
 def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     """Recompute cached blocks and say which differ; if one does, forget everything that is cached of this model.
 
-    For weights that change unseen. Seen are torch's counts of writes and optimizer steps, and eight values of each tensor; not
-    seen are few values written through `.data` or numpy. Looked at are blocks of this cache's salt. What runs is of all tokens
-    in each block's sequence, so any difference in a weight that one of them passes through shows. Other calls may run meanwhile.
-    Effects: none on rows; where a block differs, all tenants' blocks, in lower tiers too, are found by nobody from here on.
-    Processes that are passed the same tokens (tensor parallelism) call it together, and look at blocks that all have.
+    This is for weights that change unseen. Calls see torch's counts of writes and optimizer steps, and eight values of
+    each tensor; they do not see a few values written through `.data` or numpy. Blocks of this cache's salt are
+    looked at. The tokens of each block's sequence run through the model, so any change of a weight that one of them
+    passes through shows. Other calls may run meanwhile. Processes that are passed the same tokens (tensor parallelism)
+    call `verify` together, and look at blocks that all of them have.
+
+    Effects: none on rows. If a block differs, no call finds the blocks of any tenant from then on, in lower tiers too.
 
     Cost: a forward of each block's tokens, up to 2,048 at a time, and beside the pool the keys and values of one row.
 
     Args:
-        num_blocks: so many, and those that a window or a state has before or after them; the next look is at the next ones, until
-            all have had their turn. None: all.
+        num_blocks: number of blocks to look at, besides blocks that a window or a state needs before or after them. The
+            next look is at the next blocks, until all have had their turn. None: all blocks.
 
     Raises:
-        CacheArgumentError: no number of blocks.
-        UnsupportedModelError: nothing can be recomputed alone: rotary frequencies depend on length, a dropout is active, or
-            processes with prompts of their own share the model.
+        CacheArgumentError: `num_blocks` is no number of blocks.
+        UnsupportedModelError: nothing can be recomputed alone: rotary frequencies depend on length, a dropout is
+            active, or processes with prompts of their own share the model.
 
     Examples:
         >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.verify(2).num_left
@@ -121,16 +125,19 @@ def _require_comparable(cache: AskedCache) -> None:
 
 
 class _Known(NamedTuple):
-    """A cached block that can be recomputed from its tokens."""
+    """`_Known` is a cached block that can be recomputed from its tokens."""
 
     block_hash: BlockHash
-    parent: bytes  # name of the block before, or of the root
+    parent: bytes  # name of the block before it, or of the root
     root: bytes
     first_position: int
 
 
 def _known_blocks(store: PrefixStore, digest: bytes, salt: bytes) -> tuple[dict[bytes, _Known], int]:
-    """Name -> block, parents first; and how many others calls find. Names are the same in all processes, as digests are not."""
+    """Return the blocks that can be recomputed, name -> block, parents first; and how many other blocks calls find.
+
+    Names are the same in all processes; digests are not.
+    """
     blocks, roots = store.blocks, store.conditioning.roots
     with blocks.lock:
         blocks.settle()
@@ -143,7 +150,7 @@ def _known_blocks(store: PrefixStore, digest: bytes, salt: bytes) -> tuple[dict[
     for root in children.keys() - {block_hash.digest for block_hash in hashes}:
         facts = roots.facts_of(root)
         if facts is None or facts.digest != digest:
-            continue  # found by nobody
+            continue  # no call finds blocks of this root
         is_plain = facts == RootFacts(digest, salt, first_position=facts.first_position)
         waiting = [(facts._replace(digest=b"").root() if is_plain else b"", root)]
         while waiting:
@@ -155,13 +162,13 @@ def _known_blocks(store: PrefixStore, digest: bytes, salt: bytes) -> tuple[dict[
                     name = digest_behind(parent, block_hash.token_bytes)
                     known[name] = _Known(block_hash, parent, root, facts.first_position)
                 else:
-                    num_others += 1  # it depends on more than tokens, or one before it does
+                    num_others += 1  # the block, or a block before it, depends on more than tokens
                 waiting.append((name, block_hash.digest))
     return known, num_others
 
 
 def _on_all_ranks(ranks: Ranks, known: dict[bytes, _Known], num_blocks: int | None) -> dict[bytes, _Known]:
-    """The blocks that every rank has, in one order."""
+    """Return the blocks that every rank has, in one order."""
     if not ranks.are_several:
         return known
     same, waiting = {"the number of blocks": num_blocks or 0}, sorted(known, reverse=True)
@@ -178,7 +185,7 @@ def _on_all_ranks(ranks: Ranks, known: dict[bytes, _Known], num_blocks: int | No
 
 
 class _Sequence(NamedTuple):
-    """A sequence whose blocks are held."""
+    """`_Sequence` is a sequence whose blocks are held."""
 
     block_ids: Sequence[int]
     token_ids: TokenIds
@@ -186,7 +193,9 @@ class _Sequence(NamedTuple):
 
 
 class Look:
-    """Recomputes blocks, one sequence after the other, each from the last place before them where all layers can resume.
+    """`Look` recomputes blocks, one sequence after the other.
+
+    Each sequence starts at the last place before its wanted blocks where all layers can resume.
 
     Attributes:
         seen: names of the blocks that were compared.
@@ -203,10 +212,10 @@ class Look:
         self._eps = eps_computed_in(store.model)
         self._options = {"logits_to_keep": 1} if takes(store.model, "logits_to_keep") else {}
         most = min([_MOST_TOKENS, *(sight.size - 1 for sight in store.conditioning.sights().values())])
-        self._most_tokens = max(self._blocks.block_size, most)  # a layer with a window keeps no more of a forward
+        self._most_tokens = max(self._blocks.block_size, most)  # a window keeps no more tokens of a forward
 
     def run(self, wanted: set[bytes]) -> None:
-        """Look at these blocks, as far as calls find them."""
+        """Recompute and compare these blocks, as far as calls find them."""
         parents = {each.parent for each in self._known.values()}
         for last in [name for name in self._known if name not in parents]:
             path = [last]
@@ -219,7 +228,7 @@ class Look:
 
     @contextmanager
     def _held(self, path: Sequence[bytes]) -> Iterator[_Sequence]:
-        """What calls find of a sequence now, which nobody can evict until the block is left."""
+        """Hold what calls find of a sequence now: nobody can evict it until the `with` block is left."""
         blocks, first = self._blocks, self._known[path[0]]
         tokens = tokens_of(b"".join(self._known[name].block_hash.token_bytes for name in path))
         chain = HashChain(first.root, blocks.block_size)
@@ -255,7 +264,7 @@ class Look:
             start = stop
 
     def _goes_on(self, row: _Sequence, num_tokens: int) -> bool:
-        """Whether all layers have what a sequence needs to resume there. The store's lock is held."""
+        """Return whether all layers can resume a sequence after `num_tokens` tokens. The store's lock is held."""
         return resumable(self._blocks.groups, row.block_ids, num_tokens) == num_tokens
 
     def _inputs(self, row: _Sequence) -> dict[str, Tensor]:
@@ -266,7 +275,7 @@ class Look:
         return inputs
 
     def _loaded(self, row: _Sequence, num_tokens: int) -> Any:
-        """A cache of transformers with the first tokens of a row as they are stored; None where they are there no more."""
+        """Make a cache of transformers with the first tokens of a row as stored; None: they are no longer there."""
         stored, dynamic = self._stored(row, 0, num_tokens), dynamic_cache(self._model)
         if stored is None:
             return None
@@ -274,14 +283,17 @@ class Look:
         put_rows(layers, *stored, num_tokens)
         for layer in layers:
             if getattr(layer, "sliding_window", None) == 1:
-                layer.record_past = True  # else transformers' layer shows all columns, and not the newest
+                layer.record_past = True  # without it, transformers' layer shows all columns, not the newest one
             if getattr(layer, "indexer_keys", None) is not None:
                 columns = torch.arange(num_tokens, device=layer.indexer_keys.device)
                 layer.indexer_position_ids = (columns + row.first_position).expand(3, 1, -1)
         return dynamic
 
     def _stored(self, row: _Sequence, start: int, stop: int) -> tuple[dict[int, dict[str, Tensor]], States] | None:
-        """What layers hold of a row's tokens from `start` to `stop`, and carry after them; None where it is there no more."""
+        """Return what layers hold of the tokens `[start, stop)` of a row, and the states after these tokens.
+
+        None: they are no longer there.
+        """
         blocks = self._blocks
         with blocks.lock:
             if not self._goes_on(row, stop):
@@ -292,7 +304,7 @@ class Look:
             return held, copied(blocks.states.use(row.block_ids, stop)) if blocks.states else {}
 
     def _compare(self, row: _Sequence, dynamic: Any, start: int, stop: int) -> list[bool] | None:
-        """Of each block of `[start, stop)` whether it differs; None where one is there no more."""
+        """Return for each block of `[start, stop)` whether it differs; None: a block is no longer there."""
         stored, size, answers = self._stored(row, start, stop), self._blocks.block_size, []
         if stored is None:
             return None
@@ -306,17 +318,17 @@ class Look:
         for key, states in stored[1].items():
             answers.append(self._differ(states.reshape(1, 1, 1, -1), carried[key].reshape(1, 1, 1, -1), 1))
         differ = [False] * ((stop - start) // size)
-        for answer in read_together(answers):  # of the last blocks, where a window shows no more
+        for answer in read_together(answers):  # of a layer with a window, answers are of the last blocks alone
             for number, is_other in enumerate(answer, len(differ) - len(answer)):
                 differ[number] = differ[number] or bool(is_other)
-        return differ if any(stored) else [True] * len(differ)  # blocks that hold nothing
+        return differ if any(stored) else [True] * len(differ)  # blocks that hold nothing differ
 
     def _differ(self, stored: Tensor, computed: Tensor, size: int) -> Tensor:
-        """Of each `size` columns of [1, H, columns, D], the first perhaps fewer, whether they are others but for rounding.
+        """Return for each `size` columns of [1, H, columns, D] whether they differ by more than rounding.
 
-        Some may be held in a finer type than they were computed in.
+        The first group may have fewer columns. Columns may be held in a finer type than they were computed in.
         """
-        tolerance = 0.0  # of integers: token ids that a layer carries
+        tolerance = 0.0  # tolerance of integers: token ids that a layer carries
         if computed.is_floating_point():
             least = _MIN_TOLERANCE if computed.is_cpu else _MIN_TOLERANCE_ELSEWHERE
             least = _MIN_TOLERANCE_OF_STATES if self._blocks.states else least

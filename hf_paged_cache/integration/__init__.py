@@ -1,1 +1,1 @@
-"""Where transformers meets a call: hooks, arguments, layers, and the forwards that we run ourselves."""
+"""Connects transformers to a call: hooks, arguments, layers, and the forwards that we run ourselves."""

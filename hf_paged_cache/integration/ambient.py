@@ -1,7 +1,8 @@
-"""Which cache a `generate` runs on that brings none: the one of the innermost `with cache:` block of its model.
+"""Finds the cache for a `generate` that brings none: the cache of the innermost `with cache:` block of the model.
 
-Owns the scopes that are open. A scope is seen in the context that opened it, a thread's or an asyncio task's, and in copies
-of that context (tasks, `asyncio.to_thread`); one for all threads, also where no other is. Caches and models are held weakly.
+Owns the scopes that are open. A scope is seen in the context that opened it, a thread's or an asyncio task's, and in
+copies of that context (tasks, `asyncio.to_thread`). A scope for all threads is also seen where no other scope is.
+Caches and models are held weakly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from ..locks import new_lock
 
 
 class AmbientScope:
-    """One `with cache:` block, or one of `in_all_threads`. Ended, it is over in every context that still lists it."""
+    """`AmbientScope` is one `with cache:` block, or one block of `in_all_threads`.
+
+    A scope that has ended is over in every context that still lists it.
+    """
 
     __slots__ = ("_cache", "_model", "in_all_threads", "is_open")
 
@@ -28,26 +32,26 @@ class AmbientScope:
 
     @property
     def cache(self) -> Any:
-        """The cache that it gives; None: it was left, or nobody holds its cache any more."""
+        """Cache of the scope; None: the block was left, or nobody holds the cache any more."""
         return self._cache() if self.is_open else None
 
     def is_of(self, model: nn.Module | None) -> bool:
-        """Whether it is for calls of this model."""
+        """Return whether the scope is for calls of this model."""
         return self._model() is model
 
     def stands_in_the_way_of(self, other: AmbientScope) -> bool:
-        """Whether this one, too, is for all threads of the model, and of another cache."""
+        """Return whether both scopes are for all threads of one model, with different caches."""
         is_rival = self.in_all_threads and other.in_all_threads and self.is_of(other._model())
         return is_rival and self.cache is not other.cache
 
 
-_opening = new_lock()  # held to replace `_open`; a look at it needs no lock
-_open: tuple[AmbientScope, ...] = ()  # of all contexts
+_opening = new_lock()  # held to replace `_open`; reading `_open` needs no lock
+_open: tuple[AmbientScope, ...] = ()  # open scopes of all contexts
 _here: ContextVar[tuple[AmbientScope, ...]] = ContextVar("hf_paged_cache_scopes", default=())  # innermost last
 
 
 def ambient_cache(model: nn.Module) -> Any:
-    """The cache for a `generate` that is called here and brings none; None: there is none."""
+    """Return the cache for a `generate` that is called here and brings none; None: no scope gives one."""
     for scope in (*reversed(_here.get()), *(scope for scope in _open if scope.in_all_threads)):
         if scope.is_of(model) and (cache := scope.cache) is not None:
             return cache
@@ -55,10 +59,10 @@ def ambient_cache(model: nn.Module) -> Any:
 
 
 def open_scope(scope: AmbientScope) -> None:
-    """From here on, calls of `generate` that bring no cache run on this one.
+    """Open a scope: from here on, calls of `generate` that bring no cache run on its cache.
 
     Raises:
-        CacheBusyError: another cache is the model's in all threads; nothing has changed.
+        CacheBusyError: another cache has a scope for all threads of the model; nothing has changed.
     """
     global _open
     with _opening:
@@ -73,9 +77,9 @@ def open_scope(scope: AmbientScope) -> None:
 
 
 def close_scope(scope: AmbientScope) -> None:
-    """No longer, in any context; scopes may end in any order, in any thread."""
+    """End a scope in every context. Scopes may end in any order, in any thread."""
     global _open
-    scope.is_open = False  # first: however the rest is interrupted, the scope is over
+    scope.is_open = False  # this comes first: however the rest is interrupted, the scope is over
     with _opening:
         _open = _of_those_open(_open)
     _here.set(_of_those_open(_here.get()))
@@ -86,10 +90,10 @@ def _of_those_open(scopes: tuple[AmbientScope, ...]) -> tuple[AmbientScope, ...]
 
 
 def scope_to_close(cache: Any) -> AmbientScope | None:
-    """The scope of a `with cache:` that ends here; None: it is over.
+    """Return the scope of a `with cache:` block that ends here; None: it is over.
 
-    That is the innermost one of this context; a generator may be closed in another context than it was begun in, so else the
-    last one opened.
+    That is the innermost scope of this context. If this context has none, it is the scope that was opened last: a
+    generator may be closed in another context than the one it was begun in.
     """
     scopes = [scope for scope in _open if scope.cache is cache and not scope.in_all_threads]
     here = _here.get()

@@ -1,4 +1,4 @@
-"""What forwards ask for, under the model as it is: their rows with prefix keys, or why they reuse and keep nothing."""
+"""Reads what forwards ask for, under the model as it is: rows with prefix keys, or why they reuse and keep nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,18 +23,20 @@ GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
-_NO_ROWS = RunningRows(0, [])  # of a first forward
+_NO_ROWS = RunningRows(0, [])  # rows that a first forward resumes
 
 
 class Prompt(NamedTuple):
-    """What a first forward asks for.
+    """`Prompt` says what a first forward asks for.
 
     Attributes:
-        running: the rows that run; equal ones are one.
+        request: what the forward asks for.
+        running: rows that run; equal rows of the batch run as one.
         members: row that runs -> the row of the batch that it is.
         copies: row of the batch -> the row that runs for it.
-        adapters: of each row of the batch, where PEFT was told.
-        seen: its images.
+        adapters: adapter of each row of the batch; None: PEFT was not told.
+        may_alias: whether equal rows may run as one.
+        seen: what the forward's arguments say of images.
     """
 
     request: ForwardRequest
@@ -47,15 +49,15 @@ class Prompt(NamedTuple):
 
 
 class Asking:
-    """Reads the forwards of one cache.
+    """`Asking` reads the forwards of one cache.
 
     Args:
-        parts: what calls share with all others of the store.
+        parts: what calls share with all other calls of the store.
         salt: part of every root, and the namespace of the blocks.
-        ranks: the processes that share the model.
+        ranks: processes that share the model.
 
     Attributes:
-        reads_only: a first forward is not to run, and what it asks for is raised as RequestRead.
+        reads_only: True if a first forward is not to run; what it asks for is raised as RequestRead.
     """
 
     def __init__(self, parts: StoreParts, salt: bytes, ranks: Ranks) -> None:
@@ -65,14 +67,17 @@ class Asking:
         self._placeholders = parts.placeholders
 
     def first(self, rows: Rows, arguments: Mapping[str, Any]) -> tuple[Prompt, str | None]:
-        """What a first forward asks for, under the model as it is; and why it reuses and keeps nothing, if it does."""
+        """Return what a first forward asks for, and why it reuses and keeps nothing, under the model as it is.
+
+        The reason is None if it may reuse and keep.
+        """
         state, conditioning, store = rows.state, self._conditioning, self._store
         state.seen = rows.seen
         state.digest = conditioning.digest()
         with store.lock:
             state.resets = store.resets_of(self._salt)
         state.was_alone = not conditioning.may_change_in_a_forward()
-        rows.escaped = rows.escaped or conditioning.foreign_code is not None  # a hook of others may keep them
+        rows.escaped = rows.escaped or conditioning.foreign_code is not None  # a hook of others may keep the rows
         request, why, seen = self.read(rows, arguments, _NO_ROWS, state.images)
         named, why_unnamed = seen.named(request, self._store.block_size)
         why = why or why_unnamed
@@ -100,11 +105,11 @@ class Asking:
     def read(
         self, rows: Rows, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None = None
     ) -> tuple[ForwardRequest, str | None, Seen]:
-        """What a forward asks for; why it reuses and keeps nothing, if its arguments say so; and its images.
+        """Return what a forward asks for, why it reuses and keeps nothing if its arguments say so, and its images.
 
         Args:
-            running: the rows that resume; none for a first forward.
-            images: that `generate` was passed; None: they are among the arguments.
+            running: rows that resume; none for a first forward.
+            images: images that `generate` was passed; None: they are among the arguments.
 
         Raises:
             CacheArgumentError: the arguments contradict each other.
@@ -125,10 +130,10 @@ class Asking:
         """Refuse a forward of a prompt that has placeholders which nothing fills.
 
         Args:
-            before: columns of the rows that resume.
+            before: number of columns of the rows that resume.
 
         Raises:
-            CacheArgumentError: it does.
+            CacheArgumentError: the prompt has such placeholders.
         """
         ids = arguments.get("input_ids") if self._placeholders.kinds else None
         if ids is None or (before and ids.shape[-1] == 1):  # a model may generate the id of a placeholder
@@ -138,7 +143,10 @@ class Asking:
             raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}, or call the model without this cache")
 
     def _follow_length(self, state: CallState, request: ForwardRequest) -> ForwardRequest:
-        """Where rotary frequencies depend on length, the model gets those of the prompt, which are a part of the rows' prefix keys."""
+        """Set the model's rotary frequencies to those of the prompt, if they depend on length; return the request.
+
+        These frequencies are a part of the rows' prefix keys.
+        """
         rope, last = self._conditioning.rope, request.num_new_columns - 1
         if not rope.depends_on_length:
             state.regime = b""
@@ -150,7 +158,7 @@ class Asking:
         return request
 
     def with_roots(self, state: CallState, request: ForwardRequest, adapters: list[str] | None) -> list[RowInput]:
-        """The rows of the batch under their prefix keys."""
+        """Return the rows of the batch with their prefix keys."""
         inputs, chunked = [], state.chunked
         for number, row in enumerate(request.rows):
             counted_from = row.pad
@@ -163,7 +171,7 @@ class Asking:
         return inputs
 
     def why_in_general(self) -> str | None:
-        """Why rows reuse and keep nothing, as the model is now, whatever they are; None: they may."""
+        """Return why no row may reuse or keep anything, under the model as it is now; None: rows may."""
         if (why := self._conditioning.bypass()) is not None:
             return why
         if self._store.states and self._ranks.are_several:
@@ -178,12 +186,12 @@ class Asking:
         return GRADIENTS if torch.is_grad_enabled() else None
 
     def sights(self) -> Mapping[int, Sight]:
-        """Layer index -> its window. Ranks settle what each knows in tokens, without a look at windows, so there are none."""
+        """Return layer index -> window; nothing for several ranks, which settle what they know in tokens alone."""
         return {} if self._ranks.are_several else self._conditioning.sights()
 
 
 def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
-    """Rows that differ, by their numbers; and for each row the place among these of the one that is equal to it."""
+    """Return the numbers of rows that differ, and for each row the place of its equal among them."""
     places: dict[tuple[bytes, int, bytes], int] = {}
     members, copies = list[int](), list[int]()
     for number, row in enumerate(rows):
@@ -196,5 +204,5 @@ def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
 
 
 def num_shown(request: ForwardRequest) -> list[int]:
-    """Tokens of each row that its mask shows."""
+    """Return for each row how many of its tokens the mask shows."""
     return [len(row.token_ids) - row.num_hidden for row in request.rows]

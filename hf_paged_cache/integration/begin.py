@@ -1,4 +1,4 @@
-"""Whether a `generate` may begin, or go on, on rows: what is asked of its arguments before anything runs."""
+"""Decides whether a `generate` may begin or go on, by its arguments, before anything runs."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ NO_CACHE_WANTED = (
 
 
 class RunningRow(NamedTuple):
-    """A row of a loop, as the reader of arguments asks of it."""
+    """`RunningRow` is a row of a loop, as the reader of arguments sees it."""
 
     pad: int
     first_position: int
@@ -29,26 +29,29 @@ class RunningRow(NamedTuple):
 
 
 class RunningRows(NamedTuple):
-    """The rows of a loop, as the reader of arguments asks of them."""
+    """`RunningRows` holds the rows of a loop, as the reader of arguments sees them."""
 
     num_columns: int
     rows: list[RunningRow]
-    lacks_padding: bool = False  # of it keys and values are not what a model would compute
+    lacks_padding: bool = False  # keys and values of padding are not what a model would compute
 
     def in_batch(self) -> list[RunningRow]:
-        """All of them."""
+        """Return all rows of the batch."""
         return self.rows
 
 
 def running_rows(rows: Rows) -> RunningRows:
-    """Rows that resume. One that has nothing but padding has as much as there are columns: a forward that brought more may have died."""
+    """Return rows that resume, as the reader of arguments sees them.
+
+    A row of padding alone has as much padding as there are columns: a forward that brought more may have failed.
+    """
     n, began = rows.n, any(layer.filled for layer in rows.layers)
     running = [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), p.shift) for p in rows.prompts]
     return RunningRows(n, running, began and any(row.pad for row in running))
 
 
 def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
-    """Whether a first forward brings new tokens alone: its positions begin where the rows stop."""
+    """Return whether a first forward brings new tokens alone: its positions begin where the rows stop."""
     positions = arguments.get("position_ids")
     if not isinstance(positions, Tensor) or positions.dim() != 2 or not rows.prompts:
         return False
@@ -61,10 +64,10 @@ def require_whole_prompt(arguments: Mapping[str, Any], num_held: int) -> None:
     """Refuse the first forward of a `generate` that brings new tokens alone, after rows that are not there.
 
     Args:
-        num_held: columns of the rows that are.
+        num_held: number of columns of the rows that are there.
 
     Raises:
-        CacheArgumentError: without a mask its positions begin behind others.
+        CacheArgumentError: the forward has no mask, and its positions do not begin at 0.
     """
     positions = arguments.get("position_ids")
     if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
@@ -81,7 +84,7 @@ def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> Non
     """Refuse a `generate` of another model, or one that asks for a cache of its own.
 
     Raises:
-        CacheArgumentError: it is one.
+        CacheArgumentError: the call is of another model, or asks for a cache of its own.
         UnsupportedModelError: adapters that do more than change layers have been put round the model.
     """
     if running is not model:
@@ -95,10 +98,10 @@ def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> Non
 
 
 def require_filled(placeholders: Placeholders, given: GenerateArguments) -> None:
-    """Refuse a `generate` of a prompt that has placeholders which nothing fills: images are passed with every prompt.
+    """Refuse a `generate` of a prompt that has placeholders which nothing fills: images must come with every prompt.
 
     Raises:
-        CacheArgumentError: it is one.
+        CacheArgumentError: the prompt has such placeholders.
     """
     before = given.num_masked - given.num_given if given.only_new_tokens else 0
     unfilled = placeholders.unfilled(given.passed, before) if placeholders.kinds else None
@@ -107,7 +110,7 @@ def require_filled(placeholders: Placeholders, given: GenerateArguments) -> None
 
 
 def prepares_otherwise(model: Any) -> bool:
-    """Whether what each step is passed may be anything: a function says it that is not transformers' own."""
+    """Return whether a function that is not transformers' own decides what each step is passed."""
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         function = getattr(type(model), name, None)
         if name in vars(model) or not _is_of_transformers(function):
@@ -121,10 +124,12 @@ def _is_of_transformers(function: Any) -> bool:
 
 
 def require_continues(given: GenerateArguments, num_held: int) -> None:
-    """Only new tokens must resume exactly where the rows stopped; a mask of ones never reaches the forward.
+    """Refuse a `generate` of new tokens alone that does not resume exactly where the rows stopped.
+
+    This is checked here because a mask of ones never reaches the forward.
 
     Raises:
-        CacheArgumentError: they do not, or would run in chunks from the first column on.
+        CacheArgumentError: the tokens resume elsewhere, or would run in chunks from the first column on.
     """
     require_slices(given)
     if given.num_masked != num_held + given.num_given:
@@ -136,7 +141,7 @@ def require_continues(given: GenerateArguments, num_held: int) -> None:
 
 
 def another_model(own: Any, other: Any) -> CacheArgumentError:
-    """The error of a cache that another model was given."""
+    """Return the error for a cache that was given to another model."""
     return CacheArgumentError(
         f"this cache was built for another model ({type(own).__name__} elsewhere in memory); build "
         f"one for this {type(other).__name__}: PagedPrefixCache(model)"
@@ -144,7 +149,7 @@ def another_model(own: Any, other: Any) -> CacheArgumentError:
 
 
 def how_to_run(model: nn.Module) -> str:
-    """What to do so that a forward is announced."""
+    """Return advice on how to run a model so that its forwards are announced."""
     if not is_attached(model):
         return "this cache is detached from its model; enter `with cache:`, or build another cache, to attach it again"
     return "run the model that the cache was built for through its own __call__, not model.model(...)"

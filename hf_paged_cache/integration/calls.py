@@ -2,9 +2,10 @@
 
     open    the prompt is read, what is known of it is leased, rows are filled with it; the model runs the rest
     run     transformers alone
-    keep    what is complete goes to the pool: the prompt once it is, the rest when the call closes
+    keep    complete columns go to the pool: the prompt once it is complete, the rest when the call closes
 
-Refuses nothing for want of blocks. What is unusual about a call is a bypass: its rows reuse and keep nothing, and `last_call` says why.
+No call is refused for want of blocks. An unusual call is bypassed: its rows reuse and keep nothing, and `last_call`
+says why.
 """
 
 import contextlib
@@ -61,13 +62,13 @@ logger = logging.getLogger("hf_paged_cache")
 
 
 class Calls:
-    """The calls of one cache. Holds no rows, so that a cache that nobody holds is collected at once.
+    """`Calls` runs the calls of one cache. It holds no rows, so a cache that nobody holds is collected at once.
 
     Args:
-        parts: what they share with all calls of the store.
+        parts: what calls share with all other calls of the store.
         salt: part of every root, and the namespace of the blocks.
-        counters: of the cache.
-        ranks: the processes that share the model.
+        counters: counters of the cache.
+        ranks: processes that share the model.
     """
 
     def __init__(self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks) -> None:
@@ -80,21 +81,21 @@ class Calls:
         self.opening = self._opening = Opening(self, parts, salt, self.keeping, counters, ranks)
 
     def capture(self, capturing: Capturing) -> None:
-        """Calls may run on static rows."""
+        """Let calls run on static rows, where `capturing` allows it."""
         self._opening.capturing = capturing
 
-    # A generate.
+    # Calls of `generate`.
 
     def begin(self, given: GenerateArguments, previous: Rows | None) -> Rows:
-        """A `generate` begins; returns the rows that it is to run on.
+        """Begin a `generate`, and return the rows that it is to run on.
 
         Args:
-            previous: of the call before.
+            previous: rows of the call before.
         """
         rows = self._opening.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
-        rows.escaped = rows.state.is_custom  # it may give them to anybody
+        rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
         rows.reads_all = rows.state.is_custom or prepares_otherwise(self.conditioning.model)
         if given.chunk_size is not None and not given.verifies_drafts:
             chunked = chunked_prompt(self.conditioning.model, given)
@@ -103,14 +104,17 @@ class Calls:
         return rows
 
     def begin_side(self, kind: str) -> Rows:
-        """A call of ours begins, of this kind; returns the rows that its forwards are to run on."""
+        """Begin a call of ours, of this kind, and return the rows that its forwards are to run on."""
         rows = self._opening.new_rows()
         rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False)
         rows.state.counts_more = False
         return rows
 
     def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
-        """Rows that go on beside these, row `i` from row `sources[i]`, and read what these hold where that pays."""
+        """Make rows that go on beside `rows`, row `i` from row `sources[i]`.
+
+        Where that pays, the new rows read what `rows` hold in place.
+        """
         index = memory.as_index(sources)
         if rows.why_bypassed is None:
             shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
@@ -124,15 +128,15 @@ class Calls:
         return forked
 
     def count_with(self, counters: PromptCounters) -> None:
-        """Calls are counted here from now on."""
+        """Count calls in `counters` from now on."""
         self.counters = counters
         self._opening.count_with(counters)
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
-        """A loop of forwards begins, or a `generate` that was looked up before the cache was attached: the rows that it runs on.
+        """Begin a loop of forwards, or a `generate` that was looked up before the cache was attached; return its rows.
 
         Raises:
-            CacheArgumentError: that `generate` uses no cache, so that each of its steps would be a whole prompt; or see
+            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or see
                 `require_whole_prompt`.
         """
         aside, is_generate, current.is_in_unseen_generate = current.aside, current.is_in_unseen_generate, False
@@ -152,10 +156,10 @@ class Calls:
         return rows
 
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
-        """A `generate` of new tokens alone goes on with rows.
+        """Let a `generate` of new tokens alone go on with rows.
 
         Raises:
-            PagedCacheError: another rank has refused it; nothing has changed.
+            PagedCacheError: another rank has refused the call; nothing has changed.
         """
         self._ranks.settle_resumption(rows.get_seq_length(), given.num_given)
         rows.in_generate = rows.reads_next = True
@@ -164,14 +168,14 @@ class Calls:
             rows.state.digest, rows.state.resets = before.digest, before.resets
             rows.state.regime = before.regime
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
-            rows.judge(rows.n, held=False)  # what follows has no name
+            rows.judge(rows.n, held=False)  # what follows under a changed model is not kept
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
-        if before is not None and before.deltas is not None:  # of the last call, whichever that was
+        if before is not None and before.deltas is not None:  # modules hold the deltas of whichever call ran last
             rows.state.deltas = before.deltas
             before.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
-        """A `generate` is passed rows that a call has returned.
+        """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on.
 
         Raises:
             CacheArgumentError: see `require_may_begin` and `require_continues`.
@@ -183,7 +187,7 @@ class Calls:
             return rows
         rows.escaped = True
         previous: Rows | None = rows
-        if not rows.is_open:  # a function was given them that calls `generate` itself
+        if not rows.is_open:  # the rows were given to a function that calls `generate` itself
             previous, rows.previous = rows.previous, None
         begun = self.begin(given, previous)
         begun.handle = rows.handle
@@ -198,11 +202,11 @@ class Calls:
         return state
 
     def close(self, rows: Rows) -> None:
-        """The call has ended, however: keep what is complete."""
+        """End a call, however it ended, and keep what is complete."""
         rows.roll_back()
         rows.give_up_previous()
         rows.in_generate, rows.common_columns = False, 0
-        rows.must_confirm = True  # a forward that goes on
+        rows.must_confirm = True  # a forward may go on with the rows
         try:
             if rows.is_open and rows.why_bypassed is None:
                 self.keeping.keep_at_the_end(rows)
@@ -220,8 +224,8 @@ class Calls:
             logger.info("reused %d of %d prompt tokens: %s", reused, prompt, reasons)
 
     def note_elsewhere(self, rows: Rows, given: GenerateArguments) -> None:
-        """A `generate` has returned that ran no forward on the rows it was passed: those of the call before are not its own."""
-        if rows.state.is_custom:  # it may have called `generate` itself, on others
+        """Count a `generate` that ran no forward on the rows it was passed, and give up the rows of the call before."""
+        if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
         rows.give_up_previous()
         ids, mask = given.passed.get("input_ids"), given.passed.get("attention_mask")
@@ -233,22 +237,22 @@ class Calls:
         with self.store.lock:
             self.counters.add_call("generate", count_bypassed(shown, RAN_ELSEWHERE), 0, bypassed=True)
 
-    # What rows ask.
+    # Methods that rows call.
 
     def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
-        """See `ImageInputs.of_generate`."""
+        """Return the images that a `generate` is not to be passed; see `ImageInputs.of_generate`."""
         return self._images.of_generate(self.model, passed)
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The first forward of rows: see `Opening.open`."""
+        """Open rows before their first forward; see `Opening.open`."""
         return self._opening.open(rows, arguments)
 
     def refuse(self, model: Any) -> NoReturn:
-        """Raises CacheArgumentError: a forward of another model was passed these rows."""
+        """Raise CacheArgumentError: a forward of another model was passed these rows."""
         raise another_model(self.model, model)
 
     def require_not_running(self, rows: Rows) -> None:
-        """Raises CacheBusyError while another thread runs a forward on the rows."""
+        """Raise CacheBusyError if another thread runs a forward on the rows."""
         if any(thread.ident == rows.thread for thread in threading.enumerate()):
             raise CacheBusyError(
                 "these rows are in a forward of another thread; call generate in each thread, which has rows of its own, or "
@@ -256,11 +260,14 @@ class Calls:
             )
 
     def give_way(self, rows: Rows) -> None:
-        """A call ran out of memory, and its rows are given up: see `Opening.give_way`."""
+        """Make room after a call ran out of memory and its rows were given up; see `Opening.give_way`."""
         self._opening.give_way(rows)
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A forward of a loop, or the first one of a call that resumes: keep what is complete, and look whether it is a usual one."""
+        """Get ready for a forward of a loop, or the first forward of a call that resumes.
+
+        What is complete is kept, and the rows are bypassed if the forward is an unusual one.
+        """
         try:
             return self._go_on(rows, arguments)
         except PagedCacheError as error:
@@ -277,7 +284,7 @@ class Calls:
             return arguments
         if rows.why_bypassed is None:
             if not rows.in_generate:
-                self.keeping.keep(rows, rows.n, held=True)  # as was looked when the last forward had returned
+                self.keeping.keep(rows, rows.n, held=True)  # the model was looked at when the last forward had returned
             request, why, _ = self._opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
             if rows.chunks is not None:
                 self._go_on_in_chunks(rows, request, why)
@@ -302,16 +309,16 @@ class Calls:
                 self._opening.asking.require_filled(arguments, rows.get_seq_length())
             num_rows, num_new = shape_of(arguments, rows.get_seq_length())
             self._count_more(rows, _shown(arguments, num_rows, num_new))
-            if rows.chunks is not None:  # the next chunk comes
+            if rows.chunks is not None:  # another chunk of the prompt may follow
                 stop = rows.get_seq_length() + num_new
                 rows.reads_next = stop < rows.state.limits.num_prompt_columns
         return arguments
 
     def _go_on_in_chunks(self, rows: Rows, request: ForwardRequest, why_bypassed: str | None) -> None:
-        """The next chunk of a prompt.
+        """Check the next chunk of a prompt, and note whether more chunks follow.
 
         Raises:
-            ForwardMismatchError: it does not continue what the rows have begun with.
+            ForwardMismatchError: the chunk does not continue what the rows have begun with.
         """
         state, stop = rows.state, rows.n + request.num_new_columns
         if not rows.num_forwards:
@@ -320,14 +327,14 @@ class Calls:
         rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
 
     def _follow_padding(self, rows: Rows, request: ForwardRequest) -> None:
-        """A row that has had nothing but padding may get more of it: it begins further right."""
+        """Let rows of padding alone begin further right, if they get more padding."""
         if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
             adapters = self.conditioning.adapter_names()
             inputs = self._opening.asking.with_roots(rows.state, request, adapters)
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
 
     def confirm(self, rows: Rows, output: Any) -> Any:
-        """A forward has returned: rows that ran for several become these."""
+        """Confirm a forward that has returned: rows that ran for several rows of the batch become these rows."""
         state = rows.state
         if not rows.is_written:
             rows.reset()
@@ -338,7 +345,7 @@ class Calls:
         if state.regime and rows.why_bypassed is None and self.conditioning.rope.now() != state.regime:
             rows.trust_end = min(
                 rows.trust_end, rows.n - rows.num_new
-            )  # computed with other frequencies than what is before
+            )  # the new columns have other frequencies than those before
         if self._has_deltas and rows.num_forwards == 1 and rows.why_bypassed is None:
             state.deltas = RopeDeltas(self.model)
             state.deltas.note()
@@ -351,11 +358,11 @@ class Calls:
             else:
                 rows.apply(copies)
             if state.beams and not state.is_custom:
-                rows.common_columns = rows.n  # those of one prompt change places among themselves alone
+                rows.common_columns = rows.n  # beams of a prompt change places only among themselves
         if state.pending is not None:
             (new, begins), state.pending = state.pending, None
             if not self.store.is_settled and rows.why_bypassed is None:
-                with contextlib.suppress(torch.OutOfMemoryError):  # nothing is kept then
+                with contextlib.suppress(torch.OutOfMemoryError):  # without memory nothing is kept
                     lay_out(self.store, rows)
             stopwatch, state.stopwatch = state.stopwatch, None
             if stopwatch is not None:
@@ -378,7 +385,7 @@ class Calls:
         return output
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
-        """Rows that ran for several become these: what they hold is theirs in common, and each goes on by itself."""
+        """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
         n, limits, first = rows.n, rows.state.limits, shared.plan.first_own
         room = SPARE if math.isinf(limits.max_columns) else max(1, int(limits.max_columns) - n)
         index, held = memory.as_index(copies), rows.all_memory()
@@ -397,20 +404,20 @@ class Calls:
         rows.share(shared, own, n)
 
     def note_sharing(self, rows: Rows) -> None:
-        """Rows have columns in common from here on, some of which may lie in blocks."""
+        """Note that rows share columns from here on; some of these may lie in blocks."""
         with self.store.lock:
             self.store.sharing.add(rows)
 
-    # Their parts.
+    # Parts of the methods above.
 
     def _tell_refusal(self, rows: Rows, error: PagedCacheError) -> None:
-        """A forward of a loop is refused, which other ranks are told."""
+        """Tell other ranks that a forward of a loop is refused."""
         if not rows.in_generate:
             self._ranks.is_settled = False
             self._ranks.tell_refusal(error)
 
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
-        """More of a prompt runs in rows that have begun."""
+        """Count more tokens of a prompt, which run in rows that have begun."""
         state = rows.state
         if not state.counts_more:
             return
@@ -426,7 +433,7 @@ class Calls:
 
 
 def _shown(arguments: Mapping[str, Any], num_rows: int, num_new: int) -> list[int]:
-    """Tokens of each row that a mask shows among the new columns."""
+    """Return for each row how many tokens a mask shows among the new columns."""
     mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == num_rows and num_new:
         counts: list[int] = (mask[:, -num_new:] != 0).sum(dim=1).tolist()

@@ -1,4 +1,4 @@
-"""Decides which calls run on static rows, and attaches to a model's forward what runs them there; says why the others do not."""
+"""Decides which calls run on static rows, or says why not; attaches to a model's forward what runs them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -36,22 +36,23 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling
 
 
 def require_capture(capture: Any) -> None:
-    """Refuse a way to capture that there is not.
+    """Refuse a value of `capture` that does not exist.
 
     Raises:
-        CacheArgumentError: it is none.
+        CacheArgumentError: `capture` is neither 'auto', False nor 'dry'.
     """
     if not any(capture is each or (isinstance(each, str) and capture == each) for each in CAPTURES):
         raise CacheArgumentError(f"capture is {capture!r}; give 'auto', False or 'dry'")
 
 
 class CapturedForward:
-    """Stands in a model's `__dict__` for `forward`, and has forwards of static rows run by their call; all others it passes on.
+    """`CapturedForward` stands in a model's `__dict__` for `forward`.
 
-    Copies and pickles with the model.
+    Forwards of static rows are run by the call of these rows; all other forwards are passed on. It is copied and
+    pickled with the model.
 
     Attributes:
-        replaced: what somebody else had put there; None: the class's own is used.
+        replaced: `forward` that somebody else had put on the model; None: the class's own is used.
     """
 
     def __init__(self, model: Any) -> None:
@@ -72,7 +73,7 @@ class CapturedForward:
 
 
 def attach_forward(model: Any) -> None:
-    """Attach to the forward; a model that has it is left as it is."""
+    """Put a `CapturedForward` on a model, unless it has one."""
     if isinstance(model.__dict__.get("forward"), CapturedForward):
         return
     with _attaching:
@@ -81,7 +82,7 @@ def attach_forward(model: Any) -> None:
 
 
 def detach_forward(model: Any) -> None:
-    """Take it off, and put back what was there."""
+    """Take the `CapturedForward` off a model, and put back what was there."""
     with _attaching:
         attached = model.__dict__.get("forward")
         if not isinstance(attached, CapturedForward):
@@ -93,7 +94,9 @@ def detach_forward(model: Any) -> None:
 
 
 class Look:
-    """What a replay would not see of a model: read before each, so it reads little, of modules that are listed once.
+    """`Look` reads what a replay would not see of a model.
+
+    It is called before each replay, so it reads little, of modules that are listed once.
 
     Cost: some 0.2 ms for 500 modules.
     """
@@ -126,12 +129,13 @@ class Look:
 
 
 class Capturing:
-    """Lets calls of one cache run on static rows.
+    """`Capturing` lets calls of one cache run on static rows.
 
     Args:
+        conditioning: the model, and what its keys and values depend on.
         capture: "auto", False, or "dry": static rows whose forwards call the model in place of a graph, on any device.
-        arena: of the store.
-        takes_positions: the model's forward has `position_ids`.
+        arena: memory of static rows of the store.
+        takes_positions: whether the model's forward has `position_ids`.
     """
 
     def __init__(self, conditioning: Conditioning, capture: Any, arena: Arena, *, takes_positions: bool) -> None:
@@ -141,29 +145,35 @@ class Capturing:
             b"",
             "",
             None,
-        )  # of this fingerprint: why not, or what is captured
+        )  # fingerprint, why it is not captured, what is captured
 
     @property
     def is_asked(self) -> bool:
-        """Whether calls may be captured on the device where the model is now."""
+        """True if calls may be captured on the device where the model is now."""
         is_on_cuda: bool = self._conditioning.model.device.type == "cuda"
         return self.capture == "dry" or (self.capture == "auto" and is_on_cuda)
 
     def attach(self) -> None:
-        """Attach to the model's forward, where a call may be captured."""
+        """Attach to the model's forward, if calls may be captured."""
         if self.is_asked:
             attach_forward(self._conditioning.model)
 
     def begin(
         self, rows: Rows, num_rows: int, start: int, stop: int, *, max_columns: float, unusual: str | None
     ) -> Said:
-        """Have rows that are about to be filled run by graphs, if they may be; they have the arena then, until the call is closed.
+        """Have rows that are about to be filled run by graphs, if they may be.
+
+        Such rows have the arena until the call is closed.
 
         Args:
-            num_rows: of the batch.
-            start, stop: the columns that the next forward runs.
-            max_columns: the most there will be.
-            unusual: why this call is none that is captured.
+            num_rows: number of rows of the batch.
+            start: first column that the next forward runs.
+            stop: column after the last one that the next forward runs.
+            max_columns: most columns that the rows will have.
+            unusual: why this call is not captured; None: nothing is unusual about it.
+
+        Returns:
+            a `Said`, which tells how the call's forwards run.
         """
         said = Said(self._begin(rows, num_rows, start, stop, max_columns, unusual) or "")
         rows.why_not_captured = said.why_not
@@ -227,7 +237,7 @@ class Capturing:
         return None
 
     def _of_model(self, digest: bytes) -> tuple[str, Model | None]:
-        """Why forwards of the model are not captured as it is now; else what is."""
+        """Return why forwards of the model, as it is now, are not captured; or "", and what is captured."""
         known = self._known
         if known[0] != digest or not digest:
             why = self.why_not_the_model()
@@ -250,7 +260,7 @@ class Capturing:
         )
 
     def why_not_the_model(self) -> str:
-        """Why forwards of the model are never captured, on whatever device, as it is now; "": they may be."""
+        """Return why forwards of the model, as it is now, are captured on no device; "": they may be captured."""
         model, conditioning = self._conditioning.model, self._conditioning
         layers = cache_layers(model)
         if not all(map(sees_all, layers)):
@@ -275,7 +285,7 @@ class Capturing:
         return "" if others is None else f"code of others runs in the forward: {others}"
 
     def warm_up(self, rows: int, tokens: int) -> str:
-        """Capture the shapes of so many rows of at most so many tokens; see `PagedPrefixCache.warm_up`."""
+        """Capture the graphs of so many rows of at most so many tokens; see `PagedPrefixCache.warm_up`."""
         num_rows = int_of_at_least("rows", rows, 1, "row")
         num_tokens = int_of_at_least("tokens", tokens, 2, "tokens, of prompt and answer")
         conditioning, arena = self._conditioning, self._arena
@@ -318,14 +328,14 @@ class Capturing:
             arena.check_in(holder)
 
     def give_way(self, rows: Rows) -> None:
-        """Memory is short, and these rows are given up: let the arena's memory go, unless another call runs in it."""
+        """Give back the arena's memory when memory is short and rows are given up, unless another call runs in it."""
         if rows.captured is not None:
             rows.captured.close()
         with suppress(CacheBusyError):
             self.release()
 
     def release(self) -> None:
-        """Give the arena's memory and all graphs back.
+        """Give back the arena's memory and all graphs.
 
         Raises:
             CacheBusyError: a call runs on static rows.
@@ -348,14 +358,14 @@ def _is_compiled(module: Any) -> bool:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Where their memory is; a graph reads what lies there."""
+    """Return the addresses of tensors: a graph reads what lies there."""
     try:
         return [*map(Tensor.data_ptr, tensors)]
-    except RuntimeError:  # wrappers have none of their own
+    except RuntimeError:  # wrappers have no memory of their own
         return [part.data_ptr() for tensor in tensors for part in plain_tensors(tensor)]
 
 
 def _offloads(hook: Any) -> bool:
-    """Whether a hook of accelerate brings weights from elsewhere."""
+    """Return whether a hook of accelerate brings weights from elsewhere."""
     parts: Sequence[Any] = getattr(hook, "hooks", None) or (hook,)
     return any(getattr(each, "offload", False) for each in parts)

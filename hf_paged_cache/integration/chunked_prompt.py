@@ -1,7 +1,8 @@
-"""A prompt that `generate` computes in chunks (`prefill_chunk_size`): what must be the same for the same bits.
+"""Handles a prompt that `generate` computes in chunks (`prefill_chunk_size`), so that it always gives the same bits.
 
-A forward gives the same bits if its shapes, its inputs and the machine's settings are the same. So keys and values of chunks live under
-a root that names chunk size, rows and padding of the batch, and settings; and what is known is used in whole chunks alone.
+A forward gives the same bits if its shapes, its inputs and the machine's settings are the same. So keys and values of
+chunks have a root that names the chunk size, the rows and padding of the batch, and the settings. What is known is used
+in whole chunks alone.
 """
 
 import math
@@ -23,14 +24,14 @@ from .generate_arguments import GenerateArguments
 
 IN_CHUNKS = "prefill_chunk_size was given, and known tokens are used in whole chunks alone"
 _VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only chunks after the cache's rows
+SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only the chunks after what the cache's rows hold
 
 
 def require_slices(given: GenerateArguments) -> None:
     """Refuse chunks of a prompt whose rows resume, where transformers would run again what the rows hold.
 
     Raises:
-        CacheArgumentError: it would.
+        CacheArgumentError: transformers would run it again.
     """
     if given.chunk_size is not None and not SLICES_CHUNKS and not given.verifies_drafts:
         raise CacheArgumentError(
@@ -41,24 +42,24 @@ def require_slices(given: GenerateArguments) -> None:
 
 @dataclass
 class ChunkedPrompt:
-    """The prompt of one `generate`, in chunks.
+    """`ChunkedPrompt` is the prompt of one `generate`, in chunks.
 
     Attributes:
-        chunks: how it is cut.
+        chunks: how the prompt is cut.
         has_experts: see `model.support`.
         num_logits: see `GenerateArguments`.
-        known: columns that the rows have begun with.
+        known: number of columns that the rows have begun with.
     """
 
     chunks: Chunks
     has_experts: bool
     num_logits: int
     known: int = 0
-    _shape: bytes = b""  # of its forwards
+    _shape: bytes = b""  # digest of what shapes the prompt's forwards
     _prompt: ForwardRequest | None = None
 
     def arguments(self, model: Any, given: GenerateArguments, *, takes_positions: bool) -> dict[str, Any] | None:
-        """What a forward of the whole prompt would be passed; None where that is not known before `generate` says it."""
+        """Return what a forward of the whole prompt would be passed; None: only `generate` knows."""
         passed = given.passed
         ids, mask = passed.get("input_ids"), passed.get("attention_mask")
         own = getattr(type(model), "_prepare_position_ids_for_generation", None)
@@ -69,7 +70,7 @@ class ChunkedPrompt:
         if not isinstance(ids, Tensor) or ids.dim() != 2 or passed.get("inputs_embeds") is not None:
             return None
         if mask is None and given.pad_token_id is not None and bool((ids == given.pad_token_id).any()):
-            return None  # `generate` may take them for padding
+            return None  # `generate` may take these ids for padding
         mask = torch.ones_like(ids) if mask is None else mask
         if not isinstance(mask, Tensor) or mask.shape != ids.shape:
             return None
@@ -84,13 +85,13 @@ class ChunkedPrompt:
         return arguments
 
     def request_of_prompt(self, request: ForwardRequest) -> ForwardRequest:
-        """The request of the whole prompt, of which the chunks whose logits are asked for are computed."""
+        """Return the request of the whole prompt; chunks whose logits are asked for are to be computed."""
         latest = (request.num_new_columns - self.num_logits) // self.chunks.size * self.chunks.size
         self._prompt = replace(request, keep_columns=None, num_logits_needed=request.num_new_columns - latest)
         return self._prompt
 
     def request_of_columns(self, stop: int) -> ForwardRequest:
-        """The request of its first columns alone."""
+        """Return the request of the prompt's columns before `stop` alone."""
         assert self._prompt is not None
         rows = tuple(row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in self._prompt.rows)
         return replace(self._prompt, rows=rows, num_new_columns=stop, num_logits_needed=1)
@@ -99,7 +100,7 @@ class ChunkedPrompt:
         """Refuse a forward that does not continue what the rows have begun with.
 
         Raises:
-            ForwardMismatchError: it has other tokens, padding or conditions.
+            ForwardMismatchError: the forward has other tokens, padding or conditions.
         """
         if before != self.known or self._prompt is None:
             return
@@ -114,7 +115,7 @@ class ChunkedPrompt:
                 )
 
     def why_bypassed(self, request: ForwardRequest, block_size: int) -> str | None:
-        """Why nothing may be reused: a token's bits follow from more than the tokens before it."""
+        """Return why nothing may be reused, if a token's bits follow from more than the tokens before it; else None."""
         if not self.has_experts:
             return None
         if any(row.token_ids != request.rows[0].token_ids for row in request.rows):
@@ -127,15 +128,15 @@ class ChunkedPrompt:
         return None
 
     def shape_of(self, number: int, request: ForwardRequest) -> bytes:
-        """What a row's bits follow from besides tokens and model: 32 bytes."""
-        if not self._shape:  # at the first forward; `request` is of the whole prompt, or of its first chunk
+        """Return a digest, 32 bytes, of what a row's bits follow from besides tokens and model."""
+        if not self._shape:  # this is the first forward; `request` is of the whole prompt, or of its first chunk
             pads = ",".join(str(row.pad) for row in request.rows)
             self._shape = root_hash(str(self.chunks.size).encode(), pads.encode(), *_settings())
         return root_hash(self._shape, str(number).encode())
 
 
 def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None:
-    """The chunks of a `generate` that begins; None where it computes its prompt in one forward."""
+    """Return the chunked prompt of a `generate` that begins; None: it computes its prompt in one forward."""
     size, num_columns = given.chunk_size, given.limits.num_prompt_columns
     if not isinstance(size, int) or size < 1:
         return None
@@ -145,13 +146,13 @@ def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None
 
 @cache
 def _names_of_generate() -> frozenset[str]:
-    """The arguments of `generate` that are not passed on to the model."""
+    """Return the arguments of `generate` that are not passed on to the model."""
     options = GenerationConfig()  # type: ignore[no-untyped-call]
     return frozenset({*vars(options), *signature(GenerationMixin.generate).parameters})
 
 
 def _settings() -> list[bytes]:
-    """Of the process and its device: kernels round otherwise under others."""
+    """Return the settings of the process and its device under which kernels round differently."""
     on_device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     backends: Any = torch.backends.cuda
     attention = [backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()]

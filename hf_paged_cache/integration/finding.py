@@ -1,4 +1,7 @@
-"""What is known of rows that begin, in the pool, in lower tiers and in the rows of the call before. Whoever asks gives the leases back."""
+"""Finds what is known of rows that begin: in the pool, in lower tiers and in the rows of the call before.
+
+What is found is leased, and whoever asks gives the leases back.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -11,13 +14,13 @@ from ..store.tier_load import Wanted
 
 
 class Finding:
-    """Finds it in one store."""
+    """`Finding` finds what one store knows of rows that begin."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
 
     def load(self, rows: Sequence[RowInput], latest: int) -> Mapping[int, str]:
-        """Have what lower tiers know of rows in the pool. Returns block -> tier that it came from."""
+        """Load what lower tiers know of rows into the pool; return block -> the tier that it came from."""
         if not self._store.tiers or latest <= 0:
             return {}
         below = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in rows if row.pad < latest]
@@ -31,11 +34,11 @@ class Finding:
         latest: int,
         brought: Mapping[int, str] = MappingProxyType({}),
     ) -> list[Known]:
-        """What is known of rows that begin; their leases are the caller's to give back.
+        """Return what is known of rows that begin; the caller gives the leases back.
 
         Args:
-            previous: of the call before.
-            latest: the last column at which they may start.
+            previous: rows of the call before.
+            latest: last column at which the rows may start.
             brought: see `match`.
         """
         chains = {} if previous is None or previous.state is None else previous.state.chains
@@ -55,8 +58,9 @@ class Finding:
         brought: Mapping[int, str] = MappingProxyType({}),
         size: int = 1,
     ) -> tuple[int, list[Known]]:
-        """The last column that is a multiple of `size` at which all rows can start without any forward first; 0: there is none. And what is
-        known of them.
+        """Return the last column at which all rows can start without a forward ahead, and what is known of the rows.
+
+        The column is a multiple of `size`; 0: there is none.
         """
         while True:
             known = self.known(rows, inputs, previous, latest, brought)
@@ -71,7 +75,7 @@ class Finding:
             latest = column
 
     def give_back(self, known: Sequence[Known]) -> None:
-        """Their leases are needed no more."""
+        """Give back the leases of what was found."""
         for row in known:
             if row.lease is not None:
                 with self._store.lock:

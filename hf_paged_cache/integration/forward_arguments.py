@@ -1,7 +1,7 @@
-"""A forward's arguments -> what it asks of the cache, and back: the same arguments for the rows and columns that run.
+"""Reads what a forward asks of the cache from its arguments, and cuts the arguments to the rows and columns that run.
 
-Never guesses: token ids, a mask of the form 0...01...1 and positions that count up are read. Whatever else is passed
-is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
+Nothing is guessed: token ids, a mask of the form 0...01...1 and positions that count up are read. Whatever else is
+passed is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
 """
 
 from array import array
@@ -21,10 +21,10 @@ from ..kv.transfers import read_arrays, to_device
 from ..model.conditioning import OUTPUT_FLAGS
 from ..model.trial import Numbering
 
-_HIDING = -1000.0  # an additive mask hides what it lowers by more: its exponential is 0
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # [R, T], of text: 0
-# Read here, or without influence on keys and values. Any other argument makes the forward one without reuse, unless it is what
-# the model's forward takes where it is left out.
+_HIDING = -1000.0  # an additive mask hides scores that it lowers by more than this: their exponential is 0
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # types of tokens, [R, T]; of text: 0
+# Arguments that are read here, or have no influence on keys and values. With any other argument the forward is computed
+# without reuse, unless its value is what the model's forward takes where the argument is left out.
 _READ = {
     *(
         "input_ids",
@@ -41,7 +41,7 @@ _READ = {
 
 
 class RunningRow(Protocol):
-    """A row that resumes."""
+    """`RunningRow` is a row that resumes."""
 
     @property
     def pad(self) -> int: ...  # columns of left padding
@@ -50,33 +50,33 @@ class RunningRow(Protocol):
     def first_position(self) -> int: ...
 
     @property
-    def num_tokens(self) -> int: ...  # that it has
+    def num_tokens(self) -> int: ...  # tokens that the row has
 
     @property
     def shift(
         self,
-    ) -> int | None: ...  # how far images have moved the positions of the text after them; None: not known
+    ) -> int | None: ...  # how far images have moved the positions of the text after the images; None: not known
 
 
 class RunningRows(Protocol):
-    """Rows that resume."""
+    """`RunningRows` holds the rows that resume."""
 
     @property
     def num_columns(self) -> int: ...
 
     @property
-    def lacks_padding(self) -> bool: ...  # keys and values of it are not what a model would compute
+    def lacks_padding(self) -> bool: ...  # keys and values of padding are not what a model would compute
 
     def in_batch(self) -> Sequence[RunningRow]: ...
 
 
 class Cut(NamedTuple):
-    """Which rows and columns of a forward run.
+    """`Cut` says which rows and columns of a forward run.
 
     Attributes:
-        start: the first column.
+        start: first column that runs.
         sources: running row -> the row of the batch it stands for.
-        copies: row of the batch -> the row that runs for it; None: all run.
+        copies: row of the batch -> the row that runs for it; None: all rows run.
     """
 
     start: int
@@ -85,31 +85,32 @@ class Cut(NamedTuple):
 
 
 class MaskValues(NamedTuple):
-    """What a mask says of each row, and why it is not of the form 0...01...1."""
+    """`MaskValues` is what a mask says of each row, and why the mask is not of the form 0...01...1."""
 
     pads: list[int]  # columns of left padding
-    num_zeros: list[int]  # new columns that it hides
-    first_shown: Sequence[int | None]  # the first column that it does not hide; None: it cannot be asked
+    num_zeros: list[int]  # new columns that the mask hides
+    first_shown: Sequence[int | None]  # first column that the mask does not hide; None: the mask cannot be asked
     why_unusual: str | None = None
 
 
 class PositionValues(NamedTuple):
-    """The position of each row's last token, or one for all rows, and why they do not number tokens."""
+    """`PositionValues` holds the position of each row's last token, or one for all rows; or why there are none."""
 
     last: Sequence[int] = ()
-    run_starts: Sequence[int] = ()  # the new column from which on positions count up by one
+    run_starts: Sequence[int] = ()  # new column from which on positions count up by one, for each row or for all
     why_unusual: str | None = None
 
 
 class InputValues(NamedTuple):
-    """What a forward was passed.
+    """`InputValues` is what a forward was passed.
 
     Attributes:
-        token_ids: of each row, all columns; -1 for each embedding.
-        num_new_columns: columns of the ids.
-        are_embeddings: there are no ids.
-        positions: None where none were passed, or the model takes none.
-        max_position: the largest, of padding, too; None where none were passed.
+        token_ids: token ids of each row, all columns; -1 for each embedding.
+        num_new_columns: number of columns of the ids.
+        are_embeddings: True if there are no ids.
+        mask: what the mask says of each row.
+        positions: positions of the tokens; None: none were passed, or the model takes none.
+        max_position: largest position, that of padding included; None: none were passed.
     """
 
     token_ids: list[TokenIds]
@@ -121,24 +122,24 @@ class InputValues(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the batch."""
+        """Number of rows of the batch."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True)
 class ArgumentReader:
-    """Reads the arguments of one model's forwards.
+    """`ArgumentReader` reads the arguments of one model's forwards.
 
     Attributes:
-        config: the model's, which may ask for tuples.
-        attention: the name of its attention now.
-        takes_positions: the forward has `position_ids`; where it has not, positions follow the mask.
-        takes_logits_to_keep: the forward can leave out logits.
+        config: config of the model, which may ask for tuples.
+        attention: returns the name of the model's attention now.
+        takes_positions: True if the forward has `position_ids`; if not, positions follow the mask.
+        takes_logits_to_keep: True if the forward can leave out logits.
         defaults: what the forward takes for arguments that are left out.
         default_numbering: what the model numbers where no positions are passed: see `model.trial`.
-        cross_inputs: arguments that a cross attention reads; refused.
-        carries_states: of some layers, which do not look at the mask of a forward of one column.
-        sees_columns: some layers attend to earlier columns, which their mask may hide.
+        cross_inputs: arguments that a cross attention reads; they are refused.
+        carries_states: True if some layers carry states; they do not look at the mask of a forward of one column.
+        sees_columns: True if some layers attend to earlier columns, which the mask may hide.
     """
 
     config: Any
@@ -161,13 +162,13 @@ class ArgumentReader:
         records_drafts: bool,
         by_default: Sequence[str] = (),
     ) -> ForwardRequest:
-        """Read a forward's arguments. The roots of its rows are the caller's to add.
+        """Read a forward's arguments. The caller adds the roots of the rows.
 
         Args:
-            arguments: by name.
-            rows: those that resume; none for a first forward.
-            in_generate: it is `generate` that calls, and trusts only the last logits.
-            records_drafts: drafts are verified, so `generate` may want logits that it does not ask for.
+            arguments: arguments of the forward, by name.
+            rows: rows that resume; none for a first forward.
+            in_generate: whether `generate` calls, which uses only the last logits.
+            records_drafts: whether drafts are verified; `generate` may then want logits that it does not ask for.
             by_default: outputs that are computed unless the arguments say otherwise.
 
         Raises:
@@ -192,7 +193,7 @@ class ArgumentReader:
             or _asked_output(arguments, by_default)
             or _why_no_ids(given, arguments)
             or mask.why_unusual
-            # generate itself counts them right
+            # `generate` itself numbers columns right
             or (None if in_generate else _miscounted(arguments.get("cache_position"), before, num_new))
             or self._why_other_padding(running, mask.pads, before, num_new)
         )
@@ -217,7 +218,8 @@ class ArgumentReader:
         """Refuse a forward whose layers would read what rows cannot hold.
 
         Raises:
-            CacheArgumentError: a cross attention is used, or attention may see padding whose keys and values are not kept.
+            CacheArgumentError: a cross attention is used, or attention may see padding whose keys and values are not
+                kept.
         """
         for name in self.cross_inputs:
             if arguments.get(name) is not None:
@@ -232,20 +234,20 @@ class ArgumentReader:
             )
 
     def _unread(self, arguments: Mapping[str, Any]) -> str | None:
-        """An argument that may condition keys and values and is none of those read here."""
+        """Return, in words, an argument not read here that may condition keys and values; None: there is none."""
         for name, value in arguments.items():
             if value is None or name in _READ or self._is_default(name, value):
                 continue
-            # an empty one, as of images where there are none, says nothing
+            # an empty argument, as of images where there are none, says nothing
             if name not in OUTPUT_FLAGS and (not isinstance(value, dict | list | tuple) or value):
                 return f"the argument {name} may condition keys and values"
         return None
 
     def _require_kept(self, running: Sequence[RunningRow], mask: MaskValues) -> None:
-        """Refuse what would look at padding whose keys and values are not kept.
+        """Refuse a mask that shows padding whose keys and values are not kept.
 
         Raises:
-            CacheArgumentError: the mask shows some.
+            CacheArgumentError: the mask shows such padding, or cannot be asked whether it does.
         """
         for number, (row, shown) in enumerate(zip(running, mask.first_shown, strict=False)):
             if shown is None and row.pad:
@@ -262,7 +264,7 @@ class ArgumentReader:
     def _why_other_padding(
         self, running: Sequence[RunningRow], pads: Sequence[int], before: int, num_new: int
     ) -> str | None:
-        """Why rows cannot have this padding: only one that has had nothing but padding may get more of it."""
+        """Return why rows cannot have this padding: only a row of padding alone may get more; None: they can."""
         for row, pad in zip(running, pads, strict=False):
             if row.pad != pad and row.num_tokens:
                 return "the padding of a row has changed"
@@ -277,12 +279,12 @@ class ArgumentReader:
         return None
 
     def _is_default(self, name: str, value: Any) -> bool:
-        """Whether an argument is the flag, number or word that the forward takes where it is left out."""
+        """Return whether an argument is the flag, number or word that the forward takes where it is left out."""
         default = self.defaults.get(name)
         return type(value) is type(default) and isinstance(value, bool | int | float | str) and value == default
 
     def _first_by_default(self, pads: Sequence[int]) -> list[int] | None:
-        """The position of each row's first token where none are passed."""
+        """Return the position of each row's first token where no positions are passed; None: not known."""
         if self.default_numbering is None:
             return None
         return [pad if self.default_numbering == "columns" else 0 for pad in pads]
@@ -290,7 +292,7 @@ class ArgumentReader:
     def _first_positions(
         self, given: PositionValues | None, rows: RunningRows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
     ) -> tuple[list[int], str | None]:
-        """The position of each row's first token, and why they do not simply count on."""
+        """Return the position of each row's first token, and why positions do not simply count on."""
         running, before = rows.in_batch(), rows.num_columns
         expected = [row.first_position for row in running] or [0] * len(pads)
         if not self.takes_positions:
@@ -312,10 +314,10 @@ class ArgumentReader:
                 continue
             if given.run_starts[at] > skipped:
                 return expected, "positions do not count up by one"
-            position = given.last[at] - (num_new - 1 - skipped)  # of the first new token
+            position = given.last[at] - (num_new - 1 - skipped)  # position of the first new token
             start = position - max(0, before - pad)
             if running and start != expected[row]:
-                if start < 0 and not is_bypassed:  # from 0 on it may only count otherwise: tokens, not columns
+                if start < 0 and not is_bypassed:  # other starts may come from counting tokens, not columns
                     raise CacheArgumentError(
                         f"row {row} resumes at position {position}, but the cache holds {max(0, before - pad)} tokens of "
                         "it: pass positions that continue these, or none; or cache.reset() first, for a new prompt"
@@ -327,7 +329,7 @@ class ArgumentReader:
     def _read_logits(
         self, arguments: Mapping[str, Any], in_generate: bool, records_drafts: bool
     ) -> tuple[str | None, int]:
-        """Why the logits of all columns are needed, and how many are at least."""
+        """Return why the logits of all columns are needed, if they are, and how many are needed at least."""
         if self.takes_logits_to_keep:
             kept = arguments.get("logits_to_keep")
             if isinstance(kept, int) and not isinstance(kept, bool) and kept > 0:
@@ -346,10 +348,11 @@ def for_cut(
     num_columns_before: int,
     whole: Collection[str] = ("attention_mask",),
 ) -> dict[str, Any]:
-    """The arguments for the rows and columns that run.
+    """Cut a forward's arguments to the rows and columns that run.
 
     Args:
-        whole: those that keep all their columns.
+        num_columns_before: number of columns that the rows have.
+        whole: names of arguments that keep all their columns.
     """
     changed = dict(arguments)
     skipped = forward.start - num_columns_before
@@ -372,18 +375,21 @@ def for_cut(
 
 
 def lacks_padding(running: Sequence[RunningRow]) -> bool:
-    """Whether rows have padding whose keys and values are not kept."""
+    """Return whether rows have padding whose keys and values are not kept."""
     return any(row.pad for row in running)
 
 
 def _mask_of(running: Sequence[RunningRow], before: int, num_new: int) -> MaskValues:
-    """Of rows that resume where no mask was passed, and none could hide what is before: new columns are tokens."""
+    """Return the mask of rows that resume without one, if none could hide earlier columns: new columns are tokens."""
     pads = [min(row.pad, before) for row in running]
     return MaskValues(pads, [num_pads(pad, before, num_new) for pad in pads], pads)
 
 
 def _miscounted(cache_position: Any, before: int, num_new: int) -> str | None:
-    """Why `cache_position` does not number the new columns; models that take no positions may go by it."""
+    """Return why `cache_position` does not number the new columns; None: it does.
+
+    Models that take no positions may go by `cache_position`.
+    """
     if cache_position is None:
         return None
     counts_on = isinstance(cache_position, Tensor) and cache_position.tolist() == [*range(before, before + num_new)]
@@ -391,7 +397,7 @@ def _miscounted(cache_position: Any, before: int, num_new: int) -> str | None:
 
 
 def _why_no_ids(given: InputValues, arguments: Mapping[str, Any]) -> str | None:
-    """What was passed in place of token ids, in words."""
+    """Return, in words, what was passed in place of token ids; None: token ids were passed."""
     if not given.are_embeddings:
         return None
     instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
@@ -399,26 +405,29 @@ def _why_no_ids(given: InputValues, arguments: Mapping[str, Any]) -> str | None:
 
 
 def _rows_after(before: int, given: InputValues, pads: Sequence[int], firsts: Sequence[int]) -> Iterator[RowInput]:
-    """The rows without their padding, where so many columns are there; they have no roots yet."""
+    """Yield the rows of a forward without their padding, after `before` columns; they have no roots yet."""
     for tokens, pad, first, num_zeros in zip(given.token_ids, pads, firsts, given.mask.num_zeros, strict=True):
         skipped = num_pads(pad, before, given.num_new_columns)
         yield RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_zeros - skipped))
 
 
 def _asked_output(arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:
-    """An output beside logits that is asked for, in words: it covers all tokens, and some models compute otherwise with it."""
+    """Return, in words, an output beside logits that is asked for; None: there is none.
+
+    Such an output covers all tokens, and some models compute otherwise with it.
+    """
     asked = (name for name in OUTPUT_FLAGS if _is_asked(name, arguments, by_default))
     return next((f"{name} was asked for" for name in asked), None)
 
 
 def _is_asked(flag: str, arguments: Mapping[str, Any], by_default: Sequence[str]) -> bool:
-    """Whether an output is asked for, by the arguments or by default."""
+    """Return whether an output is asked for, by the arguments or by default."""
     value = arguments.get(flag)
     return bool(flag in by_default if value is None else value)
 
 
 def _all_outputs(arguments: Mapping[str, Any], config: Any) -> str | None:
-    """What covers all tokens or rows beside logits."""
+    """Return, in words, what is asked for beside logits that covers all tokens or rows; None: nothing."""
     if arguments.get("labels") is not None:
         return "labels were passed, and a loss covers all tokens"
     if arguments.get("return_dict") is False or not getattr(config, "return_dict", True):
@@ -437,14 +446,16 @@ def read_inputs(
     """Read the values of token ids, mask and positions of all rows, in one wait for their device.
 
     Args:
-        arguments: of the forward, by name.
-        num_running: rows that resume; 0 for a first forward.
-        before: columns that they have.
-        takes_positions: the model's forward has `position_ids`.
-        booleans_hide: attention hides what a mask of four dimensions says is false. Others add it to scores, where it hides nothing.
+        arguments: arguments of the forward, by name.
+        num_running: number of rows that resume; 0 for a first forward.
+        before: number of columns that these rows have.
+        takes_positions: whether the model's forward has `position_ids`.
+        booleans_hide: whether attention hides what a mask of four dimensions says is false. Some attentions add such a
+            mask to scores, where it hides nothing.
 
     Raises:
-        CacheArgumentError: no ids and no embeddings; or another number of rows, or of columns of the mask.
+        CacheArgumentError: there are no ids and no embeddings; or the number of rows, or of columns of the mask, is
+            another one.
     """
     ids: Tensor | None = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else None
     if ids is not None and ids.dim() != 2:
@@ -477,15 +488,17 @@ def read_inputs(
 
 
 def num_pads(pad: int, before: int, num_new: int) -> int:
-    """How many of the new columns are left padding."""
+    """Return how many of the new columns are left padding."""
     return min(num_new, max(0, pad - before))
 
 
 def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
-    """Rows and new columns of a forward: of its embeddings or ids; else of its mask, after `before` columns, or its positions.
+    """Return the numbers of rows and new columns of a forward.
+
+    They are those of its embeddings or ids; else of its mask, after `before` columns, or of its positions.
 
     Raises:
-        CacheArgumentError: it has none of them.
+        CacheArgumentError: the forward has none of these.
     """
     for name in ("inputs_embeds", "input_ids"):
         given = arguments.get(name)
@@ -504,9 +517,10 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
 def _shown_by(
     mask: Any, num_rows: int, before: int, num_new: int, booleans_hide: bool
 ) -> tuple[Tensor | None, str | None]:
-    """[rows, columns]: which columns a mask shows; None: it cannot be asked.
+    """Return which columns a mask shows, [rows, columns], and why it is no mask of rows and columns.
 
-    Beside it, why it is no mask of rows and columns; None: it is one, or there is none.
+    The columns are None where there is no mask, or it cannot be asked. The reason is None where there is no mask, or it
+    is one of rows and columns.
     """
     if mask is None:
         return None, None
@@ -523,8 +537,9 @@ def _shown_by(
 
 
 def _seen_by_any(mask: Any, num_rows: int, num_columns: int, booleans_hide: bool) -> Tensor | None:
-    """[rows, columns]: what some query sees, by a mask [rows or 1, heads, queries, columns] or by any of several; None: one is of
-    another form, or its booleans hide nothing.
+    """Return which columns some query sees, [rows, columns], by a mask or by any of several masks.
+
+    None: a mask has another form than [rows or 1, heads, queries, columns], or its booleans hide nothing.
     """
     if isinstance(mask, Mapping):
         seen = [_seen_by_any(each, num_rows, num_columns, booleans_hide) for each in mask.values()]
@@ -535,7 +550,7 @@ def _seen_by_any(mask: Any, num_rows: int, num_columns: int, booleans_hide: bool
     if mask.dtype == torch.bool and not booleans_hide:
         return None
     shown = mask if mask.dtype == torch.bool else mask > _HIDING
-    columns = shown.flatten(1, 2).any(dim=1)[:, -num_columns:]  # with a window the last ones
+    columns = shown.flatten(1, 2).any(dim=1)[:, -num_columns:]  # a mask with a window has only the last columns
     hidden = columns.new_zeros(len(columns), num_columns - columns.shape[1])
     return torch.cat((hidden, columns), dim=1).expand(num_rows, -1)
 
@@ -543,7 +558,12 @@ def _seen_by_any(mask: Any, num_rows: int, num_columns: int, booleans_hide: bool
 def _mask_values(
     shown: np.ndarray | None, why_unusual: str | None, num_rows: int, before: int, num_new: int
 ) -> MaskValues:
-    """Args: shown: [rows, columns] booleans; None: there is no mask, or it cannot be asked."""
+    """Return what a mask says of each row.
+
+    Args:
+        shown: columns that the mask shows, [rows, columns] booleans; None: there is no mask, or it cannot be asked.
+        why_unusual: why it is no mask of rows and columns.
+    """
     none, num_columns = [0] * num_rows, before + num_new
     if shown is None:
         return MaskValues(none, none, none if why_unusual is None else [None] * num_rows, why_unusual)
@@ -562,7 +582,10 @@ def _mask_values(
 
 
 def _count(positions: Any, numbers: np.ndarray | None, num_rows: int, num_new: int) -> PositionValues:
-    """Each row's last position, or one for all rows, and the column from which on they count up by one; or why there are none."""
+    """Read each row's last position, or one for all rows, and from which column on positions count up by one.
+
+    Where positions do not number tokens, the result says why.
+    """
     if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] not in (1, num_rows):
         return PositionValues(why_unusual="positions are not one number a token")
     if positions.shape[1] != num_new:
@@ -571,7 +594,7 @@ def _count(positions: Any, numbers: np.ndarray | None, num_rows: int, num_new: i
         return PositionValues(why_unusual="positions are no integers")
     if numbers is None:
         return PositionValues()
-    starts = numbers - np.arange(num_new)  # the same all along a run
+    starts = numbers - np.arange(num_new)  # these are equal as long as positions count up by one
     differ = starts != starts[:, -1:]
     if not differ.any():
         return PositionValues(numbers[:, -1].tolist(), [0] * len(numbers))

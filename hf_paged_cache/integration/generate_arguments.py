@@ -1,4 +1,4 @@
-"""The arguments of `generate` -> what a cache must know of the call before it starts. Reads, never changes."""
+"""Reads from the arguments of `generate` what a cache must know of the call before it starts. Changes nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from ..call.limits import UNLIMITED, CallLimits
 from ..model.conditioning import OUTPUT_FLAGS
 from .prompt_images import PromptImages
 
-_UNSET_IMPLEMENTATION = "hybrid"  # in older generation configs; transformers reads it as none
+_UNSET_IMPLEMENTATION = "hybrid"  # a value of older generation configs; transformers reads it as none
 _OPTIONS = (
     *("cache_implementation", "use_cache", "is_assistant"),
     *("max_new_tokens", "max_length", "num_beams", "num_return_sequences", "eos_token_id", "prompt_lookup_num_tokens"),
@@ -24,26 +24,30 @@ _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_
 
 @dataclass(frozen=True, slots=True)
 class GenerateArguments:
-    """One call of `generate`.
+    """`GenerateArguments` says what is known of one call of `generate` before it starts.
 
     Attributes:
-        only_new_tokens: the mask has more columns than the prompt, so the rows resume with these tokens.
-        num_masked, num_given: columns of mask and prompt.
-        cache_implementation, use_cache: as given; None where they are not.
-        is_assistant: it drafts for another model's `generate`.
-        cross_input: the argument that a cross attention reads, whose keys and values are no tokens'; None without one.
-        synced_gpus: it was told that several processes run as many forwards.
-        chunk_size: columns of the forwards in which the prompt is computed; None: all in one.
-        num_beams: of a beam search; None where it is not given.
-        num_logits: last columns of the prompt whose logits are asked for.
-        pad_token_id: where no mask is passed, a prompt without it has none.
-        calls_back: code of the caller's may run between forwards.
-        verifies_drafts: then transformers runs the whole prompt in one forward, whatever `chunk_size` is.
-        outputs: asked for beside logits, by flag.
-        passed: tensors and all else, by name, the ids among them as "input_ids".
-        is_round: not transformers' `generate`, but a function that may call it, several times or never; nothing is
-            known of its prompts.
-        images: that its first forward is to run, taken from its arguments.
+        limits: how far the call can go.
+        only_new_tokens: True if the mask has more columns than the prompt, so the rows resume with these tokens.
+        num_masked: number of columns of the mask.
+        num_given: number of columns of the prompt.
+        cache_implementation: as given; None: not given.
+        use_cache: as given; None: not given.
+        is_assistant: True if the call drafts for another model's `generate`.
+        cross_input: argument that a cross attention reads, whose keys and values are no tokens'; None: there is none.
+        synced_gpus: True if the call was told that several processes run equally many forwards.
+        chunk_size: columns of each forward in which the prompt is computed; None: all in one forward.
+        num_beams: beams of a beam search; None: not given.
+        num_logits: number of last columns of the prompt whose logits are asked for.
+        pad_token_id: id of padding; where no mask is passed, a prompt without this id has no padding.
+        calls_back: True if code of the caller's may run between forwards.
+        verifies_drafts: True if drafts are verified: transformers then runs the whole prompt in one forward, whatever
+            `chunk_size` is.
+        outputs: outputs that are asked for beside logits, by flag.
+        passed: tensors and all other arguments, by name, the ids among them as "input_ids".
+        is_round: True if this is not transformers' `generate`, but a function that may call it, several times or never;
+            nothing is known of its prompts.
+        images: images that the first forward is to run, taken from the arguments.
     """
 
     limits: CallLimits = UNLIMITED
@@ -68,7 +72,7 @@ class GenerateArguments:
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
-    """Read a call of `generate(inputs=None, generation_config=None, ..., **kwargs)`."""
+    """Read the arguments of `generate(inputs=None, generation_config=None, ..., **kwargs)`."""
     options = _options(model, args[1] if len(args) > 1 else kwargs.get("generation_config"), kwargs)
     implementation = options["cache_implementation"]
     ids = args[0] if args else kwargs.get("inputs")
@@ -103,7 +107,7 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def _options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those read here, each where transformers looks it up: keyword, the generation config given, the model's own."""
+    """Return the options read here, looked up as transformers does: keyword, given generation config, model's own."""
     configs = (given, getattr(model, "generation_config", None))
     options = dict.fromkeys(_OPTIONS)
     for name in _OPTIONS:
@@ -111,23 +115,23 @@ def _options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> dict[str, Any
             if options[name] is None:
                 options[name] = getattr(config, name, None)
         if name in kwargs and (kwargs[name] is not None or name != "use_cache"):
-            options[name] = kwargs[name]  # None, too: it takes the place of what a config has
+            options[name] = kwargs[name]  # None, too, takes the place of what a config has
     return options
 
 
 def _calls_back(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether any argument may bring code that runs between forwards: it is none of the plain kinds."""
+    """Return whether an argument may bring code that runs between forwards: it is of no plain type."""
     values = [*args, *kwargs.values(), getattr(model, "generation_config", None)]
     return not {*map(type, values)} <= _PLAIN
 
 
 def functions_of(model: Any) -> list[Any]:
-    """Each `generate` that a model's class has or inherits; the last is transformers' own."""
+    """Return each `generate` that a model's class has or inherits; the last one is transformers' own."""
     return [vars(owner)["generate"] for owner in type(model).__mro__ if "generate" in vars(owner)]
 
 
 def cross_inputs(model: Any) -> tuple[str, ...]:
-    """The arguments by which a cross attention may be given something to attend to."""
+    """Return the names of arguments that a cross attention may attend to."""
     names = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
     config = getattr(model, "config", None)
     if config is not None and getattr(config.get_text_config(decoder=True), "cross_attention_layers", None):
@@ -136,7 +140,12 @@ def cross_inputs(model: Any) -> tuple[str, ...]:
 
 
 def _limits(options: Mapping[str, Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:
-    """Args: columns passed, to which transformers counts `max_length`; columns of the whole prompt."""
+    """Return how far a call can go.
+
+    Args:
+        num_passed: number of columns passed, by which transformers counts `max_length`.
+        num_columns: number of columns of the whole prompt.
+    """
     max_new_tokens, max_length = options["max_new_tokens"], options["max_length"]
     if max_new_tokens is not None:
         max_length = num_columns + max_new_tokens

@@ -1,7 +1,8 @@
-"""What is attached to a model: a bracket round `generate`, and two forward hooks. Attached once, undone by `detach`.
+"""Attaches a bracket round `generate` and two forward hooks to a model, once; `detach` takes them off.
 
-Knows a cache by protocol only, and holds none: it finds the cache in `past_key_values`, or where the model has another name for it, or asks
-`ambient` for it. Everything attached is a module-level function or an object that copies and pickles with the model.
+This module knows a cache by protocol only, and holds none. It finds the cache in `past_key_values`, or under the
+model's other name for it, or asks `ambient`. Everything attached is a module-level function or an object that is copied
+and pickled with the model.
 """
 
 import inspect
@@ -25,28 +26,29 @@ from .ambient import ambient_cache
 from .capturing import detach_forward
 from .generate_arguments import functions_of, read_generate
 
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # what forwards call it
+CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names that forwards have for a cache
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
-# model that had no bracket -> spans of `left_as_it_was`
+# model that had no bracket -> number of open spans of `left_as_it_was`
 _spans: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
 
 class GenerateBracket:
-    """Stands in a model's `__dict__` for `generate`, and opens the bracket of the cache that a call brings.
+    """`GenerateBracket` stands in a model's `__dict__` for `generate`, and runs each call on the cache that it brings.
 
     A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
 
     Attributes:
-        new_cache: makes the cache of a call that brings none and is in no block, unless code of others is on the model; None: such
-            a call runs as ever. It lives as long as the model, whose copies do not get it.
-        on_refusal: is told why such a cache refused its call, which runs without.
+        new_cache: makes a cache for a call that brings none and is in no block, unless code of others is on the model;
+            None: such a call runs without a cache of ours. `new_cache` lives as long as the model, whose copies do not
+            get it.
+        on_refusal: is told why a cache of `new_cache` refused its call, which then runs without it.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.new_cache: Callable[[], Any] | None = None
         self.on_refusal: Callable[[str], None] | None = None
-        self.replaced = model.__dict__.get("generate")  # None: the class's own was used
+        self.replaced = model.__dict__.get("generate")  # None: the class's own `generate` was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
         generate = type(model).generate
@@ -106,7 +108,7 @@ class GenerateBracket:
         return self._without_cache(refused, args, whole)
 
     def _without_cache(self, refused: str, args: Any, kwargs: Any) -> Any:
-        """A call runs without a cache that refuses it, and that nobody has asked for."""
+        """Run a call without the cache that refuses it: nobody has asked for this cache."""
         if self.on_refusal is not None:
             self.on_refusal(refused)
         return self._generate()(*args, **kwargs)
@@ -119,7 +121,7 @@ class GenerateBracket:
         return inspect.signature(self._generate())
 
     def _takes_cache(self) -> bool:
-        """Whether a `generate` of the model's own can be passed a cache."""
+        """Return whether a `generate` of the model's own can be passed a cache."""
         name = cache_argument(self.model)
         parameters = inspect.signature(self._generate()).parameters.values()
         return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
@@ -129,15 +131,15 @@ class GenerateBracket:
 
 
 def attach(model: Any) -> None:
-    """Attach bracket and hooks; a model that has them is left as it is."""
+    """Attach bracket and hooks to a model, unless it has them."""
     with _attaching:
         if not is_attached(model):
-            _remove_hooks(model)  # of an `attach` or a `detach` that was interrupted
+            _remove_hooks(model)  # hooks of an `attach` or a `detach` that was interrupted
             model.generate = GenerateBracket(model)
 
 
 def detach(model: Any) -> None:
-    """Take bracket and hooks away and put back what was there before; for every cache of the model."""
+    """Take bracket and hooks off a model, for all its caches, and put back what was there before."""
     with _attaching:
         detach_forward(model)
         bracket = bracket_of(model)
@@ -151,7 +153,7 @@ def detach(model: Any) -> None:
 
 
 def _remove_hooks(model: nn.Module) -> None:
-    """Take our hooks off, found by what they are: their handles may be lost."""
+    """Take our hooks off. They are found by identity, since their handles may be lost."""
     for hooks, with_kwargs, ours in (
         (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, before_forward),
         (model._forward_hooks, model._forward_hooks_with_kwargs, after_forward),
@@ -162,13 +164,13 @@ def _remove_hooks(model: nn.Module) -> None:
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether bracket and hooks are there."""
+    """Return whether a model has bracket and hooks."""
     return bracket_of(model) is not None
 
 
 @contextmanager
 def left_as_it_was(model: Any) -> Iterator[None]:
-    """Take bracket and hooks off at the end, if they were not there; of several spans at once, at the end of the last."""
+    """Take bracket and hooks off at the end, if the model had none; of overlapping spans, at the end of the last."""
     with _attaching:
         is_ours = model in _spans or not is_attached(model)
         if is_ours:
@@ -188,7 +190,7 @@ def left_as_it_was(model: Any) -> Iterator[None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: tell the cache of the forward that brings it, and pass on what is to run."""
+    """Tell a cache of the forward that brings it, and return what is to run: a forward pre-hook."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = arguments.get("past_key_values")
     if type(cache) is Rows and cache.is_open:  # nearly all forwards are steps
@@ -207,7 +209,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Forward hook: tell the rows that it has returned, and give its caller a row for each it passed."""
+    """Tell rows that their forward has returned, and give the caller a row for each row passed: a forward hook."""
     cache = kwargs.get("past_key_values")
     if type(cache) is Rows:
         return cache.after_forward(output)
@@ -216,16 +218,16 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def bracket_of(model: nn.Module) -> GenerateBracket | None:
-    """What is attached to a model."""
+    """Return the bracket that is attached to a model; None: there is none."""
     bracket = model.__dict__.get("generate")
     return bracket if isinstance(bracket, GenerateBracket) else None
 
 
 def _paged(arguments: Mapping[str, Any]) -> Any:
-    """The cache of ours among the arguments.
+    """Return the cache of ours among the arguments; None: there is none.
 
     Raises:
-        CacheArgumentError: the class of a cache, or its store, stands there instead, or what is never a cache.
+        CacheArgumentError: in place of a cache stands its class, its store, or what is never a cache.
     """
     cache: Any = arguments.get("past_key_values")
     cache = arguments.get("cache_params") if cache is None else cache
@@ -233,7 +235,7 @@ def _paged(arguments: Mapping[str, Any]) -> Any:
         raise CacheArgumentError(
             f"past_key_values is of type {type(cache).__name__}, which is no cache; pass PagedPrefixCache(model), or leave it out"
         )
-    if not getattr(cache, "is_paged_prefix_cache", False):  # a view of one says what the cache says
+    if not getattr(cache, "is_paged_prefix_cache", False):  # a view of a cache of ours has this attribute, too
         return None
     if isinstance(cache, type) or not hasattr(cache, "before_forward"):
         what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"
@@ -245,7 +247,7 @@ def _paged(arguments: Mapping[str, Any]) -> Any:
 
 
 def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Positional arguments by the names that the forward gives them."""
+    """Return all arguments by name; positional ones get the names that the forward gives them."""
     signature = inspect.signature(model.forward)
     bound = signature.bind_partial(*args, **kwargs).arguments
     for name, parameter in signature.parameters.items():

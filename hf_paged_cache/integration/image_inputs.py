@@ -1,6 +1,7 @@
-"""What the arguments of a forward say beside ids, mask and positions of one number: its images, types of tokens, and where images move positions.
+"""Reads images, token types, and how images move positions, from a forward's arguments.
 
-All of it becomes a part of the images' names, or nothing; where it is not understood, the forward is computed whole, and says so.
+All of this becomes a part of the images' names, or has no influence. Where it is not understood, the forward is
+computed whole, and its call says why.
 """
 
 import hashlib
@@ -30,14 +31,15 @@ _PLAIN = ("input_ids", "attention_mask", "inputs_embeds", "kwargs", *TOKEN_TYPES
 
 
 class Seen(NamedTuple):
-    """A forward's arguments, as far as they are more than ids, mask and positions.
+    """`Seen` holds what a forward's arguments say beside ids, mask and positions.
 
     Attributes:
         plain: the arguments without images, types of text, and positions of three numbers.
-        images: that begin with this forward.
-        shifts: of each row, how far its images have moved the positions of the text after them; None: not known.
-        details: of each row and each of its images, what else shapes what it fills: where it stands, and types of its tokens.
-        why_whole: why nothing may be reused or kept.
+        images: images that begin with this forward.
+        shifts: for each row, how far its images have moved the positions of the text after them; None: not known.
+        details: for each row and each of its images, what else shapes the keys and values of the columns that the image
+            fills: where the image stands, and the types of its tokens.
+        why_whole: why nothing may be reused or kept; None: it may be.
     """
 
     plain: Mapping[str, Any]
@@ -47,7 +49,7 @@ class Seen(NamedTuple):
     why_whole: str | None = None
 
     def named(self, request: ForwardRequest, block_size: int) -> tuple[Sequence[RowInput], str | None]:
-        """The request's rows with the names of their images; or as they are, and why they are computed whole."""
+        """Return the request's rows with the names of their images; or as they are, and why they are computed whole."""
         given = request.rows
         if len(self.shifts) == len(given):
             given = tuple(row._replace(shift=shift) for row, shift in zip(given, self.shifts, strict=True))
@@ -70,12 +72,15 @@ class Seen(NamedTuple):
 
 
 class ImageInputs:
-    """Reads what the forwards of one model are passed beside ids, mask and positions of one number.
+    """`ImageInputs` reads what the forwards of one model are passed beside ids, mask and positions of one number.
 
     Args:
-        model: is not held; its encoders are.
-        placeholders: the model's.
+        model: model that runs the forwards; its encoders are held, the model is not.
+        placeholders: placeholders of the model.
         text_types: names of token types that condition nothing where they are 0: see `model.trial`.
+
+    Attributes:
+        whole: names of arguments that keep all columns where only later tokens run.
     """
 
     def __init__(self, model: Any, placeholders: Placeholders, text_types: frozenset[str]) -> None:
@@ -89,17 +94,17 @@ class ImageInputs:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model does."""
+        """True if the model takes images."""
         return not self._is_plain and bool(self._reader)
 
     def of_generate(self, model: Any, passed: Mapping[str, Any]) -> PromptImages | None:
-        """The images that a `generate` is not to be passed, for it would run the towers before anybody can say which of them are known.
+        """Return the images that a `generate` is not to be passed: it would run towers before known images are found.
 
-        Its first forward is then passed what they make of those that it needs. None where there are none, or they are not
-        understood: then it runs as it is.
+        The first forward is then passed what the towers make of the images that it needs. None: there are no images, or
+        they are not understood, and the `generate` runs as it is.
 
         Args:
-            passed: its arguments, by name.
+            passed: arguments of the `generate`, by name.
         """
         if not self._reader or type(model).generate is not GenerationMixin.generate or _is_cut(model, passed):
             return None
@@ -107,11 +112,11 @@ class ImageInputs:
         return images if isinstance(images, PromptImages) else None
 
     def see(self, arguments: Mapping[str, Any], rows: RunningRows, images: PromptImages | None) -> Seen:
-        """What a forward is passed.
+        """Read what a forward is passed.
 
         Args:
-            rows: those that resume; none for a first forward.
-            images: that `generate` was passed; None: look for them among the arguments.
+            rows: rows that resume; none for a first forward.
+            images: images that `generate` was passed; None: they are looked for among the arguments.
         """
         if self._is_plain:
             return Seen(arguments)
@@ -152,11 +157,11 @@ class ImageInputs:
         return Seen(plain, images, shifts, details, why)
 
     def _without_places(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Arguments without those that positions follow from, which are passed: the model does not look at them again."""
+        """Return arguments without those from which positions follow: with positions, the model does not read these."""
         return {name: value for name, value in plain.items() if name not in self._of_places}
 
     def _types(self, plain: dict[str, Any], spans: Sequence[Sequence[Image]]) -> list[list[list[bytes]]]:
-        """Take token types out that condition nothing outside of images; of each, what it says of each row's images."""
+        """Take out token types that condition nothing outside of images; return what each says of each row's images."""
         found = []
         for name in TOKEN_TYPES:
             value, num_rows = plain.get(name), len(spans)
@@ -173,7 +178,7 @@ class ImageInputs:
                     inside[number, image.start : image.stop] = True
             held = value.cpu().expand(num_rows, -1)
             if (held != 0).logical_and(~inside).any():
-                continue  # said by name
+                continue  # the reader of arguments names it as the reason for no reuse
             del plain[name]
             rows = held.to(torch.int64).tolist()
             found.append(
@@ -188,12 +193,13 @@ class ImageInputs:
 def _placed(
     positions: Any, mask: Any, spans: Sequence[Sequence[Image]], shifts: Sequence[int | None]
 ) -> tuple[Tensor | None, Sequence[int | None], list[list[bytes]]] | None:
-    """Positions of one number that count up by one where those passed do, but for images; how far these move what follows; and where each
-    image stands. None where they do not.
+    """Return positions of one number, how far images move later positions, and where each image stands.
+
+    The positions returned count up by one. None: those passed do not, outside of images.
 
     Args:
-        positions: [R, T], [1, T], or [N, R, T]: of four numbers, the first counts tokens.
-        shifts: of rows that resume.
+        positions: positions passed, [R, T], [1, T] or [N, R, T]; the first of four numbers counts tokens.
+        shifts: how far images have moved the positions of rows that resume.
     """
     num_rows = len(spans)
     known = [shift for shift in shifts if shift is not None]
@@ -209,7 +215,7 @@ def _placed(
     if positions.dim() != 3 or positions.shape[0] not in (1, 3, 4) or positions.shape[1] not in (1, num_rows):
         return None
     rope = positions[1:] if positions.shape[0] == 4 else positions
-    counted = positions[0] if positions.shape[0] == 4 else None  # masks alone look at it
+    counted = positions[0] if positions.shape[0] == 4 else None  # only masks use this number
     if not any(spans):
         text = rope[-1]
         if any(known):
@@ -241,12 +247,14 @@ def _placed(
 
 
 def _place(numbers: Sequence[Sequence[int]], pad: int, images: Sequence[Image]) -> tuple[int, int, list[bytes]] | None:
-    """Of a row: its first position, how far its images move what follows, and where each image stands after the text before it.
+    """Return a row's first position, how far its images move later positions, and where each image stands.
+
+    An image stands relative to the text before it. None: positions outside of images do not count up by one.
 
     Args:
-        numbers: of each number of a position, all columns.
+        numbers: for each number of a position, its values in all columns.
     """
-    first = at = numbers[0][pad]  # where the next token of text stands
+    first = at = numbers[0][pad]  # position of the next token of text
     column, places, num_columns = pad, [], len(numbers[0])
     bounds = [*((image.start, image.stop) for image in images), (num_columns, num_columns)]
     for start, stop in bounds:
@@ -265,7 +273,7 @@ def _place(numbers: Sequence[Sequence[int]], pad: int, images: Sequence[Image]) 
 
 
 def _is_cut(model: Any, passed: Mapping[str, Any]) -> bool:
-    """Whether a `generate` runs its prompt in several forwards."""
+    """Return whether a `generate` runs its prompt in several forwards."""
     configs = (passed.get("generation_config"), model.generation_config)
     chunk = passed.get("prefill_chunk_size")
     return any(
@@ -274,7 +282,10 @@ def _is_cut(model: Any, passed: Mapping[str, Any]) -> bool:
 
 
 def _reads_types_by_place(model: Any, names: Iterable[str]) -> set[str]:
-    """Token types that the model is passed from the beginning of the sequence on, also where only later tokens run: it says so itself."""
+    """Return the token types that a model is passed for the whole sequence, also where only later tokens run.
+
+    The model's own `prepare_inputs_for_generation` says so.
+    """
     found = set()
     ids = torch.zeros((1, 8), dtype=torch.int64, device="cpu")
     for name in names:

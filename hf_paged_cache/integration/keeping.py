@@ -1,4 +1,4 @@
-"""When rows are kept, and whether the model is still the one that computed them."""
+"""Decides when rows are kept, and whether the model is still the one that computed them."""
 
 import math
 from functools import partial
@@ -12,28 +12,28 @@ from ..store.block_store import BlockStore
 
 
 class Keeping:
-    """Keeps what the rows of one cache have computed, if the model was the same all the time.
+    """`Keeping` keeps what the rows of one cache have computed, if the model was the same all the time.
 
     Args:
-        store: the blocks.
+        store: blocks of the model.
         conditioning: the model, and what its keys and values depend on.
-        salt: the namespace of the blocks.
+        salt: namespace of the blocks.
     """
 
     def __init__(self, store: BlockStore, conditioning: Conditioning, salt: bytes) -> None:
         self._store, self._conditioning, self._salt = store, conditioning, salt
 
     def keep(self, rows: Rows, stop: int, *, held: bool) -> None:
-        """Keep the columns before `stop`.
+        """Keep the columns before `stop`, as far as they may be kept.
 
         Args:
-            held: whether the model is what it was as the rows began.
+            held: whether the model is as it was when the rows began.
         """
         rows.judge(stop, held=held)
         with self._store.lock:
             resets = self._store.resets_of(self._salt)
         if rows.state is not None and rows.state.resets != resets:
-            rows.is_whole = False  # what was computed before is to be forgotten
+            rows.is_whole = False  # what was computed before the reset is to be forgotten
         state, stop = rows.state, min(stop, rows.num_true_columns)
         chains = {} if state is None else state.chains
         limits = UNLIMITED if state is None else state.limits
@@ -48,19 +48,19 @@ class Keeping:
         keep(self._store, rows, stop, self._salt, chains, limits.end_of_sequence, prompt, make_room, is_wanted)
 
     def keep_prompt(self, rows: Rows) -> None:
-        """The prompt is complete: others may need it while this call goes on."""
+        """Keep a prompt once it is complete: other calls may need it while this call goes on."""
         stop, rows.prompt_end = rows.prompt_end, 0
         self.keep(rows, stop, held=self.held_so_far(rows))
 
     def keep_full(self, rows: Rows) -> None:
-        """Rows change places, and some are given up: keep them where each has filled a block since."""
+        """Keep rows before they change places and some are given up, if each has filled a block since last time."""
         size = self._store.block_size
         if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
             rows.prompt_end = 0
             self.keep(rows, rows.n, held=self.held_so_far(rows))
 
     def keep_complete(self, rows: Rows) -> None:
-        """Somebody gets keys and values of the rows, and may write to them: keep what is complete before that."""
+        """Keep what is complete before somebody gets keys and values of the rows, and may write to them."""
         if rows.is_open and rows.state is not None:
             self.keep(rows, rows.n, held=self._held_to_the_end(rows))
 
@@ -68,37 +68,43 @@ class Keeping:
         """Keep what rows that run ahead have computed.
 
         Args:
-            resets: see `BlockStore.resets_of`, as the rows began for which they run.
+            resets: what `BlockStore.resets_of` returned when the rows began for which these run.
         """
         keep(self._store, rows, rows.n, self._salt, {}, is_wanted=partial(self._is_as_before, resets))
 
     def keep_at_the_end(self, rows: Rows) -> None:
-        """The call is over: keep all that is complete. Where the pool is crowded, its rows hold no blocks from here on."""
+        """Keep all that is complete at the end of a call. If the pool is crowded, the rows then hold no blocks."""
         self.keep(rows, rows.n, held=self._held_to_the_end(rows))
         if rows.shared is not None and self._is_crowded(rows.shared):
             rows.make_dense()
 
     def _is_as_before(self, resets: tuple[int, int]) -> bool:
-        """Whether nothing was to be forgotten since. The store's lock is held."""
+        """Return whether nothing was to be forgotten since `resets` were read. The store's lock is held."""
         return self._store.resets_of(self._salt) == resets
 
     def _is_crowded(self, shared: SharedColumns) -> bool:
-        """Whether rows hold blocks of a pool that is held by half, or that has grown, so that they hold its old memory."""
+        """Return whether rows hold blocks of a pool of which more than half is in use, or which has grown since.
+
+        Where a pool has grown, rows hold its old memory.
+        """
         with self._store.lock:
             most, in_use = self._store.max_num_blocks, self._store.allocator.num_blocks_in_use
             has_grown = self._store.pool.all.capacity != shared.num_pool_blocks
         return bool(shared.leases) and (has_grown or (most is not None and 2 * in_use > most))
 
     def held_so_far(self, rows: Rows) -> bool:
-        """Whether the model is what it was as the rows began."""
+        """Return whether the model is as it was when the rows began."""
         state = rows.state
         is_one_forward = rows.num_forwards <= 1 or not (
             state.calls_back or rows.reads_all
-        )  # or nobody could act between
+        )  # one forward, or nobody could act between two
         if is_one_forward and state.was_alone and not self._conditioning.may_change_in_a_forward():
             return True
         return bool(self._conditioning.digest() == state.digest)
 
     def _held_to_the_end(self, rows: Rows) -> bool:
-        """The same at the end of a call, which may have run code of others between its forwards."""
+        """Return whether the model is as it was when the rows began, at the end of a call.
+
+        The call may have run code of others between its forwards.
+        """
         return not rows.is_source or rows.judged == rows.n or self.held_so_far(rows)

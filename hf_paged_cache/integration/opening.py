@@ -1,4 +1,4 @@
-"""The first forward of rows: its prompt is read, what is known of it is leased, rows are filled with it, and the rest is left to run."""
+"""Opens rows before their first forward: reads the prompt, leases what is known, and fills the rows with it."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,17 +39,18 @@ from .shared_prefill import SharedPrefill
 from .side_forward import SideForwards
 from .store_parts import StoreParts
 
-_MOST_MAPPED_AHEAD = 4096  # columns, of prompts that are shorter
-_MOST_TAKEN_BACK = 32  # tokens of drafts that layers with a window can take back
+_MOST_MAPPED_AHEAD = 4096  # columns made ahead for shorter prompts, on a host
+_MOST_TAKEN_BACK = 32  # most tokens of drafts that layers with a window can take back
 
 
 class _Begun(NamedTuple):
-    """How rows have begun.
+    """`_Begun` says how rows have begun.
 
     Attributes:
+        known: what is known of each running row.
         num_found: tokens of each running row that were there before the call.
-        start: the column from which on they run.
-        ahead: row that runs -> tokens that were computed for it first.
+        start: column from which on the rows run.
+        ahead: row that runs -> tokens that were computed ahead for it.
     """
 
     known: Sequence[Known]
@@ -59,18 +60,18 @@ class _Begun(NamedTuple):
 
 
 class Opening:
-    """Opens the rows of one cache.
+    """`Opening` opens the rows of one cache.
 
     Args:
-        calls: whose rows they are.
-        parts: what they share with all calls of the store.
+        calls: calls to which the rows belong.
+        parts: what calls share with all other calls of the store.
         salt: part of every root, and the namespace of the blocks.
         keeping: keeps what runs ahead.
-        counters: of the cache.
-        ranks: the processes that share the model.
+        counters: counters of the cache.
+        ranks: processes that share the model.
 
     Attributes:
-        asking: what its forwards ask for.
+        asking: reads what forwards ask for.
     """
 
     def __init__(
@@ -82,14 +83,14 @@ class Opening:
         self.asking, self._finding = Asking(parts, salt, ranks), Finding(store)
         rules, states = store.states.rules, store.states
         places = StatePlaces(states.align, rules.is_recorded, rules.clamps_one_token, states.kept.most)
-        kinds = kinds_of(cache_layers(conditioning.model), places)  # rows of a model that was changed since get more
+        kinds = kinds_of(cache_layers(conditioning.model), places)  # rows of a model that has changed get more layers
         self._kinds = kinds._replace(margin=store.block_size + _MOST_TAKEN_BACK)
         self.capturing: Capturing | None = None
         self._counters, self._ranks, self._side = counters, ranks, SideForwards(parts.model, parts.argument_reader)
         self._ahead = SharedPrefill(self, self._side)
 
     def new_rows(self) -> Rows:
-        """Rows that no forward has run yet."""
+        """Make rows that no forward has run yet."""
         kinds = self._kinds
         if self.store.states:
             kinds = kinds._replace(places=kinds.places._replace(most=self.store.states.kept.most))
@@ -98,13 +99,14 @@ class Opening:
         return rows
 
     def count_with(self, counters: PromptCounters) -> None:
-        """Calls are counted here from now on."""
+        """Count calls in `counters` from now on."""
         self._counters = counters
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let rows begin with what is known, and cut it from the arguments of their first forward.
+        """Let rows begin with what is known, and cut this part from the arguments of their first forward.
 
-        Where memory runs out, the rows of the call before are given up, then what the pool need not hold, and it is tried again.
+        Where memory runs out, the rows of the call before are given up, then what the pool need not hold, and opening
+        is tried again.
 
         Raises:
             CacheArgumentError: the arguments contradict each other.
@@ -142,16 +144,16 @@ class Opening:
                 if previous is not None:
                     previous.is_lent = False
             may_run_ahead = False
-            if not is_short:  # what ran ahead is of another model
+            if not is_short:  # the model has changed, so what ran ahead is of no use
                 rows.previous = previous
                 continue
             rows.reset()
             if rows.captured is not None:
-                rows.captured.close()  # it was for other columns
+                rows.captured.close()  # the captured call was for other columns
             if previous is None:
                 may_give_way = False
                 self.give_way(rows)
-            del previous  # nobody holds them any more
+            del previous  # nobody holds the rows of the call before any more
 
     def _begin(
         self,
@@ -162,10 +164,10 @@ class Opening:
         *,
         may_run_ahead: bool,
     ) -> _Begun | None:
-        """Find what is known, run what comes first, and fill the rows. None: the model has changed meanwhile.
+        """Find what is known, run what runs ahead, and fill the rows. None: the model has changed meanwhile.
 
         Args:
-            previous: of the call before.
+            previous: rows of the call before.
         """
         request, running = prompt.request, prompt.running
         known: list[Known] = []
@@ -176,7 +178,7 @@ class Opening:
         latest = request.latest_start(0, num_needed)
         brought = self._finding.load(running, latest)
         hides_images = any(row.shift or hold_images(row.token_ids) for row in running)
-        # a shorter forward has other frequencies, and processes in step run equally many forwards
+        # a shorter forward would have other frequencies, and processes in step must run equally many forwards
         may_run_ahead = may_run_ahead and not (rows.state.regime or rows.state.is_in_step or hides_images)
         may_share = prompt.may_alias and may_run_ahead
         try:
@@ -196,7 +198,7 @@ class Opening:
             if hides_images and not rows.is_exact:
                 start = _without_cuts(running, start)
             if made and not self.keeping.held_so_far(rows):
-                if not self._ranks.are_several:  # they do not all begin again
+                if not self._ranks.are_several:  # several ranks would not all begin again
                     return None
                 rows.judge(0, held=False)
             for each in made if not rows.is_suspect else ():
@@ -211,7 +213,13 @@ class Opening:
             self._finding.give_back(known)
 
     def _start_together(self, known: Sequence[Known], together: list[Known], column: int) -> list[Known]:
-        """Rows that could start further right each start at one column, 0 where there is none, by what is known of them there."""
+        """Let rows that could each start further right start at one column; return what is known of them there.
+
+        Args:
+            known: what is known of the rows where each of them could start.
+            together: what is known of the rows at `column`.
+            column: column at which all rows start; 0: there is none.
+        """
         self._finding.give_back(known)
         for row, first in zip(together, known, strict=True):
             row.stopped = first.stopped
@@ -220,7 +228,7 @@ class Opening:
         return together
 
     def _agree(self, rows: Rows, prompt: Prompt, known: Sequence[Known]) -> None:
-        """Where several ranks run the call, let rows know no more than on each of them; one message a call.
+        """Limit what is known of rows to what every rank knows, if several ranks run the call; one message a call.
 
         Raises:
             PagedCacheError: see `Ranks.settle`.
@@ -231,7 +239,7 @@ class Opening:
             of_row.limit(num_tokens)
 
     def _begun(self, rows: Rows, prompt: Prompt, begun: _Begun, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The rows are filled: count what they began with, and say what their first forward runs."""
+        """Count what filled rows began with, and return the arguments of their first forward."""
         request, members, copies, state = prompt.request, prompt.members, prompt.copies, rows.state
         known, start = begun.known, begun.start
         are_aliased = len(members) < len(copies)
@@ -270,11 +278,12 @@ class Opening:
         num_rows: int,
         start: int,
     ) -> Mapping[str, Any]:
-        """Arguments with what the towers make of the images from a column on, in place of the images.
+        """Return arguments with what the towers make of the images from a column on, in place of these images.
 
         Args:
             members: row that runs -> the row of the batch that it is.
-            num_rows: of the batch.
+            num_rows: number of rows of the batch.
+            start: first column whose images are encoded.
         """
         state.images = None
         if images is None:
@@ -284,7 +293,7 @@ class Opening:
         return {**plain, ENCODED: encoded} if encoded else plain
 
     def bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str, request: ForwardRequest) -> Mapping[str, Any]:
-        """From here on the rows run on transformers' own layers."""
+        """Let rows run on transformers' own layers from here on; return the arguments of their forward."""
         begins = not rows.is_open
         rows.give_up_previous()
         rows.bypass(why, list(cache_layers(self.conditioning.model)))
@@ -306,7 +315,7 @@ class Opening:
         return arguments
 
     def give_way(self, rows: Rows) -> None:
-        """Memory is short, and these rows are given up: so is what the pool need not hold, and the arena."""
+        """Give up the arena, and what the pool need not hold, when memory is short and these rows are given up."""
         if self.capturing is not None:
             self.capturing.give_way(rows)
         with self.store.lock:
@@ -315,7 +324,7 @@ class Opening:
     def begin_captured(
         self, rows: Rows, request: ForwardRequest, adapters: list[str] | None, start: int, stop: int
     ) -> None:
-        """The next forward runs the columns `[start, stop)`; it and those after it may be replays."""
+        """Let the next forward, of the columns `[start, stop)`, and later ones run by graphs, if they may be."""
         if self.capturing is None:
             return
         unusual = "adapters were given for each row" if adapters is not None else request.keep_columns
@@ -330,17 +339,17 @@ class Opening:
         rows.state.captured = "" if self.capturing.capture is False else said
 
     def begin_chunks(self, rows: Rows, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
-        """Let rows begin with what is known of a prompt in whole chunks, so that `generate` passes the chunks after it."""
+        """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes later chunks."""
         rows.state.chunked, rows.chunks = chunked, chunked.chunks
         model, takes_positions = self.conditioning.model, self._side.takes_positions
         arguments = chunked.arguments(model, given, takes_positions=takes_positions)
         is_alone = self._ranks.may_run_more and not rows.state.is_in_step
         if arguments is None or self.conditioning.rope.depends_on_length or not is_alone:
             return
-        with torch.no_grad():  # as `generate` runs them
+        with torch.no_grad():  # `generate` runs forwards without gradients, too
             prompt, why = self.asking.first(rows, arguments)
         if why is not None:
-            return  # the first forward says so
+            return  # the first forward is bypassed for this reason
         request = chunked.request_of_prompt(replace(prompt.request, rows=tuple(prompt.running)))
         latest, size = request.num_new_columns - request.num_logits_needed, chunked.chunks.size
         with suppress(torch.OutOfMemoryError):
@@ -360,7 +369,7 @@ class Opening:
                 self._finding.give_back(known)
 
     def _begun_chunks(self, rows: Rows, request: ForwardRequest, known: Sequence[Known], column: int) -> None:
-        """The rows hold what is known: count it, and expect the next chunk."""
+        """Count what is known of the prompt, which the rows hold, and expect the next chunk."""
         state, numbers = rows.state, [*range(len(known))]
         num_found = [row.num_tokens for row in known]
         state.counts = count_prompt(request, known, num_found, numbers, numbers, column, {})
@@ -381,16 +390,16 @@ class Opening:
         stop: int,
         previous: Rows | None,
     ) -> Rows:
-        """Rows that run ahead, and have their columns before `start`; they run to column `stop`."""
+        """Make rows that run ahead: they have their columns before `start`, and room up to column `stop`."""
         rows = self.new_rows()
         self._may_be_lazy(rows)
         fill(self.store, rows, inputs, known, start, stop, previous)
         return rows
 
     def _columns_to_make(self, rows: Rows, stop: int) -> int:
-        """How many columns rows get room for that have so many after their first forward."""
+        """Return for how many columns rows get room that have `stop` columns after their first forward."""
         most = rows.state.limits.max_columns
-        # on an accelerator every byte is taken when it is asked for; a host may refuse to map what nobody would have written
+        # an accelerator takes every byte when it is asked for; a host may refuse to map what nobody would have written
         ahead = max(256, stop // 4) if self.store.pool.accelerators else max(_MOST_MAPPED_AHEAD, stop)
         return stop + SPARE if math.isinf(most) else min(max(stop, int(most)), stop + ahead)
 
@@ -400,14 +409,14 @@ class Opening:
 
 
 def _ends_apart(rows: Sequence[RowInput], known: Sequence[Known]) -> list[int]:
-    """The columns up to which rows are known; none where all can start at one."""
+    """Return the columns up to which rows are known; none where all rows can start at one column."""
     ends = [row.pad + of_row.num_tokens for row, of_row in zip(rows, known, strict=True)]
     column = min(ends)
     return [] if all(end == column or row.pad >= column for row, end in zip(rows, ends, strict=True)) else ends
 
 
 def _without_cuts(rows: Sequence[RowInput], column: int) -> int:
-    """The last column up to `column` before which no image of a row is cut."""
+    """Return the last column, `column` at most, that cuts no image of a row."""
     while True:
         starts = [row.pad + whole_images(row.token_ids, column - row.pad) for row in rows if row.pad < column]
         if not starts or min(starts) == column:

@@ -1,7 +1,7 @@
 """Computes prompts ahead of the calls that will ask for them, on sibling caches.
 
-Owns where their forwards end, so that memory stays bounded and layers with states leave a snapshot where others resume. Refuses,
-before anything is computed, prompts that do not fit together.
+Owns where forwards end, so that memory stays bounded and layers with states leave a snapshot where other calls resume.
+Refuses prompts that do not fit together before anything is computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +17,13 @@ from .side_rows import SideRows
 
 
 class Prefilled(NamedTuple):
-    """What `cache.prefill` has done. Tokens of all prompts, in whole blocks.
+    """`Prefilled` says what `cache.prefill` has done, in tokens of all prompts.
 
     Attributes:
-        num_tokens: cached now: all, unless the model has changed meanwhile.
-        num_known: were known, and not computed again.
-        num_computed: ran through the model. More than what is new where layers carry states, and blocks were known
-            further than a state.
+        num_tokens: number of tokens that are cached now, in whole blocks: all, unless the model has changed meanwhile.
+        num_known: number of tokens that were known, and not computed again.
+        num_computed: number of tokens that ran through the model. Where layers carry states, and blocks were known
+            further than a state, these are more than the new tokens.
 
     Examples:
         >>> cache.prefill(inputs["input_ids"])
@@ -38,7 +38,7 @@ class Prefilled(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One to be computed; with `inputs`, as a `generate` of these does, in one forward."""
+    """`Prompt` is one prompt to compute; with `inputs`, it runs in one forward, as in a `generate` of these."""
 
     root: bytes
     salt: bytes
@@ -47,15 +47,15 @@ class Prompt(NamedTuple):
 
 
 class Prefill:
-    """Runs prompts, one after the other.
+    """`Prefill` runs prompts, one after the other.
 
     Args:
-        blocks: where they are stored.
+        blocks: where the prompts are stored.
         side: runs the forwards.
-        chunk_size: new tokens of a forward at most; rounded up to where a snapshot may be kept.
-        by_length: keys and values depend on the length of the forward, so each prompt runs whole, in one.
-        looks: what is known is looked up first; not where other processes, which know something else, must run as many
-            forwards.
+        chunk_size: most new tokens of a forward; rounded up to where a snapshot may be kept.
+        by_length: whether keys and values depend on the length of the forward, so that each prompt runs in one forward.
+        looks: whether what is known is looked up first; False where other processes, which may know something else,
+            must run equally many forwards.
     """
 
     def __init__(self, blocks: BlockStore, side: SideRows, *, chunk_size: int, by_length: bool, looks: bool) -> None:
@@ -73,8 +73,8 @@ class Prefill:
             what was done; and what each prompt cost.
 
         Raises:
-            OutOfBlocksError: they do not fit; nothing was computed, but where another call has taken their blocks
-                meanwhile: then those before it are cached.
+            OutOfBlocksError: the prompts do not fit, and nothing was computed. If another call has taken their blocks
+                meanwhile, earlier prompts are cached.
         """
         if self._looks:
             self._blocks.measure_for(sum(len(prompt.token_ids) for prompt in prompts))
@@ -82,7 +82,7 @@ class Prefill:
                 self._blocks.settle()
                 self._require_room(prompts)
         with self._blocks.lock:
-            num_found = [self._look_up(prompt)[0] for prompt in prompts]  # before any of them runs
+            num_found = [self._look_up(prompt)[0] for prompt in prompts]  # known tokens before any prompt runs
         ran = [self._run(prompt) for prompt in prompts]
         rows = [_count(did, number) for did, number in zip(ran, num_found, strict=True)]
         done = Prefilled(*map(sum, zip(*ran, strict=True))) if ran else Prefilled(0, 0, 0)
@@ -114,8 +114,10 @@ class Prefill:
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
 
     def _marks(self, num_tokens: int, end: int, num_needed: int) -> list[int]:
-        """Where a forward must end: after the last full block; where layers carry states, at the last place for a snapshot, and
-        at the last one that the same prompt can resume from.
+        """Return the numbers of tokens after which a forward must end.
+
+        One is the end of the last full block. Where layers carry states, there are also the last place for a snapshot,
+        and the last place from which the same prompt can resume.
         """
         states = self._blocks.states
         if not states:
@@ -124,10 +126,12 @@ class Prefill:
         return sorted({*places, end} - {0})
 
     def _look_up(self, prompt: Prompt, *, touch: bool = False) -> tuple[int, bool]:
-        """How many tokens one could resume after, and whether that is all there is to compute. The store's lock is held.
+        """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
+
+        The store's lock is held.
 
         Args:
-            touch: where it is all, they count as used now.
+            touch: whether the blocks count as used now, if nothing is left to compute.
         """
         blocks = self._blocks
         end = len(prompt.token_ids) // blocks.block_size * blocks.block_size
@@ -140,11 +144,15 @@ class Prefill:
                 wanted = end // blocks.states.align * blocks.states.align
             is_all = hit.num_tokens == end and known == wanted
             if is_all and touch:
-                table.hold_prefix(tokens)  # and back: of all cached blocks, they are evicted last
+                table.hold_prefix(tokens)  # once given back, these blocks are evicted last
             return known, is_all
 
     def _require_room(self, prompts: Sequence[Prompt]) -> None:
-        """Raises OutOfBlocksError unless the blocks of all prompts can be cached at a time."""
+        """Refuse prompts whose blocks cannot be cached at a time.
+
+        Raises:
+            OutOfBlocksError: fewer blocks can be had than the prompts need.
+        """
         allocator, wanted = self._blocks.allocator, set()
         for prompt in prompts:
             chain = HashChain(prompt.root, allocator.block_size)
@@ -156,7 +164,7 @@ class Prefill:
         if num_taken <= num_obtainable:
             return
         needs = f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds"
-        if any(prompt.salt for prompt in prompts):  # how many others hold is not told
+        if any(prompt.salt for prompt in prompts):  # how many blocks other salts hold is not told
             raise OutOfBlocksError(
                 f"{needs}, which cannot be had now; give fewer tokens, or ask the store's owner for more blocks"
             )
@@ -167,7 +175,7 @@ class Prefill:
 
 
 def _count(ran: Prefilled, num_found: int) -> RowCount:
-    """Of one prompt, of which so many tokens were known before the first one ran."""
+    """Return the count of one prompt, of which `num_found` tokens were known before any prompt ran."""
     _, num_known, num_computed = ran
     stopped = "the rest was computed" if num_computed else "the whole prefix was known"
     num_reused = min(num_found, num_known)
@@ -175,11 +183,13 @@ def _count(ran: Prefilled, num_found: int) -> RowCount:
 
 
 def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> list[int]:
-    """Where forwards end that begin after `start` tokens: at the marks, and between them every `chunk_size` tokens.
+    """Return after how many tokens forwards end, if the first begins after `start` tokens.
+
+    They end at the marks, and between marks every `chunk_size` tokens.
 
     Args:
-        marks: numbers of tokens, the lower ones first. One that would make a later forward of fewer than `least` tokens is
-            passed over; the first one computes as many in any case, known ones among them.
+        marks: numbers of tokens, the lower ones first. A mark that would make a later forward of fewer than `least`
+            tokens is passed over. The first forward computes as many in any case, known tokens among them.
 
     Examples:
         >>> stops_of(32, [100, 112], chunk_size=32, least=1)

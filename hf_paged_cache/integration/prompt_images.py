@@ -1,8 +1,9 @@
-"""The images of a prompt: which entries of what is passed fill which columns, their digests, and which of them a tower still has to run.
+"""Finds the images of a prompt: which entries of what is passed fill which columns, and what a tower still has to run.
 
-Works for models whose forward takes `mm_encoder_outputs`: transformers then runs the tower by `get_image_features`, or `get_video_features`, with
-the arguments that these have, and row `i` of the features fills placeholder `i`. Which entries fill which columns follows from the
-shapes and grids passed; where they do not add up, the prompt is computed whole. Nothing here knows a model's name.
+Works for models whose forward takes `mm_encoder_outputs`. transformers then runs the tower by `get_image_features` or
+`get_video_features`, with the arguments that these have, and row `i` of the features fills placeholder `i`. Which
+entries fill which columns follows from the shapes and grids passed. Where they do not add up, the prompt is computed
+whole. Nothing here knows a model's name.
 """
 
 import hashlib
@@ -25,11 +26,11 @@ _KINDS = ("image", "video")
 
 
 class Image(NamedTuple):
-    """What fills columns `[start, stop)` of a row, as a whole.
+    """`Image` is what fills the columns `[start, stop)` of a row, as a whole.
 
     Attributes:
-        entries: kind -> the numbers of what fills them, in order.
-        digest: of those.
+        entries: kind -> the numbers of the entries that fill the columns, in order.
+        digest: digest of these entries.
     """
 
     start: int
@@ -39,13 +40,13 @@ class Image(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """What is passed of one kind.
+    """`_Content` is what is passed of one kind.
 
     Attributes:
-        arguments: of the encoder, as they were passed.
-        bounds: name -> where each entry begins in that tensor, and where the last ends.
-        counts: of each entry, the placeholders that it fills; empty where that is not known.
-        is_nested: the tensors' first two dimensions count entries.
+        arguments: arguments of the encoder, as they were passed.
+        bounds: name -> where each entry begins in that tensor, and where the last one ends.
+        counts: number of placeholders that each entry fills; empty: not known.
+        is_nested: True if the tensors' first two dimensions count entries.
     """
 
     arguments: Mapping[str, Any]
@@ -58,7 +59,7 @@ class _Content(NamedTuple):
         return value.flatten(0, 1) if self.is_nested else value
 
     def chosen(self, entries: Sequence[int]) -> dict[str, Any]:
-        """The encoder's arguments for some entries."""
+        """Return the encoder's arguments for some entries."""
         if [*entries] == [*range(len(next(iter(self.bounds.values()))) - 1)]:
             return dict(self.arguments)
         chosen = dict(self.arguments)
@@ -70,28 +71,28 @@ class _Content(NamedTuple):
 
 
 class Towers(NamedTuple):
-    """What encodes images of a model, looked up when it runs.
+    """`Towers` encodes images of a model. Encoders are looked up when they run.
 
     Attributes:
-        base: has the encoders.
-        expand: repeats what they return for rows that run several times, as `generate` does.
+        base: module that has the encoders.
+        expand: repeats what encoders return for rows that run several times, as `generate` does.
     """
 
     base: Any
     expand: Any
 
     def run(self, kind: str, arguments: Mapping[str, Any]) -> Any:
-        """What an encoder returns."""
+        """Run an encoder, and return what it returns."""
         return getattr(self.base, f"get_{kind}_features")(**arguments, return_dict=True)
 
 
 class PromptImages:
-    """The images of a prompt's rows.
+    """`PromptImages` holds the images of a prompt's rows.
 
     Attributes:
-        rows: of each row of the prompt, its images from left to right.
-        arguments: names of what was passed, for the encoders.
-        pixels: those of them without which `generate` runs no tower.
+        rows: images of each row of the prompt, from left to right.
+        arguments: names of the arguments that were passed for the encoders.
+        pixels: names of the arguments without which `generate` runs no tower.
     """
 
     def __init__(
@@ -110,11 +111,11 @@ class PromptImages:
         self._ids = ids
 
     def of_row(self, number: int, num_rows: int) -> list[Image]:
-        """The images of a row of a forward that runs each prompt several times, as beams do."""
+        """Return the images of a row of a forward that may run each prompt several times, as beams do."""
         return self.rows[number * len(self.rows) // num_rows]
 
     def fit(self, request: ForwardRequest) -> bool:
-        """Whether a first forward's rows begin with the prompt's."""
+        """Return whether the rows of a first forward begin with those of the prompt."""
         num_rows, num_prompts = len(request.rows), len(self.rows)
         return num_rows % num_prompts == 0 and all(
             row.token_ids[: len(ids) - row.pad] == ids[row.pad :]
@@ -123,14 +124,15 @@ class PromptImages:
         )
 
     def encode(self, numbers: Sequence[int], num_rows: int, start: int = 0) -> dict[str, Any]:
-        """What the towers make of the images from a column on, for rows of a forward; the towers do not run for any other.
+        """Run the towers for images from a column on, and for no others; return their outputs for rows of a forward.
 
-        Where as many rows each time stand side by side with the same images, such as beams, these run once.
+        Where rows with the same images stand side by side, such as beams, in groups of equal size, their images run
+        once.
 
         Args:
-            numbers: the rows that run, in order.
-            num_rows: of the forward as it was passed.
-            start: the first column that runs, of those that were passed.
+            numbers: numbers of the rows that run, in order.
+            num_rows: number of rows of the forward as it was passed.
+            start: first column that runs, of those that were passed.
         """
         wanted = [[image for image in self.of_row(number, num_rows) if image.start >= start] for number in numbers]
         digests = [[image.digest for image in images] for images in wanted]
@@ -152,11 +154,11 @@ class PromptImages:
 
 
 class ImageReader:
-    """Finds the images among a model's arguments.
+    """`ImageReader` finds the images among a model's arguments.
 
     Args:
-        model: is held by what encodes its images.
-        placeholders: the model's.
+        model: model whose encoders are held.
+        placeholders: placeholders of the model.
     """
 
     def __init__(self, model: Any, placeholders: Placeholders) -> None:
@@ -175,13 +177,16 @@ class ImageReader:
         self._towers = Towers(base, expand)
 
     def __bool__(self) -> bool:
-        """Whether the model has an encoder."""
+        """Return whether the model has an encoder."""
         return bool(self._names)
 
     def read(self, arguments: Mapping[str, Any]) -> PromptImages | str | None:
-        """The images of a prompt, of arguments of `generate` or of a forward; or why it must run whole; None without any.
+        """Read the images of a prompt from arguments of `generate` or of a forward.
 
         Cost: SHA-256 over the pixels; one wait for each device.
+
+        Returns:
+            the images; or why the prompt must be computed whole; or None: there are no images.
         """
         ids = arguments.get("input_ids")
         passed = {
@@ -206,7 +211,10 @@ class ImageReader:
 def _by_run(
     contents: Mapping[str, _Content | None], runs: Mapping[str, list[tuple[int, int, int]]], num_rows: int
 ) -> tuple[Mapping[str, _Content], list[list[Image]]] | None:
-    """The images of each row, a run of placeholders each; None where entries do not end with runs."""
+    """Return what is passed and the images of each row, one image a run of placeholders.
+
+    None: the ends of entries are not those of runs.
+    """
     rows: list[list[Image]] = [[] for _ in range(num_rows)]
     known = {}
     for kind, content in contents.items():
@@ -233,10 +241,10 @@ def _by_row(
     num_rows: int,
     pixels: Collection[str],
 ) -> tuple[Mapping[str, _Content], list[list[Image]]] | None:
-    """All images of a row as one; None where it is not known which entries are a row's.
+    """Return what is passed and the images of each row, all images of a row as one.
 
-    Of several rows, each has an entry of its own, which is zeros where it has no image: with fewer entries in one row, another would
-    have more than one.
+    None: it is not known which entries belong to a row. Where there are several rows, each has one entry of its own,
+    which is zeros where the row has no image: with fewer entries in one row, another one would have more than one.
     """
     known, held = {}, [set[str]() for _ in range(num_rows)]
     for kind, content in contents.items():
@@ -264,7 +272,7 @@ def _by_row(
 
 
 def _digest(content: _Content, entry: int) -> bytes:
-    """Of an entry, in all tensors, and of what is said of all entries."""
+    """Return the digest of an entry, in all tensors, and of the options of all entries."""
     options = {name: value for name, value in content.arguments.items() if name not in content.bounds}
     parts = [repr(sorted(options.items())).encode()]
     for name, bounds in sorted(content.bounds.items()):
@@ -276,7 +284,7 @@ def _digest(content: _Content, entry: int) -> bytes:
 
 
 def _digest_of(tensor: Tensor) -> bytes:
-    """Of dtype, shape and values."""
+    """Return the digest of a tensor's dtype, shape and values."""
     held = tensor.detach().cpu().contiguous()
     digest = hashlib.sha256(f"{held.dtype} {tuple(held.shape)} ".encode())
     digest.update(held.reshape(-1).view(torch.uint8).numpy().data)
@@ -284,7 +292,7 @@ def _digest_of(tensor: Tensor) -> bytes:
 
 
 def _runs(rows: Sequence[TokenIds], tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-    """(row, first column, column after the last) of each run of these tokens."""
+    """Return each run of these tokens, as (row, first column, column after the last one)."""
     found, wanted = [], {*tokens}
     for number, row in enumerate(rows):
         column = 0
@@ -297,7 +305,7 @@ def _runs(rows: Sequence[TokenIds], tokens: Sequence[int]) -> list[tuple[int, in
 
 
 def _whole(given: Mapping[str, Any]) -> _Content | None:
-    """All that is passed as one entry; None where something has no rows."""
+    """Return all that is passed as one entry; None: something has no rows."""
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     if not tensors or any(
         isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value) for value in given.values()
@@ -309,7 +317,7 @@ def _whole(given: Mapping[str, Any]) -> _Content | None:
 
 
 def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num_rows: int) -> _Content | None:
-    """What is passed of a kind, by entries that follow from shapes and grids; None where they do not."""
+    """Return what is passed of a kind, cut into entries by shapes and grids; None: entries do not follow from these."""
     whole = _whole(given)
     if whole is None or not runs:
         return None
@@ -337,7 +345,7 @@ def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num
     nested = main.dim() == 5 and len(main) == num_rows
     is_nested = nested and all(value.dim() >= 3 and value.shape[:2] == main.shape[:2] for value in tensors.values())
     if is_nested and not bool(main.flatten(2).any(dim=2).all()):
-        return None  # padding among them, which the model leaves out
+        return None  # some entries are padding, which the model leaves out
     num_entries = main.shape[0] * main.shape[1] if is_nested else len(main)
     if any(
         (len(value) if not is_nested else value.shape[0] * value.shape[1]) != num_entries for value in tensors.values()

@@ -1,7 +1,8 @@
-"""What the processes that a model is split over (*ranks*) settle before a forward, so that all run it alike or none does.
+"""Lets the processes over which a model is split (*ranks*) settle a forward, so that all run it alike or none does.
 
-Owns when they do: once a prompt, before its first forward, and before each forward outside of `generate`; never for a token
-that `generate` adds. Refuses, on all ranks, what one refuses, and forwards that are not the same where they must be.
+Owns when they settle: once a prompt, before its first forward, and before each forward outside of `generate`; never for
+a token that `generate` adds. What one rank refuses is refused on all, and so are forwards that differ where they must
+not.
 """
 
 import hashlib
@@ -23,14 +24,14 @@ from ..model.conditioning import Conditioning
 from ..model.distributed import least_of_ranks, rank
 from ..store.block_store import BlockStore
 
-# What a rank sends has one length and one layout, whatever it is about: a rank that refuses does not know what the others
+# A rank's message has one length and one layout, whatever it is about: a rank that refuses does not know what the others
 # are about to settle. [refusal, x and -x of each field, numbers]
 _NUM_FIELDS = 6
-_NUM_NUMBERS = 128  # settled at once; where there are more, several share a place and get the least of theirs
+_NUM_NUMBERS = 128  # numbers settled at once; where there are more, several share a place and get their least
 _MOST = 2**62
 _MAX_RANKS = 2**20
 _Error = TypeVar("_Error", bound=BaseException)
-# The number of a refusal is its place; where ranks differ, the first counts.
+# A refusal is sent as its place in this list; where ranks refuse for different reasons, the first one counts.
 _REFUSALS: Sequence[type[PagedCacheError]] = (
     PagedCacheError,
     ForwardMismatchError,
@@ -43,14 +44,14 @@ _REFUSALS: Sequence[type[PagedCacheError]] = (
 
 
 class Ranks:
-    """The ranks that run the forwards of one cache.
+    """`Ranks` settles things between the ranks that run the forwards of one cache.
 
     Args:
-        conditioning: the model, and over whom it is split.
-        store: its block size is the same on all.
+        conditioning: the model, and the ranks over which it is split.
+        store: blocks; the block size is the same on all ranks.
 
     Attributes:
-        is_settled: the next forward runs without another word: `generate` continues after its prompt.
+        is_settled: True if the next forward needs no message: `generate` continues after its prompt.
     """
 
     def __init__(self, conditioning: Conditioning, store: BlockStore) -> None:
@@ -60,32 +61,36 @@ class Ranks:
 
     @property
     def are_several(self) -> bool:
-        """Whether there is anybody to settle something with."""
+        """True if the model is split over several ranks."""
         return bool(self._conditioning.rank_groups)
 
     @property
     def start_together(self) -> bool:
-        """Whether ranks are passed the same tokens, so that each forward must start at the same column on all."""
+        """True if ranks are passed the same tokens, so that each forward must start at the same column on all ranks."""
         return any(group.share_inputs for group in self._conditioning.rank_groups)
 
     @property
     def may_run_more(self) -> bool:
-        """Whether forwards may run that follow from what is cached: only where all can settle them."""
+        """True if forwards that follow from what is cached may run: only if all ranks can settle them."""
         groups = self._conditioning.rank_groups
         return not groups or all(group.share_inputs for group in groups)
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
-        """Settle numbers; what each rank gives is only read, so whoever raises has changed nothing. No lock may be held.
+        """Settle numbers between ranks. What each rank gives is only read, so a rank that raises has changed nothing.
+
+        No lock may be held.
 
         Args:
-            what: the ranks are about to do; the same on all.
-            same: by name, what else must be the same where ranks are passed the same tokens; at most 4.
+            what: what the ranks are about to do; the same on all ranks.
+            same: name -> what else must be the same where ranks are passed the same tokens; at most 4 names.
+            numbers: numbers to settle.
 
         Returns:
-            for each of the numbers the least that a rank gives; where ranks have inputs of their own, what was given.
+            for each number the least that a rank gives; where ranks have inputs of their own, the number that was
+            given.
 
         Raises:
-            PagedCacheError: another rank has refused; of the kind that was raised there.
+            PagedCacheError: another rank has refused; the error has the type that was raised there.
             CacheArgumentError: something differs that must be the same.
         """
         always = {"what is run": what, "block_size": self._store.block_size}
@@ -98,7 +103,7 @@ class Ranks:
         _, *least = self._exchange(sent, mine=None)
         lows, highs = least[:_NUM_FIELDS], [-low for low in least[_NUM_FIELDS : 2 * _NUM_FIELDS]]
         if lows != highs:
-            comparable = fields if lows[0] == highs[0] else always  # else the other fields are about other things
+            comparable = fields if lows[0] == highs[0] else always  # if not, the other fields mean different things
             differs = [
                 f"{name} ({low} on one, {high} on another)" if isinstance(value, int) else name
                 for (name, value), low, high in zip(comparable.items(), lows, highs, strict=False)
@@ -116,15 +121,17 @@ class Ranks:
     def settle(
         self, rows: Any, request: ForwardRequest, numbers: Sequence[int] = (), *, is_kept: bool = True
     ) -> Sequence[int]:
-        """Settle a forward of rows, once a call, and each time in a loop: what is known of them where ranks are passed the same
-        tokens, and everywhere that no rank refuses it.
+        """Settle a forward of rows: once a call, and each forward of a loop.
+
+        What is settled is that no rank refuses the forward and, where ranks are passed the same tokens, what every rank
+        knows of the rows.
 
         Args:
-            numbers: of each row that runs, what is known of it, in tokens.
-            is_kept: it may reuse and keep something here.
+            numbers: number of known tokens of each row that runs.
+            is_kept: whether the forward may reuse and keep something on this rank.
 
         Returns:
-            what is known of each everywhere.
+            number of tokens of each row that every rank knows.
 
         Raises:
             PagedCacheError: a rank has refused the forward, or is passed something else.
@@ -154,19 +161,19 @@ class Ranks:
         """Settle that a `generate` goes on with rows of so many columns.
 
         Raises:
-            PagedCacheError: a rank has refused it, or goes on otherwise.
+            PagedCacheError: a rank has refused the call, or goes on otherwise.
         """
         if self.are_several:
             self.agree("a generate that goes on", {"the columns of its rows": num_columns, "new columns": num_new})
             self.is_settled = True
 
     def tell_refusal(self, error: BaseException, *, always: bool = False) -> None:
-        """This rank raises before its forward has been settled: the others are told, and raise, too.
+        """Tell the other ranks that this rank raises before its forward was settled, so that they raise, too.
 
         Nothing is told twice, nor where no other rank waits. An interrupt is no refusal: it must not wait for anybody.
 
         Args:
-            always: what is settled is another call's.
+            always: whether to tell them even if `is_settled`: what was settled is then another call's.
 
         Raises:
             PagedCacheError: another rank has refused for another kind of reason, which all ranks then raise.
@@ -181,10 +188,15 @@ class Ranks:
         self._exchange(sent, mine=kind)
 
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
-        """The least of all ranks. Numbers, and what must be the same, only of those that are passed the same tokens.
+        """Return the least of what all ranks send.
+
+        For numbers, and for what must be the same, only ranks that are passed the same tokens count.
 
         Args:
-            mine: the number of this rank's refusal.
+            mine: number of this rank's refusal; None: it refuses nothing.
+
+        Raises:
+            PagedCacheError: another rank has refused, for another kind of reason than `mine`.
         """
         received = sent
         for group in self._conditioning.rank_groups:
@@ -209,7 +221,7 @@ def of_all_ranks(error: _Error) -> _Error:
 
 
 def _mark(value: object) -> int:
-    """A number that differs where values do: of integers they themselves."""
+    """Return a number that differs where values do; an integer stands for itself."""
     if isinstance(value, int):
         return int(value)
     data = value if isinstance(value, bytes) else repr(value).encode()
@@ -217,5 +229,5 @@ def _mark(value: object) -> int:
 
 
 def tokens_as_bytes(rows: Sequence[TokenIds]) -> bytes:
-    """The token ids of rows, and where each row ends."""
+    """Return the token ids of rows, and where each row ends, as bytes."""
     return b"".join(part for row in rows for part in (len(row).to_bytes(8, "big"), row.tobytes()))

@@ -1,7 +1,8 @@
-"""What runs ahead of the forward over all rows of a call: a prefix that rows share, once, rows that know less than others, and where
-layers carry states the part of a prompt after which these are kept.
+"""Runs what comes ahead of the forward over all rows of a call.
 
-Each is a small call of rows of its own; what it computes is kept, and copied from its rows to those of the call.
+This is a prefix that rows share, which runs once; rows that know less than others; and, where layers carry states, the
+part of a prompt after which the states are kept. Each is a small call of rows of its own. What it computes is kept, and
+copied from its rows to those of the call.
 """
 
 import math
@@ -19,11 +20,11 @@ from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .side_forward import SideForwards
 
-_LEAST_GAIN = 64  # tokens after a known place that states which are kept must save the next prompt
+_LEAST_GAIN = 64  # states are kept only if they save the next prompt so many tokens after a known place
 
 
 class OpensRows(Protocol):
-    """Who fills rows."""
+    """`OpensRows` makes rows and fills them with what is known."""
 
     store: BlockStore
 
@@ -38,12 +39,12 @@ class OpensRows(Protocol):
 
 
 class Ahead(NamedTuple):
-    """What ran ahead.
+    """`Ahead` says what ran ahead.
 
     Attributes:
-        start: the column at which all rows start.
-        num_computed: row -> tokens that were computed for it.
-        made: the rows that ran, in their order.
+        start: column at which all rows start.
+        num_computed: row -> number of tokens that were computed for it.
+        made: rows that ran ahead, in their order.
     """
 
     start: int
@@ -52,11 +53,11 @@ class Ahead(NamedTuple):
 
 
 class SharedPrefill:
-    """Plans what comes first, and runs it.
+    """`SharedPrefill` plans what comes ahead, and runs it.
 
     Args:
-        opening: fills rows.
-        side: makes arguments of forwards.
+        opening: makes and fills rows.
+        side: makes the arguments of forwards.
     """
 
     def __init__(self, opening: OpensRows, side: SideForwards) -> None:
@@ -74,13 +75,15 @@ class SharedPrefill:
         may_share: bool,
         is_exact: bool,
     ) -> Ahead:
-        """Let rows come to one column; what is computed for them is theirs.
+        """Bring rows to one column. What is computed ahead for a row is added to what is known of it.
 
         Args:
-            latest: the last column at which they may start.
-            arguments: of the forward, by name.
-            previous: of the call before.
-            is_exact: rows start where they are known, or begin anew: layers have windows, or carry states.
+            latest: last column at which the rows may start.
+            arguments: arguments of the forward, by name.
+            previous: rows of the call before.
+            may_share: whether a prefix that rows share may run once.
+            is_exact: whether rows start exactly where they are known, or begin anew: layers have windows, or carry
+                states.
         """
         if latest <= 0:
             return Ahead(0)
@@ -114,7 +117,7 @@ class SharedPrefill:
         return Ahead(min(found.column, _least(inputs, known, starts)), made.num_computed, made.rows)
 
     def cost(self, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int) -> float:
-        """What the forwards cost, in tokens, by which rows come to one column that start exactly where they are known."""
+        """Return what it costs, in tokens, to bring rows to one column if they start exactly where they are known."""
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
         found = plan(_planned(inputs, known, starts), self._bounds(request, latest, is_exact=True))
         return math.inf if found is None else found.cost
@@ -136,7 +139,7 @@ class SharedPrefill:
         )
 
     def _cut(self, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
-        """The same with forwards cut where it is to be kept how rows resume."""
+        """Return a plan whose forwards also end where windows or states of rows are to be kept."""
         with self._opening.store.lock:
             for number, (planned, of_row) in enumerate(zip(rows, known, strict=True)):
                 ahead = max((prefix.heirs.get(number, 0) for prefix in found.prefixes), default=0)
@@ -144,12 +147,14 @@ class SharedPrefill:
         return cut(found, rows, bounds)
 
     def _wanted(self, planned: PlannedRow, known: Known, ahead: int, bounds: Bounds) -> tuple[int, ...]:
-        """Tokens of a row after which it is to be kept how it resumes: where it parts from what is known. Of states, unless a forward
-        shows them everywhere, also the last place before the prompt's end, and in a long prompt, as long as there is room, places in
-        between.
+        """Return after how many tokens of a row its windows or states are to be kept, so that later calls resume there.
+
+        One place is where the row parts from what is known. States, unless a forward shows them everywhere, are also
+        kept at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is
+        room.
 
         Args:
-            ahead: tokens of the longest prefix that is computed for it.
+            ahead: tokens of the longest prefix that is computed for the row.
         """
         states, most = self._opening.store.states, bounds.latest - planned.pad
         if not states or states.rules.is_recorded:
@@ -165,16 +170,17 @@ class SharedPrefill:
 
 
 class _Made:
-    """The rows that run ahead of one call.
+    """`_Made` makes and runs the rows that run ahead of one call.
 
     Args:
-        inputs, known: of the call's rows.
-        options: of the forward, by name: plain values.
-        previous: of the call before.
+        inputs: what each row of the call brings.
+        known: what is known of each row of the call.
+        options: plain arguments of the call's forward, name -> value.
+        previous: rows of the call before.
 
     Attributes:
-        num_computed: row -> tokens that were computed for it.
-        rows: those that ran, in their order.
+        num_computed: row -> number of tokens that were computed for it.
+        rows: rows that ran ahead, in their order.
     """
 
     def __init__(
@@ -192,7 +198,7 @@ class _Made:
         self.rows: list[Rows] = []
 
     def run(self, found: Plan) -> None:
-        """Run a plan."""
+        """Run the forwards of a plan."""
         for prefix in found.prefixes:
             row = self._inputs[prefix.row]
             pad = min(row.pad, self._opening.store.states.rules.width) if self._side.takes_positions else row.pad
@@ -205,7 +211,7 @@ class _Made:
         for step in found.steps:
             going_on = last[1] if last is not None and last[0] == step.rows and last[1].n == step.start else None
             if going_on is not None and going_on.windows is not None:
-                going_on = None  # what is seen where these end would be given up before it is kept
+                going_on = None  # rows with windows would give up what is seen at their end before it is kept
             some, known = [self._inputs[at] for at in step.rows], [self._known[at] for at in step.rows]
             made = self._forward(going_on, some, known, step.start, step.stop)
             last = step.rows, made
@@ -217,10 +223,10 @@ class _Made:
     def _forward(
         self, going_on: Rows | None, inputs: Sequence[RowInput], known: Sequence[Known], start: int, stop: int
     ) -> Rows:
-        """Rows that run the columns `[start, stop)`.
+        """Run the columns `[start, stop)`, and return the rows that ran them.
 
         Args:
-            going_on: rows that have run to `start`; None: others begin.
+            going_on: rows that have run to `start`; None: new rows begin.
         """
         side, rows = self._side, going_on
         inputs = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in inputs]
@@ -245,7 +251,7 @@ def _planned(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequenc
 
 
 def _least(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequence[int]) -> int:
-    """The column at which all rows can start as they are: rows of padding alone up to there start anywhere."""
+    """Return the column at which all rows can start as they are: rows of padding alone up to it start anywhere."""
     column = min(
         start if of_row.num_tokens else row.pad for row, of_row, start in zip(inputs, known, starts, strict=True)
     )
@@ -253,6 +259,6 @@ def _least(inputs: Sequence[RowInput], known: Sequence[Known], starts: Sequence[
 
 
 def _kinds(inputs: Sequence[RowInput]) -> list[int]:
-    """Rows of one kind have one root, and can share."""
+    """Return the number of each row's kind: rows of one kind have one root, and can share."""
     kinds: dict[bytes, int] = {}
     return [kinds.setdefault(row.root, len(kinds)) for row in inputs]

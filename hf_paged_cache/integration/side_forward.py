@@ -1,4 +1,4 @@
-"""The arguments of forwards that we run ourselves, for scores, prefills and what runs ahead of a call."""
+"""Makes the arguments of forwards that we run ourselves, for scores, prefills and what runs ahead of a call."""
 
 from array import array
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from ..kv.transfers import to_device
 from ..model.probing import input_device
 from .forward_arguments import ArgumentReader, num_pads
 
-# What a `generate` is passed that runs a prompt, whatever the model's generation config says.
+# Arguments of a `generate` that runs one prompt, whatever the model's generation config says.
 FIRST_TOKEN: dict[str, Any] = {
     **{"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "use_cache": True},
     **dict.fromkeys(("prefill_chunk_size", "prompt_lookup_num_tokens", "cache_implementation", "stop_strings")),
@@ -22,25 +22,25 @@ FIRST_TOKEN: dict[str, Any] = {
 
 
 class SideForwards:
-    """Makes the arguments of one model's forwards.
+    """`SideForwards` makes the arguments of one model's forwards.
 
     Args:
-        model: what is run.
+        model: model that is run.
         reader: says which arguments the model takes.
     """
 
     def __init__(self, model: Any, reader: ArgumentReader) -> None:
         self.model = model
-        self.takes_positions = reader.takes_positions  # else the model numbers its columns
+        self.takes_positions = reader.takes_positions  # if not, the model numbers its columns
         self.takes_logits_to_keep = reader.takes_logits_to_keep
 
     def arguments_of(self, rows: Sequence[RowInput], start: int, stop: int, *, num_held: int = 0) -> dict[str, Tensor]:
-        """What a forward of the columns `[start, stop)` is passed.
+        """Return the arguments of a forward of the columns `[start, stop)`.
 
-        Shorter rows are filled up on the right, where no other token sees them, with tokens of their own.
+        Shorter rows are filled up on the right with their own last token; no other token sees these.
 
         Args:
-            num_held: columns before the tokens of the rows.
+            num_held: number of columns before the tokens of the rows.
         """
         device, num_new = input_device(self.model), stop - start
         pads = [min(row.pad, stop) for row in rows]

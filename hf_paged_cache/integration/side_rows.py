@@ -1,6 +1,6 @@
-"""Forwards that we run ourselves, for scores and prefills, each on rows of its own: no cache of a user is touched.
+"""Runs forwards of our own, for scores and prefills, each on rows of its own: no cache of a user is touched.
 
-What they compute is kept like that of any call, and counted by whoever asks.
+What they compute is kept as that of any call is, and counted by whoever asks for it.
 """
 
 from array import array
@@ -23,11 +23,11 @@ from .store_parts import StoreParts
 
 
 class SideRows:
-    """Runs forwards on rows of its own.
+    """`SideRows` runs forwards on rows of their own.
 
     Args:
-        parts: the model, and who reads its arguments.
-        make_cache: another cache on the same store.
+        parts: the model, and the reader of its arguments.
+        make_cache: makes another cache on the same store.
     """
 
     def __init__(self, parts: StoreParts, make_cache: Callable[[], Any]) -> None:
@@ -37,24 +37,24 @@ class SideRows:
 
     def _cache(self) -> Any:
         cache = self._make_cache()
-        cache._calls.count_with(PromptCounters())  # counted by the call that it is run for
+        cache._calls.count_with(PromptCounters())  # the call for which this cache runs counts its forwards
         return cache
 
     def begin(self, kind: str) -> Rows:
-        """Rows of a call of this kind, before their first forward."""
+        """Begin a call of this kind, and return its rows, before their first forward."""
         rows: Rows = self._cache()._calls.begin_side(kind)
-        rows.state.is_in_step = kind == "prefill"  # its forwards are cut already
+        rows.state.is_in_step = kind == "prefill"  # forwards of a prefill are cut already
         return rows
 
     def run(self, rows: Rows, inputs: Sequence[RowInput], stops: Sequence[int] = (), *, num_logits: int = 1) -> Tensor:
-        """Run tokens after those that the rows hold, without gradients.
+        """Run tokens after the tokens that rows hold, without gradients.
 
-        Shorter rows are filled up on the right, where no other token sees them, with tokens of their own.
+        Shorter rows are filled up on the right with their own last token; no other token sees these.
 
         Args:
             inputs: what each row runs; without roots.
-            stops: columns at which forwards end, the lower ones first; none: one forward, of all tokens.
-            num_logits: how many of the last columns' logits are wanted.
+            stops: columns at which forwards end, the lower ones first; none: one forward of all tokens.
+            num_logits: number of last columns whose logits are wanted.
 
         Returns:
             logits of the last columns of the last forward, [R, num_logits, vocabulary].
@@ -75,8 +75,9 @@ class SideRows:
         return logits
 
     def run_chunks(self, row: RowInput, size: int, num_logits: int) -> tuple[Tensor, Rows]:
-        """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`: the same bits, whatever
-        is known. All logits of a forward are computed where one of them is wanted.
+        """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`.
+
+        The logits are the same bits, whatever is known. All logits of a forward are computed if one of them is wanted.
 
         Returns:
             logits of the last columns, [1, num_logits, vocabulary]; and the rows, which are closed.
@@ -110,10 +111,10 @@ class SideRows:
         Effects: what modules keep of images is as before.
 
         Args:
-            inputs: as a processor returns them, of one prompt.
+            inputs: one prompt, as a processor returns it.
 
         Returns:
-            logits of its last token, [1, 1, vocabulary]; and the rows.
+            logits of the prompt's last token, [1, 1, vocabulary]; and the rows.
         """
         cache = self._cache()
         with self._deltas.unchanged(), torch.no_grad():
@@ -122,7 +123,9 @@ class SideRows:
         return logits, cache._current.take()
 
     def request_of(self, inputs: Mapping[str, Any]) -> ForwardRequest:
-        """What `generate` asks of a cache for a prompt, whatever it has besides token ids. Nothing runs, nothing is changed.
+        """Return what `generate` asks of a cache for a prompt, whatever the prompt has besides token ids.
+
+        Effects: none; no forward runs.
 
         Args:
             inputs: see `generate`.
@@ -137,14 +140,14 @@ class SideRows:
         raise AssertionError("generate ran no forward")
 
     def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
-        """Rows that go on beside these, row `i` from row `sources[i]`."""
+        """Make rows that go on beside `rows`, row `i` from row `sources[i]`."""
         return self._cache()._calls.fork(rows, sources)  # type: ignore[no-any-return]
 
     def close(self, rows: Rows) -> None:
-        """The call is over: keep what is complete."""
+        """End a call, and keep what is complete."""
         rows.calls.close(rows)
 
 
 def row_of(tokens: Sequence[int], pad: int = 0, shift: int | None = 0) -> RowInput:
-    """A row that runs these tokens."""
+    """Make a row that runs these tokens."""
     return RowInput(array("q", tokens), pad, 0, shift=shift)

@@ -1,4 +1,4 @@
-"""What the calls of a cache share with all other calls of its store."""
+"""Defines what the calls of a cache share with all other calls of its store."""
 
 from typing import Any, Protocol
 
@@ -11,13 +11,13 @@ from .image_inputs import ImageInputs
 
 
 class StoreParts(Protocol):
-    """A `PrefixStore`, as its calls see it.
+    """`StoreParts` is a `PrefixStore`, as the calls of its caches see it.
 
     Attributes:
-        model: whose blocks they are.
-        blocks: their allocator and pool.
-        conditioning: what keys and values of the model depend on.
-        argument_reader: of its forwards' arguments.
+        model: model of the store.
+        blocks: blocks of the model, with their allocator and pool.
+        conditioning: what the model's keys and values depend on.
+        argument_reader: reads the arguments of the model's forwards.
         image_inputs: says which arguments are types of text, and which fill placeholders.
         placeholders: token ids that are no text.
         looks: whether the model looks at keys and values itself.

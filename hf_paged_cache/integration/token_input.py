@@ -1,4 +1,4 @@
-"""Token ids as users give them: one sequence, as a list or a tensor, or an error that says what is wrong with it."""
+"""Reads token ids as users give them: one sequence, as a list or a tensor, or an error that says what is wrong."""
 
 import operator
 from collections.abc import Iterable, Mapping
@@ -9,17 +9,17 @@ from torch import bool as torch_bool
 
 from ..errors import CacheArgumentError
 
-_MAX_TOKEN = 2**63 - 1  # of an int64
+_MAX_TOKEN = 2**63 - 1  # largest int64
 
 
 def one_sequence(what: str, given: object) -> tuple[int, ...]:
-    """The token ids of [T], or of [1, T] as tokenizers return them; of any iterable of integers.
+    """Return the token ids of one sequence: [T], or [1, T] as tokenizers return it, or any iterable of integers.
 
     Args:
         what: the argument's name, for messages.
 
     Raises:
-        CacheArgumentError: it is something else.
+        CacheArgumentError: `given` is something else.
     """
     if isinstance(given, Tensor):
         if given.is_floating_point() or given.is_complex() or given.dtype is torch_bool:
@@ -44,10 +44,10 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
 
 
 def in_vocabulary(what: str, given: object, vocabulary_size: int) -> tuple[int, ...]:
-    """`one_sequence` of at least one token that the model has.
+    """Return the token ids of one sequence of at least one token, all of them in the model's vocabulary.
 
     Raises:
-        CacheArgumentError: it is something else, is empty, or has a token outside the vocabulary.
+        CacheArgumentError: `given` is something else, is empty, or has a token outside the vocabulary.
     """
     ids = one_sequence(what, given)
     if not ids:
@@ -59,7 +59,7 @@ def in_vocabulary(what: str, given: object, vocabulary_size: int) -> tuple[int, 
 
 
 def are_several(given: object) -> bool:
-    """Whether sequences of token ids are given in a list or tuple, and not one such sequence."""
+    """Return whether a list or tuple of token id sequences is given, and not one such sequence."""
     if not isinstance(given, list | tuple) or not given:
         return False
     first = given[0]
