@@ -16,10 +16,10 @@ from transformers import LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache, PrefixStore
 
-from ..ask.test_prefixes import all_blocks
-from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import assert_same, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
+from .test_conditions_of_reuse import ROPES
+from .test_prefixes import all_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,10 +14,9 @@ from hf_paged_cache.ask import verification
 
 from ..conformance import zoo
 from ..internals import held_tensors
-from ..model.test_support import FROM_5_23
-from ..promise.test_conditions_of_reuse import ROPES
-from ..reference import IDS, PROMPT, AtStep, Forwards, assert_same, batch, row, run
+from ..reference import FROM_5_23, IDS, PROMPT, AtStep, Forwards, assert_same, batch, row, run
 from ..tiny_models import build
+from .test_conditions_of_reuse import ROPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

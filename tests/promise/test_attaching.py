@@ -19,8 +19,8 @@ import torch
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration.hooks import after_forward, attach, before_forward, detach, is_attached
 
-from ..promise.test_interrupted_calls import Interrupter
 from ..reference import assert_same, run
+from .test_interrupted_calls import Interrupter
 
 IDS = torch.arange(1, 41).view(1, 40)
 

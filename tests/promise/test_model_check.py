@@ -11,7 +11,7 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache, check_model
 
 from ..conformance import zoo
 from ..internals import read_zeros
-from ..model.test_support import FROM_5_23
+from ..reference import FROM_5_23
 from ..tiny_models import build
 
 

@@ -12,8 +12,7 @@ from hf_paged_cache import ForwardMismatchError, PagedPrefixCache
 
 from ..conformance import zoo
 from ..internals import failing_forward
-from ..model.test_support import FROM_5_23
-from ..reference import Forwards, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import FROM_5_23, Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]

@@ -26,9 +26,9 @@ from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
 from ..conformance import zoo
 from ..internals import tokens_of_rows, zero_states
-from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
+from .test_conditions_of_reuse import ROPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 
 from ..conformance.image_zoo import prompt, tiny, tokens
 from ..conformance.images import Towers
-from ..model.test_support import BEFORE_5_23, FROM_5_23
-from ..reference import assert_same, is_same, run, zero_blocks
+from ..reference import BEFORE_5_23, FROM_5_23, assert_same, is_same, run, zero_blocks
 
 if TYPE_CHECKING:
     from pathlib import Path

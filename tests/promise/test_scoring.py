@@ -13,9 +13,9 @@ from transformers import LogitsProcessor
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, Score
 from hf_paged_cache.ask.scoring import plan, plan_by_length
 
-from ..promise.test_conditions_of_reuse import ROPES
 from ..reference import IDS, PROMPT, AtStep, Forwards, assert_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
+from .test_conditions_of_reuse import ROPES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
