@@ -44,7 +44,7 @@ def launch_costs(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, num_to
     monkeypatch.setattr(launches, "LAUNCH_BYTES", MappingProxyType({"cpu": num_tokens * token}))
 
 
-@pytest.mark.parametrize("num_tokens", [0, 10, 40, 100, 1000])
+@pytest.mark.parametrize("num_tokens", [0, 40, 1000])
 @pytest.mark.parametrize("what", [*PROMPTS])
 def test_prompts_that_begin_alike_give_the_same_logits_whatever_a_launch_costs(
     what: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -52,24 +52,11 @@ def test_prompts_that_begin_alike_give_the_same_logits_whatever_a_launch_costs(
     model, call = tiny("llama"), PROMPTS[what]
     launch_costs(monkeypatch, model, num_tokens)
     reference, cache = run(model, **call), PagedPrefixCache(model)
+    run(model, cache, **batch(SHARED), max_new_tokens=1)
+    cache.reset()
     for _ in range(2):
-        run(model, cache, **batch(SHARED), max_new_tokens=1)
-        cache.reset()
-        assert_same(reference, run(model, cache, **call))
         assert_same(reference, run(model, cache, **call))
     cache.check()
     cache.reset()
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, **call))
-
-
-@pytest.mark.parametrize(("num_tokens", "num_once", "num_rows"), [(3, 76, 6), (100, 64, 6), (1000, 0, 0)])
-def test_beams_of_prompts_that_begin_alike_read_what_is_known_once_for_all_of_them(
-    num_tokens: int, num_once: int, num_rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
-    launch_costs(monkeypatch, model, num_tokens)
-    run(model, cache, **batch(SHARED), max_new_tokens=1)
-    cache.reset()
-    run(model, cache, **PROMPTS["beams"])
-    assert (cache.last_call.read_once_tokens, cache.last_call.read_once_rows) == (num_once, num_rows)
