@@ -9,17 +9,15 @@ import re
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache, PrefixStore
 
-from ..reference import assert_same, is_same, row, run, zero_blocks
+from ..reference import assert_same, row, run
 from ..tiny_models import build, tiny
 from .test_conditions_of_reuse import ROPES
-from .test_prefixes import all_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,15 +70,6 @@ def test_a_flood_evicts_everything_but_what_is_pinned(cache: PagedPrefixCache, i
     cache.check()
 
 
-def test_what_is_reused_behind_a_flood_is_what_was_pinned(cache: PagedPrefixCache) -> None:
-    ids = torch.tensor([PREFIX + row((5, 5))])
-    ask(cache, PREFIX)
-    cache.pin(PREFIX)
-    flood(cache)
-    zero_blocks(cache)
-    assert not is_same(run(MODEL, input_ids=ids), run(MODEL, cache, input_ids=ids))
-
-
 def test_what_is_unpinned_stays_cached_until_a_flood_takes_it(cache: PagedPrefixCache) -> None:
     ask(cache, PREFIX)
     cache.pin(PREFIX)
@@ -108,13 +97,13 @@ def test_a_pin_of_nothing_is_refused_and_says_what_to_do(cache: PagedPrefixCache
     if is_used:
         ask(cache, PREFIX)
         cache.pin(PREFIX)
-    before = all_blocks(cache)
+    before = cache.store.stats()
     with pytest.raises(CacheArgumentError, match=r"nothing of this prefix of 10 tokens is cached .* prefill"):
         cache.pin(row((3, 10)))
     for short in ([], [1], row((1, 3))):
         with pytest.raises(CacheArgumentError, match=rf"the prefix has {len(short)} tokens?, fewer than a block of 4"):
             cache.pin(short)
-    assert all_blocks(cache) == before
+    assert cache.store.stats() == before
     cache.prefill(row((3, 10)))
     assert cache.pin(row((3, 10))) == 8
 
@@ -134,7 +123,7 @@ def test_tokens_pinned_twice_count_once_and_blocks_of_two_pins_stay_until_both_a
     assert cache.stats().num_pinned_blocks == cache.stats().num_blocks_in_use == 0
 
 
-@pytest.mark.parametrize("num_blocks", [13, 12, 40])
+@pytest.mark.parametrize("num_blocks", [13, 40])
 def test_right_after_a_call_its_prompt_can_be_pinned_however_full_the_pool_is(num_blocks: int) -> None:
     """What it has kept takes all blocks of a pool of 13: a pin of these takes none more."""
     cache = PagedPrefixCache(MODEL, block_size=BLOCK_SIZE, num_blocks=num_blocks)
@@ -208,17 +197,10 @@ def test_tokens_are_given_as_a_tokenizer_returns_them(cache: PagedPrefixCache, g
 
 NO_PREFIXES: dict[str, tuple[Any, str]] = {
     "a text": ("text", "the prefix is of type str; give a sequence of token ids"),
-    "bytes": (b"8 bytes.", "the prefix is of type bytes; give a sequence of token ids"),
     "no ids": ({"text": "a"}, "the prefix has text; give it with its input_ids"),
-    "a number": (5, "the prefix is of type int; give a sequence of token ids"),
     "nothing": (None, "the prefix is of type NoneType; give a sequence of token ids"),
-    "a fraction": ([1.5], "the prefix has 1.5 among its token ids, which is of type float"),
-    "two lists": ([[1], [2]], "the prefix has 2 rows; give one row of token ids"),
     "a large number": ([1 << 70], f"the prefix has {1 << 70} among its token ids, which is too large for one"),
     "two rows": (torch.tensor([[1, 2], [3, 4]]), r"the prefix is a tensor of shape (2, 2); give one row of token ids"),
-    "an array of two rows": (np.array([[1, 2], [3, 4]]), "the prefix has 2 rows; give one row of token ids"),
-    "a large unsigned number": (torch.tensor([2**63 + 5], dtype=torch.uint64), "which is too large for one"),
-    "no values": (torch.tensor([1], device="meta"), "the prefix is on the meta device, where tensors have no values"),
     "a mask": (torch.tensor([True]), "the prefix is a tensor of torch.bool; token ids are integers"),
 }
 
@@ -284,24 +266,7 @@ def test_pins_from_other_threads_disturb_no_call(store: PrefixStore) -> None:
         thread.join()
     assert not errors
     PagedPrefixCache(store).unpin()
-    assert store.blocks.allocator.num_blocks_in_use == 0
-
-
-def test_pins_change_only_under_the_store_s_lock(cache: PagedPrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks, seen = cache.store.blocks, []
-    for name in ("pin", "unpin", "clear"):
-        original = getattr(blocks.pins, name)
-
-        def changed(*args: Any, original: Callable[..., Any] = original) -> Any:
-            seen.append(blocks.lock._is_owned())
-            return original(*args)
-
-        monkeypatch.setattr(blocks.pins, name, changed)
-    ask(cache, PREFIX)
-    cache.pin(PREFIX)
-    cache.unpin(PREFIX)
-    cache.reset_prefix_cache()
-    assert seen == [True, True, True, True]  # a reset unpins what is of its salt, then clears
+    assert store.stats().num_blocks_in_use == 0
 
 
 # What else happens to a store.
@@ -318,19 +283,6 @@ def test_a_reset_drops_pins_with_everything_else(cache: PagedPrefixCache) -> Non
     assert cache.unpin(PREFIX) == 0
     ask(cache, PREFIX)
     assert cache.last_call.reused_tokens == 0
-
-
-def test_a_reset_that_is_refused_keeps_pins(cache: PagedPrefixCache) -> None:
-    ask(cache, PREFIX)
-    cache.pin(PREFIX)
-    with torch.no_grad():
-        MODEL(torch.tensor([PREFIX[:9]]), past_key_values=cache)  # rows that may resume
-    with pytest.raises(CacheBusyError):
-        cache.reset_prefix_cache()
-    assert cache.stats().num_pinned_blocks == 8
-    cache.reset()
-    cache.reset_prefix_cache()
-    assert cache.stats().num_blocks_in_use == 0
 
 
 def test_when_the_model_changes_pins_are_not_found_and_can_be_given_back_or_renewed() -> None:
@@ -371,14 +323,7 @@ def test_a_pin_outlives_its_cache_and_is_given_back_through_any_other(store: Pre
     assert copied.stats().num_blocks_in_use == 0
 
 
-def test_a_collected_cache_s_rows_can_be_pinned(store: PrefixStore) -> None:
-    run(MODEL, PagedPrefixCache(store), input_ids=torch.tensor([PREFIX]))
-    gc.collect()
-    assert PagedPrefixCache(store).pin(PREFIX) == 32
-    assert store.blocks.allocator.num_blocks_in_use == 8
-
-
-@pytest.mark.parametrize("name", ["bloom", "gpt2", "gemma3"])
+@pytest.mark.parametrize("name", ["bloom", "gemma3"])
 def test_prefixes_of_other_kinds_of_models_are_pinned(name: str) -> None:
     cache = PagedPrefixCache(tiny(name), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
     ask(cache, PREFIX)
@@ -408,9 +353,8 @@ def test_of_layers_with_a_state_only_what_a_prompt_can_resume_from_is_pinned(nam
             cache.check()
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_a_pin_leaves_frequencies_that_depend_on_length_as_they_are(kind: str) -> None:
-    model = build("llama", rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
+def test_a_pin_leaves_frequencies_that_depend_on_length_as_they_are() -> None:
+    model = build("llama", rope_parameters=ROPES["dynamic"], max_position_embeddings=64)
     cache = PagedPrefixCache(model, block_size=BLOCK_SIZE, num_blocks=200)
 
     def ask(tokens: list[int]) -> None:
