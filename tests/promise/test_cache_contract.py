@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import inspect
 import pickle
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
 
-from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import ForwardMismatchError, PagedPrefixCache
 
 from ..conformance.zoo import build as build_type
 
@@ -91,18 +90,6 @@ def test_every_question_gets_the_answer_that_a_dynamic_cache_gives(
         answers.append(answer(*ARGUMENTS.get(name, ())) if callable(answer) else answer)
     assert answers[0] == answers[1]
     assert (ours.get_seq_length(), len(ours)) == (theirs.get_seq_length(), len(theirs))
-
-
-@pytest.mark.parametrize("name", ["get_seq_length", "get_max_length", "offload", "prefetch"])
-def test_a_layer_answers_like_a_dynamic_one(name: str, filled: Any) -> None:
-    ours, theirs = filled
-    if name in ("offload", "prefetch"):
-        getattr(ours.layers[0], name)()
-    else:
-        assert getattr(ours.layers[0], name)() == getattr(theirs.layers[0], name)()
-    assert ours.layers[0].get_mask_sizes(3) == theirs.layers[0].get_mask_sizes(3)
-    ours.layers[0].lazy_initialization(torch.zeros(1), torch.zeros(1))
-    assert_same_content(ours, theirs)
 
 
 def test_a_cache_is_initialized_exactly_while_it_has_rows(filled: Any, tiny_llama: Any) -> None:
@@ -262,15 +249,6 @@ def test_a_cache_says_what_it_holds(filled: Any) -> None:
 # Content
 
 
-def test_keys_and_values_are_those_of_a_dynamic_cache(tiny_llama: Any) -> None:
-    ours, theirs = PagedPrefixCache(tiny_llama, block_size=4), DynamicCache(config=tiny_llama.config)
-    assert ours.layers[0].keys is None
-    assert ours.layers[0].values is None
-    for ids in (IDS, NEXT, NEXT[:, :1]):
-        torch.testing.assert_close(run(tiny_llama, ids, ours), run(tiny_llama, ids, theirs), atol=1e-4, rtol=1e-4)
-        assert_same_content(ours, theirs)
-
-
 CHANGES: dict[str, Any] = {
     "crop": lambda cache: cache.crop(-5),
     "crop of nothing": lambda cache: cache.crop(0),
@@ -300,23 +278,15 @@ def test_rows_change_as_those_of_a_dynamic_cache_do(change: Any, tiny_llama: Any
     ours.check()
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_the_next_call_after_a_change_is_right(change: Any, tiny_llama: Any) -> None:
+@pytest.mark.parametrize("change", ["crop", "reorder to one", "repeat", "select by mask"])
+def test_the_next_call_after_a_change_is_right(change: str, tiny_llama: Any) -> None:
     """Whatever was kept of the rows before must be theirs."""
     ours = PagedPrefixCache(tiny_llama, block_size=4)
     run(tiny_llama, IDS, ours)
-    change(ours)
+    CHANGES[change](ours)
     for ids in (IDS, IDS[1:]):
         expected = tiny_llama.generate(ids, max_new_tokens=4, do_sample=False)
         assert tiny_llama.generate(ids, max_new_tokens=4, do_sample=False, past_key_values=ours).equal(expected)
-
-
-def test_more_cannot_be_taken_back_than_there_is_and_nothing_put_back(filled: Any) -> None:
-    ours, theirs = filled
-    for number in (3, -24):
-        with pytest.raises(CacheArgumentError):
-            ours.crop(number)
-    assert_same_content(ours, theirs)
 
 
 @pytest.mark.parametrize("layer_idx", [0, -1, 99, -99])
@@ -369,32 +339,6 @@ def test_a_reset_gives_rows_back_and_keeps_full_blocks_to_be_found(filled: Any, 
     assert stats.num_cached_blocks == 2 * (23 // 4)
     tiny_llama.generate(IDS, max_new_tokens=1, past_key_values=ours)
     assert ours.last_call.reused_tokens == 2 * 19  # of each row but its last token
-
-
-def test_a_cache_that_is_collected_gives_its_blocks_back(tiny_llama: Any) -> None:
-    store = PrefixStore(tiny_llama, block_size=4)
-    cache = PagedPrefixCache(store)
-    run(tiny_llama, IDS, cache)
-    assert store.blocks.allocator.num_blocks_in_use == 0
-    del cache
-    gc.collect()
-    stats = PagedPrefixCache(store).stats()
-    assert (stats.num_blocks_in_use, stats.num_cached_blocks) == (0, 10)
-    PagedPrefixCache(store).check()
-
-
-def test_caches_built_in_the_call_itself_share_what_they_leave(tiny_llama: Any) -> None:
-    store = PrefixStore(tiny_llama, block_size=4)
-    expected = tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False)
-    for _ in range(3):
-        output = tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False, past_key_values=PagedPrefixCache(store))
-        assert output.equal(expected)
-    cache = PagedPrefixCache(store)
-    tiny_llama.generate(IDS, max_new_tokens=3, do_sample=False, past_key_values=cache)
-    assert cache.last_call.reused_tokens == 2 * 19
-    gc.collect()
-    cache.reset()
-    assert cache.stats().num_blocks_in_use == 0
 
 
 def test_a_list_of_the_same_layers_put_in_place_of_the_cache_s_changes_nothing(tiny_llama: Any) -> None:
