@@ -22,7 +22,6 @@ from hf_paged_cache.ask.picture import (
     Picture,
     as_figure,
     as_html,
-    cells_of,
 )
 from hf_paged_cache.errors import CacheArgumentError
 
@@ -93,13 +92,6 @@ def test_with_a_salt_only_its_own_blocks_are_drawn() -> None:
     stats = tenant.stats()
     num_blocks = stats.num_blocks_in_use + stats.num_cached_blocks
     assert len(drawings(tenant._repr_html_())[1]) == num_blocks == 2
-
-
-def test_many_blocks_share_a_square_in_the_kind_of_most() -> None:
-    cells, num_each = cells_of(bytes([0] * 480 + [1] * 300 + [2] * 661))
-    assert (len(cells), num_each) == (361, 4)
-    assert Counter(cells) == {0: 120, 1: 75, 2: 166}
-    assert cells_of(b"")[0] == []
 
 
 def test_a_name_is_no_html() -> None:

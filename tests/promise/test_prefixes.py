@@ -20,7 +20,6 @@ from hf_paged_cache import (
     PrefixStore,
     UnsupportedModelError,
 )
-from hf_paged_cache.integration.prefill import stops_of
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
@@ -52,12 +51,9 @@ def rope_model(kind: str) -> PreTrainedModel:
 
 
 def all_blocks(cache: PagedPrefixCache) -> tuple[Any, ...]:
-    """Equal while nothing of the store has changed, orders of eviction included; what others left is taken back first."""
-    blocks, allocator = cache.store.blocks, cache.store.blocks.allocator
-    with blocks.lock:
-        blocks.settle()
-    windows = [(dict(group.places), list(group._passed), list(group._ends)) for group in blocks.windows.groups]
-    return allocator.snapshot(), allocator.num_lapses, windows, list(blocks.states.kept._contents)
+    """Equal while nothing of the store has changed, orders of eviction included."""
+    stats = cache.store.stats()  # which takes back what others left
+    return stats, cache.store.blocks.allocator.snapshot()
 
 
 def assert_found(cache: PagedPrefixCache, tokens: list[int], **arguments: Any) -> Lookup:
@@ -77,8 +73,7 @@ def assert_found(cache: PagedPrefixCache, tokens: list[int], **arguments: Any) -
 # What is computed ahead.
 
 
-@pytest.mark.parametrize("chunk_size", [32, 2048])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "chunk_size"), [*((name, 32) for name in NAMES), ("llama", 2048), ("lfm2", 2048)])
 def test_a_call_behind_a_prefill_gives_the_same_and_computes_what_is_new(name: str, chunk_size: int) -> None:
     model = model_of(name)
     cache, wanted = PagedPrefixCache(model, block_size=4), run(model, **batch(PREFIX + QUESTION))
@@ -94,8 +89,8 @@ def test_a_call_behind_a_prefill_gives_the_same_and_computes_what_is_new(name: s
     assert not is_same(wanted, run(model, again, **batch(PREFIX + QUESTION)))
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("num_tokens", [128, 129])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_next"])
 def test_the_very_prompt_that_was_prefilled_computes_little_more_than_its_last_token(
     name: str, num_tokens: int
 ) -> None:
@@ -117,14 +112,7 @@ def test_no_forward_has_more_tokens_than_asked_for(name: str) -> None:
         assert done.num_tokens == done.num_known + done.num_computed
 
 
-def test_a_forward_is_cut_for_no_snapshot_but_the_last() -> None:
-    cache = PagedPrefixCache(model_of("qwen3_next"), block_size=4)
-    with Forwards(cache.store.model) as shapes:
-        cache.prefill(PREFIX)
-    assert (shapes, cache.stats().num_snapshots) == ([(1, 128), (1, 20)], 1)
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "lfm2"])
 def test_what_is_known_is_not_computed_again(name: str) -> None:
     cache = PagedPrefixCache(model_of(name), block_size=4)
     cache.prefill(PREFIX)
@@ -133,14 +121,6 @@ def test_what_is_known_is_not_computed_again(name: str) -> None:
     assert not shapes
     stats = cache.stats()
     assert (stats.num_calls, stats.prompt_tokens, stats.computed_tokens) == (1, 148, 148)
-
-
-def test_of_single_tokens_one_is_computed_with_the_one_before_it() -> None:
-    cache = PagedPrefixCache(model_of("zamba2"), block_size=1)  # which computes one token otherwise than several
-    cache.prefill(PREFIX[:20])
-    assert cache.prefill(PREFIX[:21]).num_tokens == 21
-    assert_same(run(cache.store.model, **batch(PREFIX[:30])), run(cache.store.model, cache, **batch(PREFIX[:30])))
-    assert cache.last_call.reused_tokens == 21
 
 
 def test_what_is_prefilled_again_is_evicted_last() -> None:
@@ -159,16 +139,6 @@ def test_of_several_prompts_what_they_share_is_computed_once() -> None:
     assert cache.prefill(prompts) == Prefilled(num_tokens=180, num_known=80, num_computed=100)
     assert [cache.lookup(torch.tensor([prompt])).num_tokens for prompt in prompts] == [60, 60, 60]
     assert cache.prefill([torch.tensor(prompt) for prompt in prompts]).num_computed == 0
-
-
-def test_what_is_prefilled_can_be_pinned_and_outlives_a_flood() -> None:
-    model = tiny("llama")
-    cache, prefix = PagedPrefixCache(model, block_size=4, num_blocks=33), row((1, 40))
-    assert cache.prefill(prefix).num_tokens == cache.pin(prefix) == 40
-    for seed in range(3, 9):
-        run(model, cache, **batch(row((seed, 60))))
-    assert_same(run(model, **batch(prefix + QUESTION)), run(model, cache, **batch(prefix + QUESTION)))
-    assert cache.last_call.reused_tokens == 40
 
 
 def test_the_rows_of_the_cache_stay_also_while_they_run() -> None:
@@ -279,17 +249,10 @@ def test_where_a_call_runs_a_look_would_change_frequencies() -> None:
     run(model, cache, **batch(row((1, 80))), logits_processor=[AtStep(2, look)])
 
 
-def test_no_forward_is_of_fewer_tokens_than_the_model_takes() -> None:
-    assert stops_of(0, [7, 8], 4, least=1) == [4, 7, 8]
-    assert stops_of(0, [7, 8], 4, least=2) == [4, 7]
-    assert stops_of(7, [7, 8], 4, least=2) == [8]  # of one that was begun before, known tokens are computed again
-    assert stops_of(2, [8], 4, least=1) == [6, 8]
-
-
 # What a look says.
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
 def test_a_look_says_what_the_call_then_finds_whatever_came_before(name: str) -> None:
     rng, model = random.Random(name), model_of(name)
     size: dict[str, int] = {"num_blocks": 100}
@@ -298,7 +261,7 @@ def test_a_look_says_what_the_call_then_finds_whatever_came_before(name: str) ->
     store = PrefixStore(model, block_size=4, **size)
     caches = [PagedPrefixCache(store), PagedPrefixCache(store), PagedPrefixCache(store, cache_salt="a")]
     prompts, found = [row((1, 60))], []
-    for _ in range(60):
+    for _ in range(40):
         cache = rng.choice(caches)
         base = rng.choice(prompts[-4:])
         tokens = base[: rng.choice([len(base), len(base) // 4 * 4, rng.randint(1, len(base))])]
