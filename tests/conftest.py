@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import torch
     from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_paged_cache import PagedPrefixCache
@@ -133,20 +132,6 @@ def cache(model: PreTrainedModel) -> PagedPrefixCache:
     from hf_paged_cache import PagedPrefixCache
 
     return PagedPrefixCache(model)
-
-
-@pytest.fixture
-def device() -> torch.device:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture
-def rng() -> torch.Generator:
-    import torch
-
-    return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture(scope="session")
