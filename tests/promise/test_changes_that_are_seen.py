@@ -113,6 +113,9 @@ def change_class(model: Model) -> None:
 
 
 CHANGES: dict[str, Callable[[Model], Any]] = {
+    "p.data = ...": lambda model: setattr(first_weight(model), "data", first_weight(model).data + 1e-3),
+    "p.data.copy_": lambda model: first_weight(model).data.copy_(first_weight(model).data * 2),
+    "another attention implementation": lambda model: model.set_attn_implementation("eager"),
     "a row in place": edit_row,
     "a row in inference mode": torch.inference_mode()(edit_row),
     "a row in a new parameter": replace_embedding,
@@ -181,6 +184,17 @@ def test_what_torch_does_not_count_is_seen_in_eight_values_alone(known: Known) -
     known.renew()
     weight.detach().numpy()[:] *= 2
     assert known.finds_nothing()
+
+
+def test_autocast_and_its_type_count_as_long_as_they_are_on(known: Known) -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype):
+            assert known.finds_nothing()
+        assert known.finds_all()
+    with torch.autocast("cpu", torch.bfloat16):
+        known.renew()
+        with torch.autocast("cpu", torch.float16):
+            assert known.finds_nothing()
 
 
 class Scaled(nn.Linear):
