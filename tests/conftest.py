@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import torch
     from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_paged_cache import PagedPrefixCache
@@ -59,19 +58,12 @@ _frozen = ""  # the file before whose first test all was frozen
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the first test of a file: what was imported is left out of collections, which took a fifth of a second each.
-
-    Locks are guarded wherever torch is used at all; tests of `blocks/` alone import none.
-    """
+    """Before the first test of a file: what was imported is left out of collections, which took a fifth of a second each."""
     global _frozen
     if _frozen != str(item.path):
         _frozen = str(item.path)
         gc.collect()
         gc.freeze()
-    if "torch" in sys.modules:
-        from . import lock_guard
-
-        lock_guard.install()
 
 
 @pytest.fixture(autouse=True)
@@ -82,20 +74,6 @@ def _gradients_stay_on() -> Iterator[None]:
     if torch is not None and not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
         pytest.fail("this test has left gradients off")
-
-
-@pytest.fixture(autouse=True)
-def _no_lock_stays_held() -> Iterator[None]:
-    """A test that leaves a lock of the package held fails itself, instead of one after it whose threads wait for it."""
-    yield
-    locks = sys.modules.get("hf_paged_cache.locks")
-    if locks is None:
-        return
-    held = [lock for lock in (locks._registering, *locks._locks) if lock._is_owned()]
-    for lock in held:
-        lock.release()
-    if held:
-        pytest.fail(f"this test has left {len(held)} locks held")
 
 
 @pytest.fixture
@@ -154,20 +132,6 @@ def cache(model: PreTrainedModel) -> PagedPrefixCache:
     from hf_paged_cache import PagedPrefixCache
 
     return PagedPrefixCache(model)
-
-
-@pytest.fixture
-def device() -> torch.device:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture
-def rng() -> torch.Generator:
-    import torch
-
-    return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture(scope="session")

@@ -72,14 +72,6 @@ def held_tensors(
             yield from pool.layer(layer_idx).values()
 
 
-def tensor_and_block(store: BlockStore, layer_idx: int, name: str, block_id: int) -> tuple[Tensor, int] | None:
-    """The pool's tensor for a layer, and where it has a block; None where a layer with a window has not."""
-    pool, sight = store.pool, store.windows.sight_of.get(layer_idx)
-    placing = pool.groups[None if sight is None else sight.name].placing
-    place = block_id if placing is None else placing.places.get(block_id)
-    return None if place is None else (pool.layer(layer_idx)[name], place)
-
-
 def split_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Rows read once what they share, and a forward is one causal square, wherever they can, whatever that costs."""
     patch.setattr(launches, "LAUNCH_BYTES", {})
@@ -213,23 +205,15 @@ def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> in
 
 
 def spoil_one_written_slot(cache: PagedPrefixCache, value: float) -> None:
-    """Write `value` into the first slot that holds something, of layer 1's values."""
+    """Write `value` into the first slot that holds something, of layer 1's values; that layer has no window."""
     store = _blocks(cache)
     slot, size = min(written_slots(store)), store.block_size
-    found = tensor_and_block(store, 1, "value", slot // size)
-    assert found is not None
-    tensor, place = found
-    tensor[place, :, slot % size] = value
+    store.pool.layer(1)["value"][slot // size, :, slot % size] = value
 
 
 def num_blocks_in_use(store: PrefixStore) -> int:
     """As it is now: `stats()` first takes back what collected caches left."""
     return store.blocks.allocator.num_blocks_in_use
-
-
-def lock_of(store: PrefixStore) -> AbstractContextManager[Any]:
-    """What whoever changes blocks holds."""
-    return store.blocks.lock
 
 
 def _blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> BlockStore:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from transformers import LogitsProcessor
 
 from hf_paged_cache.model.probing import input_device
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 
 
 TOLERANCE = 1e-4  # of the largest logit of the reference
+BEFORE_5_23 = version.parse(transformers.__version__) < version.parse("5.23")
+FROM_5_23 = pytest.mark.skipif(BEFORE_5_23, reason="earlier versions compute it otherwise")
 
 
 def run(model: PreTrainedModel, cache: PagedPrefixCache | None = None, *, seed: int = 0, **arguments: Any) -> Any:

@@ -253,12 +253,18 @@ _FACTORIES = frozenset(
 )
 
 
-@pytest.mark.parametrize("module", sorted(FILES))
-def test_a_tensor_is_made_on_a_device_that_is_named(module: str) -> None:
+@cache
+def parsed() -> list[tuple[str, ast.AST]]:
+    """Everything that is written in the package: the module, and a node of it."""
+    trees = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in FILES.items()}
+    return [(module, node) for module, tree in trees.items() for node in ast.walk(tree)]
+
+
+def test_a_tensor_is_made_on_a_device_that_is_named() -> None:
     """Whatever `torch.set_default_device` says: what is of the host is made there."""
     unnamed = [
-        f"line {call.lineno}: torch.{call.func.attr}"
-        for call in ast.walk(ast.parse(FILES[module].read_text(encoding="utf-8")))
+        f"{module}, line {call.lineno}: torch.{call.func.attr}"
+        for module, call in parsed()
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and isinstance(call.func.value, ast.Name)
@@ -266,3 +272,36 @@ def test_a_tensor_is_made_on_a_device_that_is_named(module: str) -> None:
         and not any(keyword.arg in ("device", None) for keyword in call.keywords)
     ]
     assert not unnamed
+
+
+def test_one_module_alone_writes_into_the_layers_of_transformers() -> None:
+    written = {"keys", "values", "cumulative_length", "indexer_keys"}
+    writing = {
+        module
+        for module, node in parsed()
+        if isinstance(node, ast.Attribute)
+        and node.attr in written
+        and isinstance(node.ctx, ast.Store)
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    }
+    assert writing == {"model.layer_streams"}
+
+
+def test_nobody_looks_at_frames_reference_counts_or_other_peoples_objects() -> None:
+    forbidden = {"_getframe", "currentframe", "settrace", "setprofile", "getrefcount", "get_referrers", "get_objects"}
+    forbidden |= {"getsource", "__del__", "ctypes"}
+    names = [
+        (module, getattr(node, "attr", getattr(node, "name", getattr(node, "id", "")))) for module, node in parsed()
+    ]
+    assert not [found for found in names if found[1] in forbidden]
+
+
+@pytest.mark.parametrize("name", hf_paged_cache.__all__)
+def test_a_public_name_and_its_methods_say_what_they_do(name: str) -> None:
+    public = getattr(hf_paged_cache, name)
+    if callable(public):
+        assert public.__doc__
+        assert public.__doc__ != object.__doc__
+    if isinstance(public, type):
+        own = [member for key, member in vars(public).items() if not key.startswith("_") and callable(member)]
+        assert not [member.__name__ for member in own if not member.__doc__]

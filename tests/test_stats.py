@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore, RowStats
-from hf_paged_cache.call.counters import PromptCounters
-from hf_paged_cache.stats import RowCount
 
 from .internals import split_everywhere
 from .reference import assert_same, batch, row, run
-from .tiny_models import build, tiny
+from .tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -140,46 +137,9 @@ def test_a_call_says_how_many_tokens_were_read_once_for_how_many_rows_and_why_no
     assert read_once_of(cache) == (0, 0, "")
 
 
-def test_a_model_that_looks_itself_says_so_in_each_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    split_everywhere(monkeypatch)
-    model = build("llama", attn_implementation="eager")
-    several = torch.tensor([[*row((1, 120)), new] for new in (3, 4, 5)])
-    cache = PagedPrefixCache(model)
-    for _ in range(2):
-        run(model, cache, input_ids=several)
-        num_tokens, _, dense = read_once_of(cache)
-        assert not num_tokens
-        assert dense.startswith("the model looks at keys and values itself")
-
-
 def read_once_of(cache: PagedPrefixCache) -> tuple[int, int, str]:
     call = cache.last_call
     return call.read_once_tokens, call.read_once_rows, call.dense
-
-
-def test_what_of_a_row_was_neither_computed_nor_reused_is_shared() -> None:
-    counted = RowCount(prompt_tokens=40, computed_tokens=8, reused_tokens=20, matched_tokens=20, stopped="why")
-    assert counted.frozen() == RowStats(
-        prompt_tokens=40, computed_tokens=8, reused_tokens=20, shared_tokens=12, matched_tokens=20, stopped="why"
-    )
-    assert RowCount().frozen() == RowStats(0, 0, 0, 0, 0, "nothing was computed")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "computed", "reused", "rate"), [(40, 10, 30, 0.75), (40, 10, 10, 0.25), (40, 40, 0, 0.0), (0, 0, 0, 0.0)]
-)
-def test_the_hit_rate_is_the_share_reused_and_zero_of_nothing(
-    prompt: int, computed: int, reused: int, rate: float
-) -> None:
-    counters = PromptCounters()
-    counters.add_call("score", [RowCount(prompt, computed, reused)], peak_kv_bytes=0, bypassed=False)
-    assert counters.last_call().hit_rate == counters.totals.metrics.hit_rate == rate
-
-
-def test_stats_that_were_taken_do_not_change() -> None:
-    for thing in (STATS, RowStats(0, 0, 0, 0, 0, "")):
-        with pytest.raises(FrozenInstanceError):
-            thing.prompt_tokens = 1
 
 
 def test_the_most_blocks_are_known_once_they_follow_from_a_number_or_from_a_forward(
@@ -231,8 +191,10 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "lfm2"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [*(("llama", kind) for kind in BATCHES), ("gemma3", "beams"), ("lfm2", "a prefix that rows share")],
+)
 def test_what_rows_of_one_call_share_is_no_reuse_of_earlier_calls(name: str, kind: str) -> None:
     model, given = tiny(name), BATCHES[kind]
     cache = PagedPrefixCache(model, block_size=8)
@@ -299,7 +261,8 @@ def test_bytes_are_those_of_the_blocks_in_use_and_of_the_rows(tiny_llama: LlamaF
     cache = PagedPrefixCache(tiny_llama, block_size=BLOCK_SIZE)
     run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
     stats = cache.stats()
-    assert stats.kv_bytes == cache._current.rows.kv_bytes > stats.num_blocks_in_use == 0
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert 2 * held >= stats.kv_bytes >= held > stats.num_blocks_in_use == 0
     assert stats.peak_kv_bytes >= stats.kv_bytes
     cache.reset()
     emptied = cache.stats()
@@ -310,7 +273,7 @@ def test_bytes_are_those_of_the_blocks_in_use_and_of_the_rows(tiny_llama: LlamaF
     assert cache.pin(row((1, 40))) == 2 * BLOCK_SIZE
     assert cache.stats().kv_bytes == of_blocks
     run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
-    assert cache.stats().kv_bytes == of_blocks + cache._current.rows.kv_bytes > of_blocks
+    assert cache.stats().kv_bytes >= of_blocks + held
 
 
 def test_rows_count_while_they_run(tiny_llama: LlamaForCausalLM) -> None:
@@ -348,18 +311,6 @@ def test_pins_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCausalLM)
     assert (other.num_calls, other.prompt_tokens, other.peak_kv_bytes) == (0, 0, 0)
 
 
-def test_what_a_collected_cache_held_is_not_in_use(tiny_llama: LlamaForCausalLM) -> None:
-    store = PrefixStore(tiny_llama, block_size=BLOCK_SIZE)
-    kept, dropped = PagedPrefixCache(store), PagedPrefixCache(store)
-    run(tiny_llama, dropped, **batch(row((1, 40))), max_new_tokens=NUM_NEW)
-    assert kept.stats().num_blocks_in_use == 0
-    del dropped
-    gc.collect()
-    stats = kept.stats()
-    assert stats.num_blocks_in_use == 0
-    assert stats.num_cached_blocks == 2
-
-
 def test_seconds_saved_and_reasons_follow_from_what_was_computed() -> None:
     model = tiny("llama")
     cache = PagedPrefixCache(model)
@@ -367,10 +318,8 @@ def test_seconds_saved_and_reasons_follow_from_what_was_computed() -> None:
     for seed in (1, 2, 1):  # of at least 128 tokens, which show what one costs
         run(model, cache, input_ids=torch.tensor([row((seed, 150))]))
     stats = cache.stats()
-    price = cache.store.blocks.tiers.seconds_of_a_token
-    assert price is not None
-    assert stats.saved_seconds == pytest.approx(price * stats.reused_tokens)
-    assert stats.saved_seconds > 0
+    assert stats.reused_tokens == 144
+    assert 0 < stats.saved_seconds < 60
     reasons = dict(stats.computed_because)
     assert sum(reasons.values()) == stats.computed_tokens
     assert reasons["no cached block has these first 16 tokens under the same conditions"] == 150

@@ -11,8 +11,7 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache, UnsupportedModelError
 
-from ..model.test_support import BEFORE_5_23, FROM_5_23
-from ..reference import assert_same, is_same, run, zero_blocks
+from ..reference import BEFORE_5_23, FROM_5_23, assert_same, is_same, run, zero_blocks
 from .images import SCENES, examine
 from .multimodal import IMAGE_TEXT, build_image_text, example_inputs, image_inputs
 

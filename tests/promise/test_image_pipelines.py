@@ -12,7 +12,7 @@ from transformers import LlavaProcessor, PreTrainedTokenizerFast, pipeline
 from hf_paged_cache import PagedPrefixCache
 
 from ..conformance.image_zoo import IMAGE_TOKEN, tiny
-from ..model.test_support import FROM_5_23
+from ..reference import FROM_5_23
 
 Image = pytest.importorskip("PIL.Image")
 

@@ -17,9 +17,7 @@ SCENES = (*test_generate_equivalence.SCENES, *test_ways_to_generate.SCENES)
 
 pytestmark = [
     pytest.mark.accelerator,
-    pytest.mark.skipif(
-        not torch.accelerator.is_available(), reason="this machine has no accelerator; see tests/accelerator"
-    ),
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="this machine has no accelerator"),
 ]
 
 

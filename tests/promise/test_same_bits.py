@@ -15,8 +15,7 @@ from hf_paged_cache.integration.finding import Finding
 from tests.differential.kinds import build
 
 from ..internals import always_worth_it, reused_of_chunks
-from ..model.test_support import FROM_5_23
-from ..reference import batch, row
+from ..reference import FROM_5_23, batch, row
 
 SIZE = 16  # of a chunk
 PROMPT = row((1, 70))

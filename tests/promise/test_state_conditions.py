@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 from hf_paged_cache import PagedPrefixCache
 
 from ..conformance import zoo
-from ..model.test_support import FROM_5_23
-from ..reference import assert_same, batch, row, run
+from ..reference import FROM_5_23, assert_same, batch, row, run
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
 

@@ -12,8 +12,7 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from ..conformance import zoo
 from ..internals import SNAPSHOT_COPIES, blocks_of_the_last_row, lose_window_blocks, make_forwards_cheap
-from ..model.test_support import FROM_5_23
-from ..reference import TOLERANCE, assert_same, batch, row, run
+from ..reference import FROM_5_23, TOLERANCE, assert_same, batch, row, run
 from .test_states import play
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]

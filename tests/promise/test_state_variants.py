@@ -13,8 +13,7 @@ from hf_paged_cache import PagedPrefixCache
 
 from ..conformance import zoo
 from ..conformance.player import distance_of
-from ..model.test_support import FROM_5_23
-from ..reference import assert_same, batch, is_same, row, run
+from ..reference import FROM_5_23, assert_same, batch, is_same, row, run
 
 pytestmark = FROM_5_23
 

@@ -15,8 +15,7 @@ from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefix
 
 from ..conformance import zoo
 from ..internals import failing_forward, held_states, held_tensors, reused_of_chunks, snapshot_behind, zero_states
-from ..model.test_support import FROM_5_23
-from ..reference import TOLERANCE, Forwards, assert_same, batch, is_same, row, run
+from ..reference import FROM_5_23, TOLERANCE, Forwards, assert_same, batch, is_same, row, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -1,0 +1,368 @@
+"""Prompts with images: named by what is passed, run once, and right in every way of calling."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_paged_cache import PagedPrefixCache
+
+from ..conformance.image_zoo import prompt, tiny, tokens
+from ..conformance.images import Towers
+from ..reference import BEFORE_5_23, FROM_5_23, assert_same, is_same, run, zero_blocks
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+TEXT, FIRST, SECOND, THIRD = (tokens(seed, 27) for seed in (1, 2, 3, 4))
+START = len(TEXT)  # of the image in most prompts
+KINDS = ("qwen2_vl", "idefics3")  # a grid and positions of three numbers; images nested in rows
+
+
+def ask(name: str, *rows: Any) -> dict[str, Tensor]:
+    return prompt(tiny(name)[1], *rows)
+
+
+def reused(held: PagedPrefixCache) -> int:
+    return held.last_call.reused_tokens
+
+
+def assert_reused(held: PagedPrefixCache, more_than: int) -> None:
+    """Transformers 5.17 takes features of no image in place of the image, so a prompt with one is computed whole."""
+    assert reused(held) == 0 if BEFORE_5_23 else reused(held) > more_than
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_that_differ_in_one_value_of_one_pixel_share_nothing(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask(name, [TEXT, 1, FIRST])
+    run(model, held, **given)
+    other = {**given, "pixel_values": given["pixel_values"].clone()}
+    other["pixel_values"].view(-1)[-1] += 1e-3
+    assert_same(run(model, **other), run(model, held, **other))
+    assert reused(held) <= START
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("qwen2_vl", {"image_grid_thw": torch.tensor([[1, 4, 16]])}),
+        ("video_llama_3", {"image_grid_thw": torch.tensor([[1, 4, 16]])}),  # its positions say nothing of the grid
+    ],
+)
+def test_the_same_pixels_under_another_grid_are_another_image(name: str, other: dict[str, Tensor]) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask(name, [TEXT, 1, FIRST])
+    changed = {**given, **other}
+    outputs = [run(model, held, **each) for each in (given, changed)]
+    assert not is_same(*outputs), "the grid does not matter"
+    assert_same(run(model, **changed), outputs[1])
+    assert reused(held) <= START
+
+
+def test_the_same_image_at_other_positions_is_another_one() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    positions, _ = model.model.get_rope_index(
+        given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], image_grid_thw=given["image_grid_thw"]
+    )
+    moved = positions.clone()
+    moved[2, :, START : START + 16] += 9
+    found = []
+    for each in (positions, moved):
+        with torch.no_grad():
+            wanted = model(**given, position_ids=each, use_cache=False).logits[:, -1:]
+            held.reset()
+            logits = model(**given, position_ids=each, past_key_values=held, logits_to_keep=1).logits
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        found.append(wanted)
+    assert not torch.allclose(*found, rtol=0, atol=1e-3 * float(found[0].abs().max())), "positions do not matter"
+    assert reused(held) <= START
+
+
+def test_types_beside_an_image_are_said_and_nothing_is_reused() -> None:
+    model, _ = tiny("gemma3")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("gemma3", [TEXT, 1, FIRST])
+    types = given["token_type_ids"].clone()
+    types[0, 3:9] = 1  # these see each other, too
+    for each in (given, {**given, "token_type_ids": types}):
+        assert_same(run(model, **each), run(model, held, **each))
+        held.reset()
+    assert not reused(held)
+    assert held.last_call.rows[0].stopped == "the argument token_type_ids may condition keys and values"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_images_are_told_apart_by_their_place(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    for pair in ((1, 2), (2, 1), (2, 2), (1, 2)):
+        given = ask(name, [TEXT, pair[0], FIRST, pair[1], SECOND])
+        assert_same(run(model, **given), run(model, held, **given))
+        held.reset()
+    assert_reused(held, 2 * START)
+
+
+def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given, text = ask("qwen2_vl", [TEXT, 1, FIRST]), ask("qwen2_vl", [TEXT])
+    run(model, **given)
+    wanted = model.model.rope_deltas.clone()
+    run(model, held, **given)
+    run(model, held, **given)
+    assert_reused(held, START)
+    assert model.model.rope_deltas.equal(wanted)
+    mask = torch.ones((1, given["input_ids"].shape[1] + 8), dtype=torch.int64)
+    with torch.no_grad():  # the call after that, without the cache
+        logits = model(**text, use_cache=False).logits
+        held.reset()
+        torch.testing.assert_close(model(**text, use_cache=False).logits, logits)
+    assert mask.shape[1] > 8
+
+
+@FROM_5_23
+@pytest.mark.parametrize("name", KINDS)
+def test_towers_run_for_the_images_that_are_not_known_alone(name: str) -> None:
+    model, _ = tiny(name)
+    with Towers(model) as towers:
+        held = PagedPrefixCache(model, block_size=8)
+        chat = [TEXT, 1, FIRST]
+        for part, num_runs in (([], 1), ([SECOND], 1), ([2, THIRD], 2), ([TEXT], 2)):
+            chat = [*chat, *part]
+            given = ask(name, chat)
+            output = run(model, held, **given)
+            assert towers.num_runs == num_runs
+            towers_before = towers.num_runs
+            assert_same(run(model, **given), output)
+            towers.num_runs = towers_before
+            held.reset()
+        assert_reused(held, 2 * START)
+
+
+@FROM_5_23
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_about_one_image_run_it_once(name: str) -> None:
+    model, _ = tiny(name)
+    num_pixels = []
+    encode = model.model.get_image_features
+
+    @functools.wraps(encode)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        num_pixels.append((kwargs.get("pixel_values") if not args else args[0]).numel())
+        return encode(*args, **kwargs)
+
+    one = ask(name, [TEXT, 1, FIRST])["pixel_values"].numel()
+    given = ask(name, [TEXT, 1, FIRST], [TEXT, 1, SECOND])
+    two = ask(name, [TEXT, 1, FIRST], [TEXT, 2, SECOND])
+    references = [run(model, **given, num_beams=2), run(model, **two)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model, "get_image_features", noting)
+        assert_same(references[0], run(model, PagedPrefixCache(model, block_size=8), **given, num_beams=2))
+        assert_same(references[1], run(model, PagedPrefixCache(model, block_size=8), **two))
+    assert num_pixels == [one, 2 * one]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_encoder_that_somebody_has_replaced_is_the_one_that_runs_and_nothing_of_before_is_found(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask(name, [TEXT, 1, FIRST])
+    before, encode = run(model, held, **given), model.model.get_image_features
+
+    @functools.wraps(encode)
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output = encode(*args, **kwargs)
+        features = output.pooler_output
+        output.pooler_output = features * 2 if isinstance(features, Tensor) else [each * 2 for each in features]
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model.model, "get_image_features", changed)
+        held.reset()
+        output = run(model, held, **given)
+        assert not reused(held)
+        assert_same(run(model, **given), output)
+    assert not is_same(before, output), "the change does not matter"
+
+
+def test_a_tower_that_raises_leaves_the_cache_as_it_was() -> None:
+    model, _ = tiny("qwen2_vl")
+    held = PagedPrefixCache(model, block_size=8)
+    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    with pytest.MonkeyPatch.context() as patch:
+        broken = functools.wraps(model.model.get_image_features)(lambda *args, **kwargs: 1 // 0)
+        patch.setattr(model.model, "get_image_features", broken)
+        with pytest.raises(ZeroDivisionError):
+            run(model, held, **given)
+    held.check()
+    for _ in range(2):
+        assert_same(run(model, **given), run(model, held, **given))
+        held.reset()
+    assert_reused(held, START)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("llava_onevision", marks=FROM_5_23)])
+def test_videos_are_named_as_images_are(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    outputs = []
+    for seed, seconds, after in ((1, 1.0, FIRST), (1, 1.0, SECOND), (2, 1.0, SECOND), (1, 3.0, SECOND)):
+        given = video(name, seed, seconds, after)
+        outputs.append(run(model, held, **given))
+        assert_same(run(model, **given), outputs[-1])
+        if (seed, seconds, after) == (1, 1.0, SECOND):
+            assert_reused(held, START)
+        elif outputs[1:] and (seed, name) != (1, "llava_onevision"):
+            assert reused(held) <= START
+        held.reset()
+    assert not is_same(outputs[1], outputs[2])
+
+
+def video(name: str, seed: int, seconds: float, after: list[int]) -> dict[str, Tensor]:
+    """A prompt with a video of four frames; Qwen's are told how many seconds a pair of them takes."""
+    model, layout = tiny(name)
+    drawn = torch.Generator().manual_seed(seed)
+    if name == "qwen2_5_vl":
+        shape = layout.shapes["pixel_values"]
+        pixels = torch.randn(2 * shape[0], *shape[1:], generator=drawn)
+        beside = {
+            "video_grid_thw": layout.beside["image_grid_thw"] * torch.tensor([2, 1, 1]),
+            "second_per_grid_ts": torch.tensor([seconds]),
+        }
+        token, num_tokens = model.config.video_token_id, 2 * layout.num_tokens
+    else:
+        pixels, beside = torch.randn(1, 4, 3, 64, 64, generator=drawn), {}
+        (features,) = model.model.get_video_features(pixels, return_dict=True).pooler_output
+        token, num_tokens = model.config.video_token_index, len(features)
+    ids = torch.tensor([[*TEXT, *[token] * num_tokens, *after]])
+    types = dict.fromkeys(layout.types, 2 * (ids == token))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values_videos": pixels, **beside, **types}
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("qwen2_vl", {"num_beams": 3, "num_return_sequences": 2}),
+        ("idefics3", {"num_beams": 3, "num_return_sequences": 2}),
+        ("qwen2_vl", {"num_return_sequences": 3, "do_sample": True}),
+        ("idefics3", {"prompt_lookup_num_tokens": 3}),
+        ("qwen2_vl", {"output_hidden_states": True, "num_beams": 2}),
+        pytest.param("qwen2_vl", {"prefill_chunk_size": 32}, marks=FROM_5_23),
+    ],
+    ids=str,
+)
+def test_every_way_of_generating_is_right_with_images(name: str, how: dict[str, Any]) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    for after in (FIRST, SECOND):
+        given = ask(name, [TEXT, 1, after])
+        assert_same(run(model, **given, **how), run(model, held, **given, **how))
+        held.reset()
+    if "prefill_chunk_size" not in how and "output_hidden_states" not in how:
+        assert_reused(held, START)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_a_batch_start_before_or_after_their_images(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    run(model, held, **ask(name, [TEXT, 1, FIRST]))
+    held.reset()
+    rows = [[TEXT, 1, SECOND], [TEXT[:11], 2, SECOND], [FIRST]]
+    for _ in range(2):
+        given = ask(name, *rows)
+        assert_same(run(model, **given), run(model, held, **given))
+        held.reset()
+        rows = [[*row, THIRD] for row in rows]
+    assert_reused(held, 0)
+    held.check()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_plain_forward_hits_an_image(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
+    positions = {}
+    for after in (FIRST, SECOND):
+        given = ask(name, [TEXT, 1, after])
+        if name == "qwen2_vl":  # without positions it is not known which ones the model gives its tokens
+            found, _ = model.model.get_rope_index(
+                given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], image_grid_thw=given["image_grid_thw"]
+            )
+            positions = {"position_ids": found}
+        with torch.no_grad():
+            wanted = model(**given, **positions, use_cache=False).logits[:, -1:]
+            held.reset()
+            logits = model(**given, **positions, past_key_values=held, logits_to_keep=1).logits
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+    assert_reused(held, START)
+
+
+@FROM_5_23
+def test_an_image_has_a_name_that_another_process_has_for_it(tmp_path: Path) -> None:
+    model, _ = tiny("idefics3")
+    first, second = PagedPrefixCache(model, block_size=8), PagedPrefixCache(model, block_size=8)
+    run(model, first, **ask("idefics3", [TEXT, 1, FIRST]))
+    first.reset()
+    saved = first.store.save(tmp_path)
+    assert saved.num_blocks
+    assert not saved.not_saved
+    second.store.load(tmp_path)
+    given = ask("idefics3", [TEXT, 1, SECOND])
+    with Towers(model) as towers:
+        output = run(model, second, **given)
+        assert not towers.num_runs
+    assert_same(run(model, **given), output)
+    assert reused(second) > START
+    zero_blocks(second)
+    second.reset()
+    assert not is_same(run(model, **given), run(model, second, **given))
+
+
+def test_images_come_back_from_a_lower_tier(tmp_path: Path) -> None:
+    model, _ = tiny("idefics3")
+    held = PagedPrefixCache(model, block_size=8, num_blocks=14, disk_folder=tmp_path)
+    for after in (FIRST, SECOND):
+        for image in (1, 2):
+            given = ask("idefics3", [TEXT, image, after])
+            assert_same(run(model, **given), run(model, held, **given))
+            held.reset()
+    held.check()
+
+
+def test_a_new_image_after_rows_that_resume_is_computed_and_not_kept() -> None:
+    model, _ = tiny("idefics3")
+    first, second = ask("idefics3", [TEXT, 1, FIRST]), ask("idefics3", [SECOND, 2, THIRD])
+    outputs: list[Any] = []
+    for held in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=8)):
+        output = run(model, held, **first)
+        mask = torch.ones((1, output.sequences.shape[1] - 1 + second["input_ids"].shape[1]), dtype=torch.int64)
+        outputs.append(run(model, held, **{**second, "attention_mask": mask}))
+    assert_same(*outputs)
+    held.reset()
+    given = ask("idefics3", [TEXT, 1, FIRST])
+    assert_same(run(model, **given), run(model, held, **given))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_whose_images_have_no_name_are_not_taken_for_equal(name: str) -> None:
+    model, _ = tiny(name)
+    held = PagedPrefixCache(model, block_size=3)
+    given = ask(name, [TEXT, 1, FIRST], [TEXT, 2, FIRST])
+    assert_same(run(model, **given), run(model, held, **given))
+    assert BEFORE_5_23 or held.last_call.rows[0].stopped.startswith(
+        "an image at the beginning of a block has too few tokens"
+    )
+    given = ask(name, [TEXT, 1, FIRST])
+    assert_same(run(model, **given, num_beams=2), run(model, held, **given, num_beams=2))

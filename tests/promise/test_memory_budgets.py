@@ -1,0 +1,80 @@
+"""How much memory blocks may take when nobody says: half of what is free, in a container too, and each store its part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from weakref import WeakSet
+
+import psutil
+import pytest
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.store import memory_budget
+
+from ..reference import IDS, run
+from ..tiny_models import tiny
+
+BYTES_OF_A_BLOCK = 2 * 2 * 2 * 16 * 4 * 16  # 2 layers of keys and values, 2 heads of 16 numbers of 4 bytes, 16 tokens
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """One with memory for 1,000 blocks and without another store; returns the folder in which a container is told its limit."""
+    available = SimpleNamespace(available=1000 * BYTES_OF_A_BLOCK)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
+    monkeypatch.setattr(memory_budget, "_stores", WeakSet())
+    monkeypatch.setattr(memory_budget, "_CONTROL_GROUP_ROOT", tmp_path)
+    (tmp_path / "memory").mkdir()
+    return tmp_path
+
+
+def num_blocks_after_a_call(store: PrefixStore) -> int:
+    run(store.model, PagedPrefixCache(store), input_ids=IDS)
+    num_blocks = store.stats().num_blocks
+    assert num_blocks is not None
+    return num_blocks
+
+
+def test_on_a_host_it_is_half_of_what_is_available(machine: Path) -> None:
+    assert num_blocks_after_a_call(PrefixStore(tiny("llama"))) == pytest.approx(500, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (700, 150),  # less is left to the container than to the host
+        (70_000, 500),  # more is: the host's is what there is
+        (None, 500),  # no limit
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_in_a_container_it_is_half_of_what_its_limit_leaves(
+    limit: int | None, expected: int, version: int, machine: Path
+) -> None:
+    """500 blocks' bytes are used, 100 of which can be reclaimed."""
+    names = ("memory.max", "memory.current", "memory.stat")
+    if version == 1:
+        names = ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat")
+    reclaimable = f"{'total_' if version == 1 else ''}inactive_file {100 * BYTES_OF_A_BLOCK}"
+    texts = (
+        "max" if limit is None else str(limit * BYTES_OF_A_BLOCK),
+        str(500 * BYTES_OF_A_BLOCK),
+        f"cache 5\n{reclaimable}\nother 7",
+    )
+    for name, text in zip(names, texts, strict=True):
+        (machine / name).write_text(text + "\n")
+    assert num_blocks_after_a_call(PrefixStore(tiny("llama"))) == pytest.approx(expected, abs=1)
+
+
+def test_what_another_store_was_promised_is_not_promised_again(machine: Path) -> None:
+    first = PrefixStore(tiny("llama"), num_blocks=400)
+    assert num_blocks_after_a_call(first) == 400
+    second = PrefixStore(tiny("llama"))
+    assert 300 <= num_blocks_after_a_call(second) < 350  # half of the 600 that are left, and of the few that were taken
+
+
+def test_of_several_stores_each_gets_its_part_whatever_others_were_promised(machine: Path) -> None:
+    greedy = PrefixStore(tiny("llama"), num_blocks=10**6)
+    num_blocks_after_a_call(greedy)
+    assert num_blocks_after_a_call(PrefixStore(tiny("llama"))) == pytest.approx(250, abs=1)

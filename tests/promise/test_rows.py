@@ -1,0 +1,248 @@
+"""Rows of a call, as a cache of transformers: what they answer is what a `DynamicCache` answers."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.integration import opening
+
+from ..internals import failing_forward, split_everywhere
+from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
+
+pytestmark = [pytest.mark.usefixtures("one_thread")]
+
+PROMPTS = batch(row((1, 40), (2, 9)), row((1, 40), (3, 9)))
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "crop": lambda cache: cache.crop(-5),
+    "crop of nothing": lambda cache: cache.crop(0),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+    "the same row twice": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
+    "multiply": lambda cache: cache.batch_repeat_interleave(3),
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
+    "select by a mask": lambda cache: cache.batch_select_indices(torch.tensor([False, True])),
+}
+
+
+@pytest.fixture
+def splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the rows have in common is held once, whatever that costs; `test_cache_contract.py` has each row by itself."""
+    split_everywhere(monkeypatch)
+
+
+def filled(model: PreTrainedModel, cache: Any) -> Any:
+    """A cache that has run the prompts, one of ours twice, so that it has reused."""
+    with torch.no_grad():
+        for _ in range(2 if isinstance(cache, PagedPrefixCache) else 1):
+            cache.reset()
+            model(**PROMPTS, past_key_values=cache, logits_to_keep=1)
+    return cache
+
+
+def next_logits(model: PreTrainedModel, cache: Any) -> torch.Tensor:
+    num_rows = cache.layers[0].keys.shape[0]
+    with torch.no_grad():
+        return model(torch.full((num_rows, 1), 7), past_key_values=cache).logits
+
+
+@pytest.mark.usefixtures("splits")
+@pytest.mark.parametrize("name", [*MOVES])
+def test_rows_that_were_moved_go_on_as_those_of_a_dynamic_cache(name: str, model: PreTrainedModel) -> None:
+    ours, theirs = filled(model, PagedPrefixCache(model)), filled(model, DynamicCache(config=model.config))
+    assert ours.last_call.reused_tokens >= 90
+    for cache in (ours, theirs):
+        MOVES[name](cache)
+    assert ours.get_seq_length() == theirs.get_seq_length()
+    for mine, their in zip(ours.layers, theirs.layers, strict=True):
+        torch.testing.assert_close(mine.keys, their.keys, rtol=0, atol=1e-4)
+        torch.testing.assert_close(mine.values, their.values, rtol=0, atol=1e-4)
+    wanted, found = next_logits(model, theirs), next_logits(model, ours)
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+@pytest.mark.usefixtures("splits")
+@pytest.mark.parametrize("name", ["crop", "the same row twice", "multiply"])
+def test_a_deep_copy_goes_on_by_itself(name: str, model: PreTrainedModel) -> None:
+    cache = filled(model, PagedPrefixCache(model))
+    copied = copy.deepcopy(cache)
+    before = [layer.keys.clone() for layer in cache.layers]
+    MOVES[name](copied)
+    next_logits(model, copied)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys)
+    wanted, found = next_logits(model, filled(model, DynamicCache(config=model.config))), next_logits(model, cache)
+    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+
+
+def test_rows_whose_first_forward_died_begin_again(model: PreTrainedModel) -> None:
+    """Equal rows, of which one was to run for both."""
+    cache, prompts = PagedPrefixCache(model), batch(row((1, 20)), row((1, 20)))
+    with torch.no_grad():
+        wanted = model(**prompts, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError), failing_forward(model, 1, ZeroDivisionError()):
+                model(**prompts, past_key_values=cache, logits_to_keep=1)
+            found = model(**prompts, past_key_values=cache, logits_to_keep=1).logits
+            assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
+            cache.reset()
+
+
+def test_layers_that_are_read_in_the_middle_of_a_forward_go_on(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_everywhere(monkeypatch)
+    prompts = batch(*(row((1, 48), (seed, 5)) for seed in range(2, 6)))
+    wanted, cache, looks = run(model, **prompts), PagedPrefixCache(model), [4]
+    run(model, cache, **prompts)
+    cache.reset()
+    attention = type(model.model.layers[1].self_attn)
+    forward = attention.forward
+
+    def looking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        looks[0] -= self.layer_idx == 1
+        if self.layer_idx == 1 and not looks[0]:
+            assert kwargs["past_key_values"].layers[0].keys.shape[2] > 53
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(attention, "forward", looking)
+    assert_same(wanted, run(model, cache, **prompts))
+    assert looks[0] <= 0
+
+
+def test_rows_that_go_on_with_new_tokens_are_nobody_elses_meanwhile(model: PreTrainedModel) -> None:
+    """A call that begins inside of theirs has the same prefix, and would go on in their memory."""
+    cache, prompt = PagedPrefixCache(model), row((1, 60))
+    for _ in range(2):  # the second one knows how keys and values look
+        said = model.generate(torch.tensor([prompt]), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    turn = torch.cat([said, torch.tensor([row((2, 5))])], 1)
+    other = torch.tensor([prompt + row((3, 30))])
+    new = {"input_ids": turn[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(turn)}
+    wanted = run(model, input_ids=turn, max_new_tokens=12)
+    nested = AtStep(3, lambda: run(model, cache, input_ids=other))
+    assert_same(wanted, run(model, cache, **new, max_new_tokens=12, logits_processor=[nested]))
+
+
+def test_memory_that_runs_out_as_rows_begin_is_made_free_once_more(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First the rows of the call before are given up; where that is not enough, the call fails and the next one is right."""
+    reference, fill = run(model, **PROMPTS), opening.fill
+    for num_refused in (1, 3):
+        cache, refused = PagedPrefixCache(model), list[bool]()
+        before = weakref.ref(run(model, cache, **batch(row((1, 40), (2, 9)))).past_key_values)
+
+        def refusing(
+            *args: Any, refused: Any = refused, num: int = num_refused, before: Any = before, **kw: Any
+        ) -> None:
+            if len(refused) < num:
+                refused.append(before() is not None)
+                raise torch.OutOfMemoryError("refused")
+            fill(*args, **kw)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(opening, "fill", refusing)
+            if num_refused == 1:
+                assert_same(reference, run(model, cache, **PROMPTS))
+                assert cache.last_call.reused_tokens == 64  # of blocks
+            else:
+                with pytest.raises(torch.OutOfMemoryError):
+                    run(model, cache, **PROMPTS)
+        assert refused == [True, False, False][:num_refused]
+        cache.check()
+        assert_same(reference, run(model, cache, **PROMPTS))
+
+
+# Each of these gave other logits than a `DynamicCache`, in silence.
+
+
+def test_rows_of_a_custom_loop_with_beams_change_places_whole(model: PreTrainedModel) -> None:
+    found, ids = [], torch.tensor([row((1, 24))] * 2)
+
+    def healed(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        """Takes back what the prompt ends with, goes on with another end of each row, and lets them change places."""
+        cache, said = given["past_key_values"], []
+        ends = torch.tensor([row((3, 7)), row((4, 7))])
+        for new, start in ((input_ids, 0), (ends, 18), (ends[:, :1], 25), (ends[:, :1], 26)):
+            if start in (18, 26):
+                cache.crop(-6) if start == 18 else cache.reorder_cache(torch.tensor([1, 0]))
+            columns = torch.arange(start, start + new.shape[1])[None].expand(2, -1)
+            mask = torch.ones(2, start + new.shape[1], dtype=torch.int64)
+            said.append(model(new, attention_mask=mask, position_ids=columns, past_key_values=cache).logits[:, -1])
+        found.append(torch.stack(said))
+        return input_ids
+
+    cache = PagedPrefixCache(model, block_size=4)
+    for each in (DynamicCache(config=model.config), cache):
+        model.generate(ids[:1], custom_generate=healed, past_key_values=each, num_beams=2, do_sample=False)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+    assert cache.verify().differing == ()
+
+
+@pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])
+def test_rows_of_beams_change_places_whole_once_their_call_is_over(move: str, model: PreTrainedModel) -> None:
+    prompts, found = batch(row((1, 12)), row((2, 9))), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=4)):
+        run(model, cache, **prompts, num_beams=2, num_return_sequences=2)
+        getattr(cache, move)(torch.tensor([2, 3, 0, 1]))
+        mask = torch.tensor([[0] * 3 + [1] * 15] * 2 + [[1] * 18] * 2)
+        with torch.no_grad():
+            given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+            found.append(model(torch.tensor([[5]] * 4), **given, past_key_values=cache).logits)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+
+
+def test_a_cache_goes_on_with_the_rows_that_were_passed_on(model: PreTrainedModel) -> None:
+    ids, found = torch.tensor([row((1, 20))]), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        first = run(model, cache, input_ids=ids)
+        run(model, first.past_key_values, input_ids=torch.cat([first.sequences, ids[:, :3]], 1))
+        with torch.no_grad():
+            found.append((cache.get_seq_length(), model(ids[:, :1], past_key_values=cache).logits))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] - found[1][1]).abs().max() <= TOLERANCE * found[0][1].abs().max()
+
+
+def test_layers_that_are_trimmed_by_hand_are_the_rows(model: PreTrainedModel) -> None:
+    ids, found = torch.tensor([row((1, 17))]), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        with torch.no_grad():
+            model(ids[:, :16], past_key_values=cache)
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, :10], layer.values[:, :, :10]
+            assert cache.get_seq_length() == 10
+            found.append(model(ids[:, 16:], past_key_values=cache).logits)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+
+
+def test_a_copy_of_edited_rows_is_not_kept(model: PreTrainedModel) -> None:
+    cache, ids = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 24))])
+    with torch.no_grad():
+        model(ids[:, :16], past_key_values=cache, logits_to_keep=1)
+    cache.layers[0].keys.zero_()
+    copied = copy.deepcopy(cache)
+    del cache
+    copied.reset()
+    assert_same(run(model, input_ids=ids), run(model, copied, input_ids=ids))
+
+
+def test_positions_that_a_custom_generate_gives_its_steps_are_read(model: PreTrainedModel) -> None:
+    def generate(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        rows = given["past_key_values"]
+        logits = model(input_ids, past_key_values=rows, logits_to_keep=1).logits
+        for number in range(9):
+            token = logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token], 1)
+            at = torch.tensor([[40 + number]])
+            logits = model(input_ids=token, past_key_values=rows, position_ids=at, logits_to_keep=1).logits
+        return input_ids
+
+    cache = PagedPrefixCache(model, block_size=4)
+    said = model.generate(torch.tensor([row((1, 24))]), custom_generate=generate, past_key_values=cache)
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))

@@ -1,0 +1,489 @@
+"""Rows of a call go on rightly whatever was done to them: cropped, copied, run past the hooks, from other threads, in another dtype."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
+
+from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.call import keep
+from hf_paged_cache.errors import CacheArgumentError, CacheBusyError
+
+from ..conformance import zoo
+from ..internals import failing_forward, split_everywhere
+from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
+from ..tiny_models import build, tiny
+
+pytestmark = [pytest.mark.usefixtures("one_thread")]
+
+PROMPT = torch.tensor([row((1, 20))])
+NEW = torch.tensor([row((9, 90))])
+
+
+def ids_of(*runs: tuple[int, int]) -> Tensor:
+    return torch.tensor([row(*runs)])
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+def forward(model: Any, ids: Tensor, past: Any, **more: Any) -> Tensor:
+    with torch.no_grad():
+        output = model(ids, past_key_values=past, **more)
+    logits: Tensor = output[0]
+    return logits[:, -1]
+
+
+def test_rows_that_are_cropped_into_what_they_share_see_only_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind unequal padding what they share ends at unequal columns."""
+    split_everywhere(monkeypatch)
+    model, prompts = tiny("llama"), batch(row((1, 32), (3, 28)), row((1, 32), (4, 23)))
+    mask = prompts["attention_mask"]
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def play(past: Any) -> Tensor:
+        forward(
+            model, past=past, ids=prompts["input_ids"], attention_mask=mask, position_ids=positions, logits_to_keep=1
+        )
+        past.crop(-26)  # to column 34; the second row shares up to column 37
+        shown, logits = mask[:, :34], []
+        for step in range(3):
+            shown = torch.cat([shown, torch.ones_like(shown[:, :1])], dim=1)
+            given = {"attention_mask": shown, "position_ids": shown.sum(1, keepdim=True) - 1}
+            logits.append(forward(model, NEW[:, [step, step + 9]].T, past, **given))
+        return torch.stack(logits)
+
+    cache = PagedPrefixCache(model, block_size=16)
+    for number, pad in enumerate((0, 5)):
+        forward(model, prompts["input_ids"][number : number + 1, pad:], cache, logits_to_keep=1)
+        cache.reset()
+    assert distance(play(cache), play(DynamicCache())) < TOLERANCE
+
+
+def skip_a_layer(model: Any, past: Any) -> None:
+    layers = model.model.layers
+    forward(model, PROMPT, past, logits_to_keep=1)
+    model.model.layers = layers[:1]
+    try:
+        forward(model, NEW[:, :1], past)
+    finally:
+        model.model.layers = layers
+
+
+def reordered(past: Any) -> Any:
+    past.reorder_cache(torch.tensor([0]))
+    return past
+
+
+@pytest.mark.parametrize(
+    ("move", "num_steps"),
+    [(reordered, 1), (copy.deepcopy, 1), (lambda past: past, 80)],
+    ids=["reorder", "copy", "growth"],
+)
+def test_a_layer_that_a_forward_has_skipped_keeps_its_length(move: Callable[[Any], Any], num_steps: int) -> None:
+    model, logits = build("llama"), []
+    for past in (DynamicCache(), PagedPrefixCache(model)):
+        if isinstance(past, PagedPrefixCache):
+            run(model, past, input_ids=PROMPT)
+            past.reset()
+        skip_a_layer(model, past)
+        moved = move(past)
+        for step in range(num_steps):
+            last = forward(model, NEW[:, step : step + 1], moved)
+        logits.append(last)
+    assert distance(logits[1], logits[0]) < TOLERANCE
+
+
+@pytest.mark.parametrize("inner", [lambda model: model.model, lambda model: model.forward], ids=["inside", "no hooks"])
+def test_forwards_that_tell_no_hook_go_on_as_with_a_dynamic_cache(
+    inner: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_everywhere(monkeypatch)
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"), block_size=4)
+    num_rows = 3
+    prompts = PROMPT.repeat(num_rows, 1)
+    prompts[:, 16:] += torch.arange(num_rows)[:, None]
+    for _ in range(2):
+        run(model, cache, input_ids=prompts)
+    pasts = [run(model, each, input_ids=prompts).past_key_values for each in (None, cache)]
+    for step in range(3):
+        new = NEW[:, 3 * step : 3 * step + 3].repeat(num_rows, 1)
+        wanted, got = (forward(inner(model), new, past) for past in pasts)
+        assert distance(got, wanted) < TOLERANCE
+    wanted, got = (forward(model, NEW[:, :1].repeat(num_rows, 1), past) for past in pasts)
+    assert distance(got, wanted) < TOLERANCE
+    reference = run(model, input_ids=prompts)
+    assert_same(reference, run(model, cache, input_ids=prompts))  # nothing of it was kept under a name
+    cache.check()
+
+
+def loop(model: Any, past: Any, between: Callable[[], None] = lambda: None) -> Tensor:
+    forward(model, PROMPT, past, logits_to_keep=1)
+    logits = []
+    for step in range(3):
+        if step == 1:
+            between()
+        logits.append(forward(model, NEW[:, step : step + 1], past))
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["in the loop", "round its beginning"])
+def test_a_loop_goes_on_whatever_generate_runs_in_another_thread(has_begun: bool) -> None:
+    model, other = tiny("llama"), ids_of((2, 20))
+    wanted, reference = loop(model, DynamicCache()), run(model, input_ids=other)
+    cache, started, may_end = PagedPrefixCache(model), threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+
+    class Waits(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+            started.set()
+            assert may_end.wait(60)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    def generate() -> None:
+        try:
+            assert_same(reference, run(model, cache, input_ids=other, stopping_criteria=[Waits()]))
+        except BaseException as error:  # noqa: BLE001  # told to the main thread
+            errors.append(error)
+
+    thread = threading.Thread(target=generate)
+
+    def end() -> None:
+        if not has_begun:
+            thread.start()
+        may_end.set()
+        thread.join()
+
+    if has_begun:
+        thread.start()
+        assert started.wait(60)
+    assert distance(loop(model, cache, end), wanted) < TOLERANCE
+    assert not errors
+    cache.reset()
+    assert cache.lookup(other).num_tokens >= 16
+    assert cache.lookup(torch.cat([PROMPT, NEW[:, :3]], dim=1)).num_tokens >= 16
+
+
+def test_a_cache_that_is_collected_while_blocks_are_written_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    store = PrefixStore(model, block_size=16)
+    caches, writes = [PagedPrefixCache(store) for _ in range(2)], keep.memory.write_blocks
+    left: Any = PagedPrefixCache(store)
+    forward(model, ids_of((5, 20)), left, logits_to_keep=1)
+    left.itself = left  # a cycle, as of an exception's traceback
+    del left
+    is_writing, may_collect = threading.Event(), threading.Event()
+
+    def write(*arguments: Any) -> None:
+        if not is_writing.is_set():
+            is_writing.set()
+            assert may_collect.wait(60)
+            gc.collect()
+        writes(*arguments)
+
+    monkeypatch.setattr(keep.memory, "write_blocks", write)
+    prompts = [ids_of((3, 40)), ids_of((4, 40))]
+
+    def second() -> None:
+        assert is_writing.wait(60)
+        threading.Timer(0.5, may_collect.set).start()  # while the other one waits to write
+        run(model, caches[1], input_ids=prompts[1])
+
+    threads = [
+        threading.Thread(target=lambda: run(model, caches[0], input_ids=prompts[0]), daemon=True),
+        threading.Thread(target=second, daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    asks = PagedPrefixCache(store)
+    assert asks.lookup(ids_of((5, 20))).num_tokens == 16  # what the collected one had computed
+
+
+def test_rows_in_another_dtype_than_known_blocks_read_them_rightly(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_everywhere(monkeypatch)
+    model = build("llama")
+    cache, prompts = PagedPrefixCache(model, block_size=16), torch.cat([PROMPT.repeat(4, 2), NEW[:, :32].view(4, 8)], 1)
+    run(model, cache, input_ids=ids_of((2, 40)))  # blocks in fp32
+    model.to(torch.bfloat16)
+    run(model, cache, input_ids=prompts[:1])
+    got, wanted = run(model, cache, input_ids=prompts), run(model, input_ids=prompts)
+    assert cache.last_call.reused_tokens >= 4 * 32
+    assert distance(got.logits[0].float(), wanted.logits[0].float()) < 0.05
+
+
+def test_rows_that_a_function_of_the_caller_has_given_away_stay_as_they_are() -> None:
+    model, prompt, kept = tiny("llama"), ids_of((1, 40)), []
+
+    def custom(model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Tensor:
+        forward(model, input_ids, given["past_key_values"], logits_to_keep=1)
+        kept.append(given["past_key_values"])
+        return input_ids
+
+    cache, logits = PagedPrefixCache(model), []
+    run(model, cache, input_ids=ids_of((8, 33)))
+    cache.reset()
+    for past in ({}, {"past_key_values": cache}):
+        generate: Any = model.generate
+        generate(prompt, attention_mask=torch.ones_like(prompt), custom_generate=custom, max_new_tokens=20, **past)
+        if past:
+            run(model, cache, input_ids=torch.cat([prompt[:, :38], NEW[:, :2]], dim=1))
+        logits.append(forward(model, NEW[:, 5:6], kept[-1]))
+    assert distance(logits[1], logits[0]) < TOLERANCE
+
+
+class StopsAt(StoppingCriteria):
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.num_tokens)
+
+
+def test_however_many_tokens_a_call_may_generate_memory_is_made_as_they_come() -> None:
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
+    given = {"input_ids": PROMPT, "max_new_tokens": 10**10}
+    reference = run(model, **given, stopping_criteria=[StopsAt(24)])
+    run(model, cache, input_ids=ids_of((2, 64)))
+    cache.reset()
+    for _ in range(2):
+        assert_same(reference, run(model, cache, **given, stopping_criteria=[StopsAt(24)]))
+    assert cache.lookup(ids_of((2, 64))).num_tokens == 64  # nothing made way
+
+
+def test_bypassed_rows_can_be_reset_and_used_again() -> None:
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
+    run(model, cache, input_ids=ids_of((2, 40)))
+    given = {"inputs_embeds": model.get_input_embeddings()(PROMPT), "attention_mask": torch.ones_like(PROMPT)}
+    generate: Any = model.generate
+    past = generate(**given, past_key_values=cache, max_new_tokens=3, return_dict_in_generate=True).past_key_values
+    past.reset()
+    wanted = forward(model, ids_of((4, 20)), DynamicCache())
+    assert distance(forward(model, ids_of((4, 20)), past, logits_to_keep=1), wanted) < TOLERANCE
+    assert (
+        distance(forward(model, NEW[:, :1], past), forward(model, NEW[:, :1], _after(model, ids_of((4, 20)))))
+        < TOLERANCE
+    )
+
+
+def _after(model: Any, ids: Tensor) -> DynamicCache:
+    past = DynamicCache()
+    forward(model, ids, past)
+    return past
+
+
+def test_the_rows_of_the_call_before_are_gone_while_a_call_runs() -> None:
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
+    before, seen = weakref.ref(run(model, cache, input_ids=PROMPT).past_key_values), list[bool]()
+
+    def look() -> None:
+        gc.collect()
+        seen.append(before() is not None)
+
+    run(model, cache, input_ids=PROMPT, logits_processor=[AtStep(1, look), AtStep(3, look)])
+    assert seen == [False] * 2
+
+
+def test_idle_caches_do_not_hold_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    split_everywhere(monkeypatch)
+    model = tiny("llama")
+    store, idle = PrefixStore(model, block_size=16, num_blocks=40), []
+    for number in range(1, 6):
+        idle.append(PagedPrefixCache(store))
+        prompts = ids_of((number, 80)).repeat(3, 1)
+        prompts[:, 72:] += torch.arange(3)[:, None]
+        for rows in (prompts[:1], prompts):
+            assert_same(run(model, input_ids=rows), run(model, idle[-1], input_ids=rows))
+    assert store.stats().num_blocks_in_use <= 25
+    for cache in idle:  # each may go on with its rows
+        assert cache.get_seq_length() == 80 + 5
+
+
+def test_rows_are_kept_after_a_forward_has_died_and_a_crop() -> None:
+    model, cache = build("llama"), PagedPrefixCache(build("llama"), block_size=4)
+    cache = PagedPrefixCache(model, block_size=4)
+    forward(model, PROMPT, cache, logits_to_keep=1)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("a layer has failed")
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(KeyError):
+        forward(model, NEW[:, :1], cache)
+    hook.remove()
+    cache.crop(-2)
+    forward(model, NEW[:, 1:9], cache)
+    cache.reset()
+    assert cache.lookup(torch.cat([PROMPT[:, :18], NEW[:, 1:9]], dim=1)).num_tokens == 24
+
+
+def test_a_forward_of_another_model_on_the_rows_is_refused() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    other = copy.deepcopy(model)
+    PagedPrefixCache(other)
+    returned = run(model, cache, input_ids=PROMPT).past_key_values
+    for past in (returned, cache):
+        with pytest.raises(CacheArgumentError, match="built for another model"):
+            forward(other, NEW[:, :8], past)
+    cache.reset()
+    forward(model, PROMPT, cache)
+    wanted = DynamicCache()
+    forward(model, PROMPT, wanted)
+    assert distance(forward(model, NEW[:, :8], cache), forward(model, NEW[:, :8], wanted)) < TOLERANCE
+    assert not cache.verify().differing
+
+
+def test_rows_cropped_to_nothing_begin_anew() -> None:
+    model = tiny("llama")
+    cache = PagedPrefixCache(model, block_size=4)
+    for number, pad in enumerate((5, 10, 2)):
+        prompts = batch(row((1, 30)), row((2 + number, 30 - pad)))
+        mask = prompts["attention_mask"]
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+        got = forward(model, prompts["input_ids"], cache, **given)
+        assert distance(got, forward(model, prompts["input_ids"], DynamicCache(), **given)) < TOLERANCE
+        cache.crop(-cache.get_seq_length())
+        assert cache.get_seq_length() == 0
+    assert not cache.verify().differing
+
+
+@pytest.mark.parametrize("edit", [lambda states: states.data.mul_(0), lambda states: states.numpy().fill(0)])
+def test_edits_that_torch_does_not_count_are_not_kept(edit: Callable[[Tensor], Any]) -> None:
+    model, first, second = tiny("llama"), ids_of((1, 48)), ids_of((2, 20))
+    cache, plain = PagedPrefixCache(model), DynamicCache()
+    for past in (cache, plain):
+        forward(model, first, past)
+        for layer in past.layers:
+            edit(layer.values)
+    assert distance(forward(model, second, cache), forward(model, second, plain)) < TOLERANCE
+    cache.reset()
+    whole = torch.cat([first, second], dim=1)
+    assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
+    assert cache.last_call.reused_tokens == 48
+    for layer in cache.layers:
+        edit(layer.values)
+    assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
+    assert not cache.verify().differing
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
+def test_a_bypassed_loop_goes_on_after_a_forward_that_died(name: str) -> None:
+    model = zoo.build(name)
+    ours, theirs, given = PagedPrefixCache(model), DynamicCache(config=model.config), {"output_hidden_states": True}
+    with torch.no_grad():
+        for past in (theirs, ours):
+            model(ids_of((1, 12)), past_key_values=past, **given)
+        with failing_forward(model, 1, KeyError("planted")), pytest.raises(KeyError):
+            model(NEW[:, :2], past_key_values=ours)
+        logits = [model(NEW[:, :2], past_key_values=past).logits for past in (ours, theirs)]
+    assert distance(*logits) < TOLERANCE
+
+
+def test_keys_and_values_that_are_put_in_by_hand_count() -> None:
+    model = tiny("llama")
+    pasts = [run(model, each, input_ids=PROMPT).past_key_values for each in (None, PagedPrefixCache(model))]
+    new = torch.randn(2, 2, 1, 2, 3, 16, generator=torch.Generator().manual_seed(0))
+    for past in pasts:
+        for layer_idx, (keys, values) in enumerate(new):
+            past.update(keys, values, layer_idx)
+    assert pasts[0].get_seq_length() == pasts[1].get_seq_length()
+    assert distance(*(forward(model, NEW[:, :1], past) for past in reversed(pasts))) < TOLERANCE
+
+
+def test_rows_are_reset_with_all_that_they_were_about_to_do() -> None:
+    model = tiny("llama")
+    past = run(model, PagedPrefixCache(model), input_ids=PROMPT).past_key_values
+    past.reset()
+    prompts, plain = PROMPT.repeat(4, 1), DynamicCache()
+    prompts[3] += 1
+    for new in (prompts, NEW[:, :4].T):
+        got, wanted = (forward(model, new, each, logits_to_keep=1) for each in (past, plain))
+        assert got.shape == wanted.shape
+        assert distance(got, wanted) < TOLERANCE
+
+
+def test_beams_go_on_where_the_cache_is_detached_meanwhile() -> None:
+    model = build("llama")
+    cache, reference = PagedPrefixCache(model), run(model, input_ids=PROMPT, num_beams=2)
+    assert_same(reference, run(model, cache, input_ids=PROMPT, num_beams=2, logits_processor=[AtStep(1, cache.detach)]))
+
+
+def test_two_threads_that_run_forwards_on_the_same_rows_at_once_are_told() -> None:
+    model, cache = build("llama"), PagedPrefixCache(build("llama"))
+    cache = PagedPrefixCache(model)
+    forward(model, PROMPT, cache)
+    said: list[str] = []
+
+    def intrude(*_: Any) -> None:
+        hook.remove()
+
+        def step() -> None:
+            try:
+                forward(model, NEW[:, :1], cache)
+            except CacheBusyError as error:
+                said.append(str(error))
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        thread.join()
+
+    plain = DynamicCache()
+    forward(model, PROMPT, plain)
+    wanted = forward(model, NEW[:, :1], plain)
+    hook = model.model.layers[1].register_forward_pre_hook(intrude)
+    assert distance(forward(model, NEW[:, :1], cache), wanted) < TOLERANCE
+    assert len(said) == 1
+    assert "another thread" in said[0]
+
+
+def test_new_tokens_alone_are_refused_where_the_rows_are_gone_whoever_calls_generate() -> None:
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
+    said = run(model, cache, input_ids=PROMPT).sequences
+    run(model, cache, input_ids=ids_of((9, 30)))
+    whole = torch.cat([said, NEW[:, :5]], dim=1)
+    generate: Any = type(model).generate
+    given = {"attention_mask": torch.ones_like(whole), "max_new_tokens": 4, "past_key_values": cache}
+    with pytest.raises(CacheArgumentError, match="attention mask"):
+        generate(model, whole[:, said.shape[1] - 1 :], **given)
+    assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
+
+
+def test_a_call_in_the_pool_does_not_get_the_rows_of_one_that_ends_meanwhile() -> None:
+    """Both on one cache, in two threads: prompts in chunks run in the pool."""
+    model, prompts = tiny("llama"), batch(row((3, 18)), row((4, 7)))
+    cache, started, may_end = PagedPrefixCache(model, block_size=4), threading.Event(), threading.Event()
+    reference = run(model, **prompts, prefill_chunk_size=5)
+
+    class Waits(StoppingCriteria):
+        def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
+            started.set()
+            assert may_end.wait(60)
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    thread = threading.Thread(target=lambda: run(model, cache, input_ids=PROMPT, stopping_criteria=[Waits()]))
+    thread.start()
+    assert started.wait(60)
+
+    def end() -> None:
+        may_end.set()
+        thread.join()
+
+    got = run(model, cache, **prompts, prefill_chunk_size=5, logits_processor=[AtStep(2, end)])
+    assert_same(reference, got)
+    assert cache.get_seq_length() == 18 + 5  # these rows, not those of the other call
+    assert_same(reference, run(model, cache, **prompts, prefill_chunk_size=5))
+    assert_same(run(model, input_ids=PROMPT), run(model, cache, input_ids=PROMPT))
+    cache.check()

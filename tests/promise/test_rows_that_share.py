@@ -1,0 +1,62 @@
+"""What rows of several prompts hold once, for their copies too: the result is `DynamicCache`'s whatever a further launch costs."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel
+
+from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache.attention import launches
+
+from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import tiny
+
+pytestmark = [pytest.mark.usefixtures("one_thread")]
+
+SHARED = row((1, 64))
+PROMPTS: dict[str, dict[str, Any]] = {
+    "beams": {**batch(row((1, 64), (2, 6)), row((1, 64), (3, 6))), "num_beams": 3, "max_new_tokens": 20},
+    "beams behind padding": {
+        **batch(row((1, 64), (2, 6)), row((1, 64), (3, 11))),
+        "num_beams": 3,
+        "max_new_tokens": 20,
+    },
+    "samples": {
+        **batch(row((1, 64), (2, 6)), row((1, 64), (3, 6)), row((8, 70))),
+        "do_sample": True,
+        "num_return_sequences": 4,
+    },
+    "equal rows beside others": batch(*[row((1, 64), (2, 6))] * 3, row((1, 64), (3, 6)), row((8, 70))),
+    # of which each gets a segment of its own, where tails of all would else begin further left
+    "equal rows beside many longer ones": batch(
+        *[row((1, 64), (9, 17))] * 3, *(row((1, 64), (2, 48), (seed, 3)) for seed in range(3, 15))
+    ),
+}
+
+
+def launch_costs(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, num_tokens: int) -> None:
+    """Let one more launch cost as much as to read so many tokens of a row."""
+    config: Any = model.config
+    token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
+    monkeypatch.setattr(launches, "LAUNCH_BYTES", MappingProxyType({"cpu": num_tokens * token}))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 40, 1000])
+@pytest.mark.parametrize("what", [*PROMPTS])
+def test_prompts_that_begin_alike_give_the_same_logits_whatever_a_launch_costs(
+    what: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, call = tiny("llama"), PROMPTS[what]
+    launch_costs(monkeypatch, model, num_tokens)
+    reference, cache = run(model, **call), PagedPrefixCache(model)
+    run(model, cache, **batch(SHARED), max_new_tokens=1)
+    cache.reset()
+    for _ in range(2):
+        assert_same(reference, run(model, cache, **call))
+    cache.check()
+    cache.reset()
+    zero_blocks(cache)
+    assert not is_same(reference, run(model, cache, **call))

@@ -1,0 +1,192 @@
+"""Calls on models whose layers see a window, or chunks: as with `DynamicCache`, from empty stores, used and small ones."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+from hf_paged_cache.rows import memory
+
+from ..conformance import zoo
+from ..internals import make_forwards_cheap, split_everywhere
+from ..reference import FROM_5_23, TOLERANCE, assert_same, batch, is_same, row, run, zero_blocks
+from ..tiny_models import build
+
+pytestmark = [pytest.mark.usefixtures("one_thread")]
+
+TYPES = ("gemma3_text", "llama4_text")  # windows in some layers, and chunks
+CALLS: dict[str, dict[str, Any]] = {
+    "a row": {**batch(row((1, 50))), "max_new_tokens": 6},
+    "one that goes on": batch(row((1, 50), (2, 9))),
+    "one that parts": batch(row((1, 30), (3, 9))),
+    "padding and equal rows": batch(row((1, 50), (2, 9)), row((1, 20), (4, 4)), row((1, 50), (2, 9))),
+    "beams": {**batch(row((1, 50), (5, 9)), row((1, 50), (6, 4))), "num_beams": 3},
+    "samples": {**batch(row((1, 50), (5, 9))), "num_return_sequences": 3, "do_sample": True},
+    "lookup": {**batch(row((1, 20), (1, 20))), "prompt_lookup_num_tokens": 3},
+    "longer than windows": {**batch(row((7, 10))), "max_new_tokens": 60},
+}
+
+
+def forward(model: Any, ids: Tensor, past: Any, **more: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(ids, past_key_values=past, **more).logits
+    return logits[:, -1]
+
+
+def distance(got: Tensor, wanted: Tensor) -> float:
+    return float((got - wanted).abs().max() / wanted.abs().max())
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Of each type a model, and what it gives without a cache."""
+    models = {name: zoo.build(name) for name in TYPES}
+    return {
+        name: (model, {what: run(model, **given) for what, given in CALLS.items()}) for name, model in models.items()
+    }
+
+
+@pytest.mark.parametrize("num_blocks", [None, 3, 12])
+@pytest.mark.parametrize("name", TYPES)
+def test_every_call_is_as_with_a_dynamic_cache(
+    name: str, num_blocks: int | None, references: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_forwards_cheap(monkeypatch)
+    split_everywhere(monkeypatch)
+    model, wanted = references[name]
+    cache = PagedPrefixCache(model, block_size=4, num_blocks=num_blocks)
+    for turn in range(2):
+        for what, given in CALLS.items():
+            assert_same(wanted[what], run(model, cache, **given))
+            if turn:
+                cache.reset()
+                assert num_blocks or cache.last_call.reused_tokens > 0, what
+        cache.check()
+
+
+@FROM_5_23
+def test_a_window_is_kept_where_prompts_part_that_it_no_longer_shows() -> None:
+    model = build("mistral", sliding_window=64, max_position_embeddings=1024)
+    cache, reused, shared = PagedPrefixCache(model), [], row((1, 320))
+    for question in range(2, 5):
+        prompt = batch([*shared, *row((question, 150))])
+        assert_same(run(model, **prompt), run(model, cache, **prompt))
+        reused.append(cache.last_call.reused_tokens)
+    assert reused[2] == 320
+    cache.check()
+    zero_blocks(cache)
+    prompt = batch([*shared, *row((5, 30))])  # its last token still sees what is before
+    assert not is_same(run(model, **prompt), run(model, cache, **prompt))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_loop_is_cropped_reordered_and_copied_as_a_dynamic_cache(name: str, references: Any) -> None:
+    model, new, prompt = references[name][0], torch.tensor([row((9, 90))]), torch.tensor([row((1, 40))])
+    cache = PagedPrefixCache(model, block_size=4)
+    run(model, cache, input_ids=prompt)
+    cache.reset()
+    logits = []
+    for past in (DynamicCache(config=model.config), cache):
+        past.activate_past_recording()
+        found = [forward(model, prompt, past, logits_to_keep=1), forward(model, new[:, :5], past)]
+        past.crop(-3)
+        found.append(forward(model, new[:, 5:7], past))
+        past.crop(0)
+        past.batch_repeat_interleave(3)
+        for step in range(3):
+            found.append(forward(model, new[:, step : step + 3].T, past))
+            past.crop(0)
+            past.reorder_cache(torch.tensor([1, 1, 0]))
+        copied = copy.deepcopy(past)
+        found += [forward(model, new[:, 30:33].T, each) for each in (past, copied)]
+        past.crop(0)
+        past.batch_select_indices(torch.tensor([2, 0]))
+        found.append(forward(model, new[:, 40:42].T, past))
+        logits.append(found)
+    for got, wanted in zip(logits[1], logits[0], strict=True):
+        assert distance(got, wanted) < TOLERANCE
+
+
+def test_more_than_a_window_lets_take_back_is_refused_before_anything_changes() -> None:
+    model = zoo.build("mistral")
+    cache, prompt = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 40))])
+    forward(model, prompt, cache, logits_to_keep=1)
+    steps = [step % 90 + 1 for step in range(150)]
+    for step in steps:
+        forward(model, torch.tensor([[step]]), cache)
+    with pytest.raises(CacheArgumentError, match="cannot take back 120 tokens: layers with a window"):
+        cache.crop(-120)
+    plain = DynamicCache(config=model.config)
+    forward(model, torch.cat([prompt, torch.tensor([steps])], dim=1), plain)
+    assert distance(forward(model, prompt[:, :1], cache), forward(model, prompt[:, :1], plain)) < TOLERANCE
+
+
+def test_a_bypassed_call_goes_on_where_the_rows_were(references: Any) -> None:
+    model, prompt, logits = references["gemma3_text"][0], torch.tensor([row((1, 60))]), []
+    for past in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=4)):
+        forward(model, prompt, past, logits_to_keep=1)
+        embeddings = model.get_input_embeddings()(prompt[:, :2])
+        with torch.no_grad():
+            logits.append(model(inputs_embeds=embeddings, past_key_values=past).logits[:, -1])
+        logits.append(forward(model, prompt[:, :1], past))
+    assert distance(logits[2], logits[0]) < TOLERANCE
+    assert distance(logits[3], logits[1]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("write_blocks", torch.OutOfMemoryError), ("load_blocks", KeyboardInterrupt)]
+)
+def test_a_fault_while_windows_are_kept_or_loaded_leaves_nothing_wrong_behind(
+    name: str, error: type[BaseException], references: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each time that it is called."""
+    model, given = references["gemma3_text"][0], batch(row((1, 34), (2, 9)), row((1, 34), (3, 20)))
+    reference, number, num_calls = run(model, **given), 0, [0]
+    act = getattr(memory, name)
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        num_calls[0] += 1
+        if num_calls[0] == number:
+            raise error("in the middle")
+        return act(*arguments, **more)
+
+    while num_calls[0] >= number:
+        number, num_calls[0] = number + 1, 0
+        cache = PagedPrefixCache(model, block_size=4, num_blocks=60)
+        run(model, cache, **batch(row((1, 34))), max_new_tokens=1)
+        cache.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, name, failing)
+            try:
+                assert_same(reference, run(model, cache, **given))
+            except error:
+                assert error is KeyboardInterrupt or name == "load_blocks"
+        cache.check()
+        assert_same(reference, run(model, cache, **given))
+        cache.check()
+    assert number > 2
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+def test_a_loop_and_a_call_after_autocast_are_as_with_a_dynamic_cache(name: str) -> None:
+    model, prompt, other = zoo.build(name), torch.tensor([row((1, 60))]), batch(row((7, 60)))
+    logits, cache = [], PagedPrefixCache(model, block_size=4)
+    for past in (DynamicCache(config=model.config), cache):
+        forward(model, prompt[:, :40], past)
+        with torch.autocast("cpu", torch.bfloat16):
+            forward(model, prompt[:, 40:43], past)
+        logits.append(forward(model, prompt[:, 43:50], past))
+    assert distance(logits[1], logits[0]) < TOLERANCE
+    with torch.autocast("cpu", torch.bfloat16):
+        run(model, PagedPrefixCache(cache.store), **batch(row((8, 60))))
+    reference = run(model, **other)
+    for _ in range(2):
+        assert_same(reference, run(model, cache, **other))
+        cache.reset()
+    cache.check()
