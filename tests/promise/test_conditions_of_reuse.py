@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -26,6 +25,7 @@ from hf_paged_cache import (
     UnsupportedModelError,
 )
 
+from ..conformance.zoo import build as build_type
 from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
 from ..tiny_models import build
 
@@ -76,22 +76,12 @@ def load_state_dict(model: PreTrainedModel) -> None:
     model.load_state_dict(build("llama", seed=7).state_dict())
 
 
-def replace_data(model: PreTrainedModel) -> None:
-    weight = model.model.layers[0].mlp.up_proj.weight
-    weight.data = weight.data * 2
-
-
 def replace_data_there_and_back(model: PreTrainedModel) -> None:
     """The storage that the samples were taken of lives on."""
     weight = model.model.layers[0].mlp.up_proj.weight
     held = weight.data
     weight.data = held * 2
     held.mul_(1)
-
-
-def copy_into_data(model: PreTrainedModel) -> None:
-    weight = model.model.layers[0].mlp.up_proj.weight
-    weight.data.copy_(weight.data * 2)
 
 
 def add_to_data(model: PreTrainedModel) -> None:
@@ -125,14 +115,10 @@ def optimizer_step(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[Pr
 
 CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
     "SGD": optimizer_step(lambda p: torch.optim.SGD(p, lr=0.1)),
-    "AdamW": optimizer_step(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False, fused=False)),
     "AdamW, foreach": optimizer_step(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
-    "AdamW, fused": optimizer_step(lambda p: torch.optim.AdamW(p, lr=0.01, fused=True)),
     "AdamW, fused, a learning rate of 1e-6": optimizer_step(lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True)),
     "load_state_dict": load_state_dict,
-    "p.data = ...": replace_data,
     "p.data = ..., the old data live on": replace_data_there_and_back,
-    "p.data.copy_": copy_into_data,
     "p.data.add_": add_to_data,
     "a numpy view": through_numpy,
     "a norm": change_a_norm,
@@ -303,7 +289,7 @@ def test_prompts_short_and_long_are_right_under_ropes_that_depend_on_length(kind
     """Short, beyond the first 64 positions, farther, and short again; a prompt that crosses while it generates."""
     model = build("llama", rope_parameters=ROPES[kind], max_position_embeddings=64 if kind == "dynamic" else 256)
     cache = PagedPrefixCache(model, block_size=8)
-    for length in (40, 90, 100, 90, 40, 61, 100, 62, 90, 90, 40):
+    for length in (40, 90, 40, 61, 100, 62, 90, 40):
         ids = torch.tensor([row((1, length))])
         # dynamic frequencies stay at the longest sequence seen until a short one comes, so the model has a state
         reference = run(copy.deepcopy(model), input_ids=ids, max_new_tokens=8)
@@ -336,44 +322,19 @@ def test_frequencies_follow_the_largest_position_of_a_forward_and_not_its_column
 
 
 def test_phi3_drops_the_cache_where_its_rope_changes_and_the_result_is_right() -> None:
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    config = Phi3Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        original_max_position_embeddings=64,
-        rope_parameters={
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 8,
-            "long_factor": [4.0] * 8,
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 64,
-        },
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        sliding_window=None,
-    )
-    torch.manual_seed(0)
-    model = Phi3ForCausalLM(config).eval()
+    """Beyond its first 48 positions `generate` leaves the cache out from the first forward on."""
+    model = build_type("phi3@longrope")
     cache = PagedPrefixCache(model, block_size=8)
-    for length in (58, 58, 40, 80, 60, 80, 58):
+    for length in (42, 42, 60, 44):
         ids = torch.tensor([row((1, length))])
         reference = run(model, input_ids=ids, max_new_tokens=12)
         assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=12))
-        cache.check()
-        if length == 80:  # generate leaves the cache out from the first forward on
+        if length == 60:
             (counted,) = cache.last_call.rows
-            assert (counted.prompt_tokens, counted.computed_tokens, counted.reused_tokens) == (80, 80, 0)
+            assert (counted.prompt_tokens, counted.computed_tokens, counted.reused_tokens) == (60, 60, 0)
             assert counted.stopped.startswith("generate ran no forward with the cache")
+            assert cache.stats().num_bypassed_calls == 1
     assert cache.stats().reused_tokens > 0
-    assert cache.stats().num_bypassed_calls == 2
     run(model, cache, **batch(row((1, 80)), row((2, 70))), num_beams=3, max_new_tokens=2)
     assert [counted.prompt_tokens for counted in cache.last_call.rows] == [80] * 3 + [70] * 3
     assert cache.get_seq_length() == 0  # not the rows of the call before
@@ -397,8 +358,6 @@ def test_positions_that_start_elsewhere_have_blocks_of_their_own(
 
 @pytest.mark.parametrize("name", ["whisper", "trocr"])
 def test_a_cross_attention_with_something_to_attend_to_runs_without_the_cache_and_is_right(name: str) -> None:
-    from ..conformance.zoo import build as build_type
-
     model = build_type(name)
     cache = PagedPrefixCache(model)
     ids, size = torch.tensor([PROMPT]), model.config.hidden_size
@@ -419,49 +378,18 @@ def test_a_cross_attention_with_something_to_attend_to_runs_without_the_cache_an
     assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
 
 
-def test_models_without_positions_number_columns_so_padding_counts() -> None:
-    model = build("bloom")
-    cache = PagedPrefixCache(model)
-    for pads in (0, 3, 0, 3):
-        inputs = batch(PROMPT, row((2, 50 + pads)))
-        assert_same(run(model, **inputs), run(model, cache, **inputs))
-    assert cache.stats().reused_tokens > 0
-
-
 # The regime of a call.
-
-
-def test_autocast_has_blocks_of_its_own_for_each_dtype(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    contexts: list[tuple[AbstractContextManager[Any], int]] = [
-        (nullcontext(), 0),
-        (torch.autocast("cpu", torch.bfloat16), 0),
-        (nullcontext(), 48),
-    ]
-    reference = run(model, input_ids=IDS)
-    for context, reused in contexts:
-        cache.reset()
-        try:
-            with context:
-                output = run(model, cache, input_ids=IDS)
-        except ValueError:
-            assert not isinstance(context, nullcontext)  # K/V of another dtype may be refused, and nothing is lost
-            continue
-        assert cache.last_call.reused_tokens == reused
-        if isinstance(context, nullcontext):
-            assert_same(reference, output)
-    cache.check()
 
 
 def test_hooks_that_are_gone_are_not_kept_and_never_taken_for_one_another() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model, trust_hooks=True)
-    captured: list[ref[torch.Tensor]] = []
     run(model, cache, input_ids=IDS)
     numbers = cache.store.conditioning._numbers
     of_the_model = set(numbers)
-    for factor in (1.0, 2.0, 0.5, 1.5):
+    for factor in (1.0, 2.0, 0.5):
         tensor = torch.full((1,), factor)
-        captured.append(ref(tensor))
+        captured = ref(tensor)
         handle = model.model.layers[0].mlp.register_forward_hook(
             lambda module, args, output, tensor=tensor: output * tensor  # each of them may lie where the last one lay
         )
@@ -474,7 +402,7 @@ def test_hooks_that_are_gone_are_not_kept_and_never_taken_for_one_another() -> N
         handle.remove()
         del tensor, handle
         gc.collect()
-        assert captured[-1]() is None
+        assert captured() is None
         assert set(numbers) == of_the_model  # or the next hook may have the number of one that lay where it lies
 
 
@@ -507,15 +435,6 @@ def test_equal_rows_get_dropouts_of_their_own() -> None:
     reference = run(model, input_ids=rows, seed=3)
     assert len({tuple(row) for row in reference.logits[0].tolist()}) == 3
     assert_same(reference, run(model, PagedPrefixCache(model), input_ids=rows, seed=3))
-
-
-def test_another_attention_implementation_has_blocks_of_its_own(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    run(model, cache, input_ids=IDS)
-    model.set_attn_implementation("eager")
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 0
 
 
 def test_caches_of_another_salt_share_nothing(model: PreTrainedModel) -> None:
@@ -594,11 +513,9 @@ def test_what_changes_no_keys_and_values_loses_no_hits(
 # What the digest cannot see.
 
 
-@pytest.mark.parametrize("prompt_length", [40, 80])
-def test_verify_notices_one_changed_row_of_an_embedding_when_its_block_has_its_turn(prompt_length: int) -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(model, block_size=8)
-    ids = torch.tensor([row((1, prompt_length))])
+def test_verify_notices_one_changed_row_of_an_embedding_when_its_block_has_its_turn() -> None:
+    model, prompt_length = build("llama"), 40
+    cache, ids = PagedPrefixCache(model, block_size=8), torch.tensor([row((1, prompt_length))])
     run(model, cache, input_ids=ids)
     run(model, cache, input_ids=ids)
     assert cache.last_call.reused_tokens > prompt_length - 8  # it is not the watching that loses hits
@@ -634,10 +551,9 @@ def test_an_attention_that_gets_no_mask_is_refused_or_if_chosen_later_reuses_not
     assert cache.last_call.reused_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_checkpoints_that_drop_the_cache_are_named_also_where_a_prefix_is_known(name: str) -> None:
-    model = build(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
-    cache = PagedPrefixCache(model)
+def test_checkpoints_that_drop_the_cache_are_named_also_where_a_prefix_is_known(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
     known, other = torch.tensor([row((1, 50))]), torch.tensor([row((1, 33), (2, 20))])
     run(model, cache, input_ids=known)
     model.gradient_checkpointing_enable()
