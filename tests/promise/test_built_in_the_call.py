@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -70,37 +69,6 @@ def test_what_it_computed_while_weights_changed_is_found_by_nobody() -> None:
 
     type(model).generate(model, **GIVEN, past_key_values=cache, logits_processor=[AtStep(10, change)])
     assert_same(run(model, **GIVEN), run(model, PagedPrefixCache(store), **GIVEN))
-
-
-def test_one_that_an_exception_ends_leaves_nothing_behind() -> None:
-    model = build("llama")
-    store = PrefixStore(model, num_blocks=64)
-    cache = PagedPrefixCache(store)
-
-    def fail() -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        type(model).generate(model, **GIVEN, past_key_values=cache, logits_processor=[AtStep(5, fail)])
-    gc.collect()
-    assert not cache.is_generating
-    assert_same(run(build("llama"), **GIVEN), run(model, cache, **GIVEN))
-    cache.reset()
-    store.check()
-    assert store.blocks.allocator.num_blocks_in_use == 0
-
-
-def test_a_plain_forward_inside_of_another_models_generate_is_a_plain_forward() -> None:
-    model, other = build("llama"), build("llama", seed=1)
-    cache = PagedPrefixCache(model)
-
-    def look() -> None:
-        with torch.no_grad():
-            model(IDS, past_key_values=cache)
-        assert not cache.is_generating
-
-    run(other, **GIVEN, logits_processor=[AtStep(2, look)])
-    assert cache.get_seq_length() == IDS.shape[1]
 
 
 def test_a_models_own_generate_that_passes_its_arguments_on_runs_too() -> None:

@@ -195,20 +195,6 @@ def test_each_mask_is_looked_at_once_however_many_layers_it_is_for() -> None:
     assert len(looked) == 2
 
 
-def test_a_compiled_forward_does_not_speak_for_its_model(served: list[bool]) -> None:
-    model = build("llama", num_hidden_layers=1)
-    cache, eager = PagedPrefixCache(model), model.forward
-    run(model, cache, **batch(row(KNOWN)))
-    model.forward = torch.compile(eager, backend="eager", dynamic=True)
-    call = batch(LONG)
-    assert_same(run(model, **call), run(model, cache, **call))
-    assert not any(served)
-    model.forward = eager
-    call = batch(row(KNOWN, (3, 90)))
-    assert_same(run(model, **call), run(model, cache, **call))
-    assert any(served)
-
-
 def test_thresholds() -> None:
     assert causal.CausalSquare.pays(16, 1024)
     assert not causal.CausalSquare.pays(0, 1024)

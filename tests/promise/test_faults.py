@@ -193,29 +193,6 @@ def test_ctrl_c_in_a_streamer(step: int) -> None:
     assert_sound(cache)
 
 
-def test_what_was_confirmed_before_a_fault_is_reused() -> None:
-    cache = new_cache()
-    with pytest.raises(BoomError):
-        run(tiny("llama"), cache, **batch(PROMPT), streamer=FailingStreamer(4, BoomError()), max_new_tokens=12)
-    cache.reset()
-    output = run(tiny("llama"), cache, **batch(row((1, 18), (3, 3))))
-    assert_same(run(tiny("llama"), **batch(row((1, 18), (3, 3)))), output)
-    assert cache.last_call.reused_tokens == 16
-
-
-def test_blocks_of_a_prefill_that_failed_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layer 0 has written its keys and values when layer 1 fails: full blocks, half written."""
-    cache = PagedPrefixCache(tiny("llama"), block_size=4)
-    with monkeypatch.context() as patch:
-        fail_at(patch, *layer_write(cache), 2, after=False)
-        with pytest.raises(BoomError):
-            run(tiny("llama"), cache, **batch(PROMPT))
-    assert cache.stats().num_cached_blocks == 0
-    assert cache.stats().num_blocks_in_use == 0
-    assert_same(run(tiny("llama"), **batch(PROMPT)), run(tiny("llama"), cache, **batch(PROMPT)))
-    assert cache.last_call.reused_tokens == 0
-
-
 def test_a_forward_that_goes_round_the_hooks_is_refused() -> None:
     model = tiny("llama")
     cache = new_cache()

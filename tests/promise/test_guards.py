@@ -96,36 +96,6 @@ def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_
     assert shapes[0] == (2, 22)
 
 
-@pytest.mark.usefixtures("cheap_forwards")
-def test_a_reset_while_what_rows_share_is_computed_gives_no_wrong_result() -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(model, trust_hooks=True)
-    hook = model.get_input_embeddings().register_forward_hook(lambda *_: cache.reset())
-    assert_same(run(model, **QUESTIONS), run(model, cache, **QUESTIONS))
-    hook.remove()
-    assert_same(run(model, **QUESTIONS), run(model, cache, **QUESTIONS))
-    cache.check()
-
-
-@pytest.mark.usefixtures("cheap_forwards")
-def test_gradients_flow_through_what_rows_share() -> None:
-    model = build("llama")
-    given = {**QUESTIONS, "logits_to_keep": 1}
-
-    def gradients(kept: Any) -> list[torch.Tensor]:
-        model.zero_grad()
-        model(**given, past_key_values=kept, use_cache=True).logits.square().sum().backward()
-        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
-
-    wanted = gradients(DynamicCache(config=model.config))
-    cache = PagedPrefixCache(model)
-    with Forwards(model) as shapes:
-        got = gradients(cache)
-    assert shapes == [(4, 73)]
-    for mine, theirs in zip(got, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
-
-
 # Calls that fail.
 
 

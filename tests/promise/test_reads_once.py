@@ -163,21 +163,6 @@ def test_with_dropout_on_what_rows_share_is_dense(served: list[bool]) -> None:
     assert not any(served)
 
 
-def test_with_gradients_on_what_rows_share_is_dense(served: list[bool]) -> None:
-    model, gradients = build("llama"), []
-    cache, mask = used(model, served), torch.ones(8, 49, dtype=torch.int64)
-    for each in (cache, DynamicCache(config=model.config)):
-        with torch.no_grad():
-            model(torch.tensor([row((1, 48))] * 8), attention_mask=mask[:, :48], past_key_values=each)
-        model.zero_grad()
-        model(torch.arange(1, 9)[:, None], attention_mask=mask, past_key_values=each).logits.sum().backward()
-        gradients.append(model.model.layers[0].self_attn.q_proj.weight.grad)
-    ours, theirs = gradients
-    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()))
-    assert "gradients are on" in cache.last_call.rows[0].stopped
-    assert not any(served)
-
-
 def test_one_row_is_never_split_and_goes_on_where_it_stands(served: list[bool]) -> None:
     model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
     for prompt in (PROMPT, PROMPT + row((3, 20))):

@@ -76,7 +76,7 @@ PADS = (0, 1, 3, 11)
 def test_rows_behind_any_padding_are_exact_where_a_bias_shows_it(name: str, setting: str) -> None:
     model = build(name, **{setting: True})
     cache = cache_of(model)
-    for again in range(3):
+    for again in range(2):
         for pad in PADS:
             padded = batch(row((1, 200 + pad), (2 + again, 9)), row((3, 200), (4 + again, 9)))
             assert_same(run(model, **padded), run(model, cache, **padded))
@@ -112,7 +112,7 @@ def test_a_root_without_padding_would_be_seen(name: str, setting: str, monkeypat
     assert not is_same(run(model, **padded), output)
 
 
-@pytest.mark.parametrize("num_tokens", [64, 128, 192, 256, 320, 384])
+@pytest.mark.parametrize("num_tokens", [64, 192, 384])
 def test_a_hit_at_a_multiple_of_the_chunk_is_within_1e_6(num_tokens: int) -> None:
     model = build("qwen3_next")
     cache = cache_of(model)

@@ -31,7 +31,7 @@ def prompts(name: str, number: int) -> dict[str, torch.Tensor]:
     return batch(*[row((1, 50), (100 * number + i, 10)) for i in range(num_rows)])
 
 
-@pytest.mark.parametrize("num_blocks", [2, 4, 6, 12])
+@pytest.mark.parametrize("num_blocks", [2, 4, 12])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pool_of_any_size_serves_a_call_and_others_like_it(
     name: str, num_blocks: int, tiny_llama: LlamaForCausalLM
@@ -83,7 +83,7 @@ def test_a_budget_in_bytes_is_kept_when_the_model_takes_a_wider_dtype(
     other = PagedPrefixCache(cache.store)
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
         model.to(dtype)
-        for number in range(30):
+        for number in range(12):
             given = {"input_ids": torch.tensor([row((number, 60))]), "max_new_tokens": 2}
             output = run(model, (cache, other)[number % 2], **given)
             stats = cache.store.stats()
