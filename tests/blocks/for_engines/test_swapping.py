@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, WindowBlocks, root_hash
-from hf_paged_cache.blocks.for_engines import AllocStatus, BlockSwapper, EngineAllocator
+from hf_paged_cache.blocks.for_engines import BlockSwapper, EngineAllocator
 from hf_paged_cache.blocks.sight import Window
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 from ..test_interrupts import interrupt
 
@@ -65,23 +65,6 @@ def test_what_a_table_was_hit_with_it_still_counts_as_hit(device, host, swapper)
     table = table_of(device, [1, 2, 3, 4, 5])
     swapper.swap_out(table)
     assert table.num_cached_tokens == 4
-
-
-def test_it_is_said_before_whether_tables_fit_now_later_or_never(device, host, swapper):
-    small, large = table_of(device, [1, 2] * 3), table_of(device, [3] * 18)
-    held = host.allocate(num_mutable_blocks=6)
-    before = device.snapshot(), host.snapshot()
-    assert swapper.can_swap_out() is AllocStatus.OK
-    assert swapper.can_swap_out(small) is AllocStatus.LATER
-    assert swapper.can_swap_out(large) is AllocStatus.NEVER
-    for tables in ([small], [large], [small, large]):
-        with pytest.raises(OutOfBlocksError, match="need"):
-            swapper.swap_out(*tables)
-    assert (device.snapshot(), host.snapshot(), swapper.pending_copies) == (*before, ())
-    held.free()
-    assert swapper.can_swap_out(small) is AllocStatus.OK
-    swapper.swap_out(small)
-    assert swapper.can_swap_in(small) is AllocStatus.OK
 
 
 def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host, swapper):
