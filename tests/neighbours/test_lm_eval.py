@@ -112,24 +112,6 @@ def test_a_few_shot_generation_task(
     assert not are_same_steps(steps, recorder.during(with_ours)[1])
 
 
-def test_a_generation_task_is_scored_right_where_the_model_is(
-    model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    """The scores above are of a model that knows nothing; here the right answers are what it says."""
-    _, answers = evaluate(HFLM(model, tokenizer=tiny_tokenizer), tmp_path / "before", ASKED)
-    said = [answer[0][0] for answer in answers]
-    targets = {
-        **ASKED,
-        "doc_to_target": lambda doc: (
-            said[ANIMALS.index(doc["what"]) - NUM_SHOTS] if doc["what"] in ANIMALS[NUM_SHOTS + 1 :] else doc["answer"]
-        ),
-    }
-    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
-    scores, _ = evaluate(ours, tmp_path / "after", targets)
-    assert scores["exact_match,none"] == pytest.approx(2 / 3)
-    assert ours.cache.stats().hit_rate > 0.2
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_multiple_choice_task(model: PreTrainedModel, tiny_tokenizer: Any, tmp_path: Path, batch_size: int) -> None:
     wanted, answers = evaluate(HFLM(model, tokenizer=tiny_tokenizer, batch_size=batch_size), tmp_path, CHOSEN)
@@ -181,17 +163,6 @@ def test_rolling_log_likelihoods(model: PreTrainedModel, tiny_tokenizer: Any, tm
     scores, _ = evaluate(ours, tmp_path, rolling | metrics)
     assert scores == pytest.approx(wanted, rel=1e-4)
     assert scores["byte_perplexity,none"] > 1
-
-
-def test_the_harness_s_own_multiple_choice_does_not_use_the_cache_of_a_block(
-    model: PreTrainedModel, cache: PagedPrefixCache, tiny_tokenizer: Any, tmp_path: Path
-) -> None:
-    """It runs plain forwards, which bring no cache: right as ever, and nothing is reused."""
-    lm = HFLM(model, tokenizer=tiny_tokenizer)
-    wanted = evaluate(lm, tmp_path, CHOSEN)
-    with cache:
-        assert evaluate(lm, tmp_path, CHOSEN) == wanted
-    assert cache.stats().prompt_tokens == 0
 
 
 def test_batch_size_auto_and_contexts_longer_than_the_pool(
