@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
 from hf_paged_cache.integration.capturing import CapturedForward, Capturing, Look
@@ -399,39 +399,21 @@ def test_a_call_that_runs_out_of_memory_gives_the_arena_away() -> None:
     assert num_captured(cache) >= STEPS - 3
 
 
-class _Edit(LogitsProcessor):
-    """Writes to the rows of a call in a step."""
-
-    def __init__(self, rows: Any, step: int) -> None:
-        self.rows, self.left = rows, step
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if not self.left:
-            rows = self.rows()
-            rows.layers[0].values[:, :, 50:53] = 0
-        return scores
-
-
 @pytest.mark.parametrize("step", [5, STEPS])
 def test_edited_rows_go_on_as_edited_and_keep_nothing(step: int) -> None:
     model = build("llama")
-    theirs = DynamicCache(config=model.config)
-    wanted = run(model, theirs, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: theirs, step)])
-    cache = dry(model)
-    running: list[Any] = []
-    original = cache._calls.begin
+    theirs, cache, running = DynamicCache(config=model.config), dry(model), list[Any]()
+    begin = cache._calls.begin
+    cache._calls.begin = lambda *given: running.append(begin(*given)) or running[-1]  # type: ignore[method-assign]
 
-    def begin(given: Any, previous: Any) -> Any:
-        running.append(original(given, previous))
-        return running[-1]
+    def edited(used: Any, rows: Any) -> Any:
+        act = AtStep(step, lambda: rows().layers[0].values[:, :, 50:53].zero_())
+        return run(model, used, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[act])
 
-    cache._calls.begin = begin  # type: ignore[method-assign]
-    output = run(model, cache, input_ids=IDS, max_new_tokens=STEPS, logits_processor=[_Edit(lambda: running[-1], step)])
+    wanted, output = edited(theirs, lambda: theirs), edited(cache, lambda: running[-1])
     assert_same(wanted, output)
     answer = output.sequences
-    reference = run(model, input_ids=answer)
-    assert_same(reference, run(model, cache, input_ids=answer))
+    assert_same(run(model, input_ids=answer), run(model, cache, input_ids=answer))
 
 
 def own_loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -41,6 +42,14 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     model.eval()
 
 
+def with_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[PreTrainedModel], None]:
+    return lambda model: train(model, make(model.parameters()))
+
+
+def weight_of(model: PreTrainedModel) -> torch.nn.Parameter:
+    return model.model.layers[0].mlp.up_proj.weight
+
+
 def add_hook(model: PreTrainedModel) -> Any:
     """Activation steering."""
 
@@ -50,11 +59,16 @@ def add_hook(model: PreTrainedModel) -> Any:
     return model.model.layers[0].mlp.register_forward_hook(steer)
 
 
-def add_pre_hook(model: PreTrainedModel) -> None:
-    def steer(module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return (args[0] * 1.5, *args[1:])
+def add_to_data(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.data.add_(0.01)
 
-    model.model.layers[0].mlp.register_forward_pre_hook(steer)
+
+def replace_data_there_and_back(model: PreTrainedModel) -> None:
+    """The storage that the samples were taken of lives on."""
+    held = weight_of(model).data
+    weight_of(model).data = held * 2
+    held.mul_(1)
 
 
 def replace_forward(model: PreTrainedModel) -> None:
@@ -63,76 +77,28 @@ def replace_forward(model: PreTrainedModel) -> None:
     mlp.forward = lambda hidden: theirs(hidden) * 2
 
 
-def swap_module(model: PreTrainedModel) -> None:
-    model.model.layers[0].mlp = build("llama", seed=7).model.layers[0].mlp
-
-
-def replace_parameter(model: PreTrainedModel) -> None:
-    attention = model.model.layers[0].self_attn
-    attention.v_proj.weight = torch.nn.Parameter(-attention.v_proj.weight.detach())
-
-
-def load_state_dict(model: PreTrainedModel) -> None:
-    model.load_state_dict(build("llama", seed=7).state_dict())
-
-
-def replace_data_there_and_back(model: PreTrainedModel) -> None:
-    """The storage that the samples were taken of lives on."""
-    weight = model.model.layers[0].mlp.up_proj.weight
-    held = weight.data
-    weight.data = held * 2
-    held.mul_(1)
-
-
-def add_to_data(model: PreTrainedModel) -> None:
-    for parameter in model.parameters():
-        parameter.data.add_(0.01)
-
-
-def through_numpy(model: PreTrainedModel) -> None:
-    model.model.layers[0].mlp.up_proj.weight.detach().numpy()[:] *= 2
-
-
-def change_a_norm(model: PreTrainedModel) -> None:
-    model.model.layers[0].input_layernorm.weight.data.mul_(1.3)
-
-
-def change_frequencies(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.inv_freq.mul_(0.5)
-
-
-def scale_attention(model: PreTrainedModel) -> None:
-    model.model.rotary_emb.attention_scaling = 1.5
-
-
-def clear_a_head(model: PreTrainedModel) -> None:
-    model.model.layers[0].self_attn.o_proj.weight.data[:, 16:48] = 0
-
-
-def optimizer_step(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[PreTrainedModel], None]:
-    return lambda model: train(model, make(model.parameters()))
-
-
 CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "SGD": optimizer_step(lambda p: torch.optim.SGD(p, lr=0.1)),
-    "AdamW, foreach": optimizer_step(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
-    "AdamW, fused, a learning rate of 1e-6": optimizer_step(lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True)),
-    "load_state_dict": load_state_dict,
+    "SGD": with_optimizer(lambda p: torch.optim.SGD(p, lr=0.1)),
+    "AdamW, foreach": with_optimizer(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
+    "AdamW, fused, a learning rate of 1e-6": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True)),
+    "load_state_dict": lambda model: model.load_state_dict(build("llama", seed=7).state_dict()),
     "p.data = ..., the old data live on": replace_data_there_and_back,
     "p.data.add_": add_to_data,
-    "a numpy view": through_numpy,
-    "a norm": change_a_norm,
-    "a module swapped": swap_module,
-    "a parameter replaced": replace_parameter,
+    "a numpy view": lambda model: np.multiply(view := weight_of(model).detach().numpy(), 2, out=view),
+    "a norm": lambda model: model.model.layers[0].input_layernorm.weight.data.mul_(1.3),
+    "a module swapped": lambda model: setattr(model.model.layers[0], "mlp", build("llama", 7).model.layers[0].mlp),
+    "a parameter replaced": lambda model: setattr(
+        model.model.layers[0].mlp.up_proj, "weight", torch.nn.Parameter(-weight_of(model).detach())
+    ),
     "a forward hook": add_hook,
-    "a forward pre-hook": add_pre_hook,
+    "a forward pre-hook": lambda model: model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda module, args: (args[0] * 1.5, *args[1:])
+    ),
     "a forward replaced": replace_forward,
-    "rotary frequencies, in place": change_frequencies,
-    "a rotary embedding of another scale": scale_attention,
-    "a column of a matrix": clear_a_head,
+    "rotary frequencies, in place": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "a rotary embedding of another scale": lambda model: setattr(model.model.rotary_emb, "attention_scaling", 1.5),
+    "a column of a matrix": lambda model: model.model.layers[0].self_attn.o_proj.weight.data[:, 16:48].zero_(),
 }
-
-
 OF_OTHERS = ("a forward hook", "a forward pre-hook", "a forward replaced")
 
 
@@ -452,48 +418,24 @@ def test_caches_of_another_salt_share_nothing(model: PreTrainedModel) -> None:
 # What must not lose the hits.
 
 
-def new_generation_config(model: PreTrainedModel) -> None:
-    model.generation_config = GenerationConfig(pad_token_id=0)
-
-
-def first_hidden_states(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model(IDS, output_hidden_states=True, output_attentions=False)
-
-
 def dispatch(model: PreTrainedModel) -> None:
     accelerate = pytest.importorskip("accelerate")
     for module in model.modules():
         accelerate.hooks.add_hook_to_module(module, accelerate.hooks.AlignDevicesHook(io_same_device=True))
 
 
-def plain_forward(model: PreTrainedModel) -> None:
-    with torch.no_grad():
-        model(IDS, use_cache=False)
-
-
-def zero_grad(model: PreTrainedModel) -> None:
-    model.requires_grad_(False)
-    model.zero_grad()
-
-
-def second_cache(model: PreTrainedModel) -> None:
-    other = PagedPrefixCache(model)
-    run(model, other, input_ids=IDS)
-
-
 HARMLESS: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "a new generation config": new_generation_config,
+    "a new generation config": lambda model: setattr(model, "generation_config", GenerationConfig(pad_token_id=0)),
     "a second eval()": lambda model: model.eval(),
-    "the first output_hidden_states=True": first_hidden_states,
+    "the first output_hidden_states=True": torch.no_grad()(lambda model: model(IDS, output_hidden_states=True)),
     "accelerate's hooks": dispatch,
-    "a plain forward": plain_forward,
-    "requires_grad_(False)": zero_grad,
-    "a cache of another store": second_cache,
+    "a plain forward": torch.no_grad()(lambda model: model(IDS, use_cache=False)),
+    "requires_grad_(False)": lambda model: model.requires_grad_(False).zero_grad(),
+    "a cache of another store": lambda model: run(model, PagedPrefixCache(model), input_ids=IDS),
     "to() where it is": lambda model: model.to("cpu"),
     "train mode without dropout": lambda model: model.train(),
     "a longer prompt in between": lambda model: run(model, input_ids=torch.tensor([row((3, 90))])),
-    "inference_mode": lambda model: torch.inference_mode()(lambda: run(model, input_ids=IDS))(),
+    "inference_mode": torch.inference_mode()(lambda model: run(model, input_ids=IDS)),
 }
 
 

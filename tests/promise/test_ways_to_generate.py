@@ -489,85 +489,54 @@ def test_what_torch_compile_returns_is_run_as_the_model_inside() -> None:
 
 # The list is complete.
 
-# Option of `generate` -> the scene or test that plays it. None: nothing that a decoder's cache could meet.
-OPTIONS: dict[str, str | None] = {
-    "max_length": "ends",
-    "max_new_tokens": "ends",
-    "max_time": "ends",
-    "stop_strings": "stopping_strings",
-    "eos_token_id": "ends",
-    "pad_token_id": "ends",
-    "early_stopping": "ends",
-    "length_penalty": "ends",
-    "do_sample": "samples",
-    "num_beams": "beams",
-    "num_return_sequences": "samples",
-    "use_cache": "test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused",
-    "cache_implementation": "test_a_cache_implementation_beside_our_cache_is_refused",
-    "cache_config": None,  # of the caches that transformers builds
-    "max_cache_len": None,
-    "temperature": "warpers",
-    "top_k": "warpers",
-    "top_p": "warpers",
-    "min_p": "warpers",
-    "top_h": "warpers",
-    "typical_p": "warpers",
-    "epsilon_cutoff": "warpers",
-    "eta_cutoff": "warpers",
-    "bad_words_ids": "bad_words",
-    "prefix_allowed_tokens_fn": "constrained",
-    "repetition_penalty": "processors",
-    "no_repeat_ngram_size": "processors",
-    "encoder_repetition_penalty": "processors",
-    "encoder_no_repeat_ngram_size": "processors",
-    "min_new_tokens": "processors",
-    "min_length": "processors",
-    "sequence_bias": "processors",
-    "suppress_tokens": "processors",
-    "begin_suppress_tokens": "processors",
-    "exponential_decay_length_penalty": "processors",
-    "forced_bos_token_id": "processors",
-    "forced_eos_token_id": "processors",
-    "bos_token_id": "processors",
-    "remove_invalid_values": "processors",
-    "renormalize_logits": "processors",
-    "watermarking_config": "processors",
-    "guidance_scale": "guidance",
-    "negative_prompt_ids": "guidance",
-    "negative_prompt_attention_mask": "guidance",
-    "token_healing": "test_token_healing_runs_a_call_of_its_own",
-    "output_scores": "scores",
-    "output_logits": "scores",
-    "output_attentions": "hidden_states_and_attentions",
-    "output_hidden_states": "hidden_states_and_attentions",
-    "return_dict_in_generate": "going_on_with_new_tokens_only",
-    "assistant_model": "assistant",
-    "is_assistant": "assistant",
-    "num_assistant_tokens": "assisted",
-    "num_assistant_tokens_schedule": "assisted",
-    "assistant_confidence_threshold": "assisted",
-    "assistant_ensemble_weight": "assisted",
-    "assistant_early_exit": "test_assistant_early_exit_is_right",
-    "assistant_lookbehind": "universal_assisted",
-    "target_lookbehind": "universal_assisted",
-    "prompt_lookup_num_tokens": "prompt_lookup",
-    "max_matching_ngram_size": "prompt_lookup",
-    "speculation_type": None,  # of an assistant model of one kind, which drafts with no cache of ours
-    "prefill_chunk_size": "chunked_prefill",
-    "compile_config": "compile_options",
-    "disable_compile": "compile_options",
-    "continuous_batching_config": None,  # of generate_batch, which pages by itself
-    "decoder_start_token_id": None,  # of encoder-decoders
-    "transformers_version": None,
+# The scene or test that plays options of `generate` -> their names.
+PLAYED = {
+    "ends": (
+        "max_length max_new_tokens max_time eos_token_id pad_token_id early_stopping length_penalty stopping_criteria"
+    ),
+    "stopping_strings": "stop_strings",
+    "samples": "do_sample num_return_sequences",
+    "beams": "num_beams",
+    "test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused": "use_cache",
+    "test_a_cache_implementation_beside_our_cache_is_refused": "cache_implementation",
+    "warpers": "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff",
+    "bad_words": "bad_words_ids",
+    "constrained": "prefix_allowed_tokens_fn",
+    "processors": (
+        "repetition_penalty no_repeat_ngram_size encoder_repetition_penalty encoder_no_repeat_ngram_size "
+        "min_new_tokens min_length sequence_bias suppress_tokens begin_suppress_tokens "
+        "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id bos_token_id "
+        "remove_invalid_values renormalize_logits watermarking_config"
+    ),
+    "guidance": "guidance_scale negative_prompt_ids negative_prompt_attention_mask",
+    "test_token_healing_runs_a_call_of_its_own": "token_healing",
+    "scores": "output_scores output_logits",
+    "hidden_states_and_attentions": "output_attentions output_hidden_states",
+    "going_on_with_new_tokens_only": "return_dict_in_generate",
+    "assistant": "assistant_model is_assistant",
+    "assisted": (
+        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_ensemble_weight"
+    ),
+    "test_assistant_early_exit_is_right": "assistant_early_exit",
+    "universal_assisted": "assistant_lookbehind target_lookbehind",
+    "prompt_lookup": "prompt_lookup_num_tokens max_matching_ngram_size",
+    "chunked_prefill": "prefill_chunk_size",
+    "compile_options": "compile_config disable_compile",
     "streamer": "streamer",
-    "synced_gpus": "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards",
-    "custom_generate": "contrastive",
-    "logits_processor": "test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_right",
-    "stopping_criteria": "ends",
-    "inputs": "test_positional_arguments_are_seen",
-    "generation_config": "test_a_hub_style_custom_generate_works",
-    "trust_remote_code": "test_a_hub_style_custom_generate_works",
-    "low_memory": None,  # of contrastive search, with which it moved
+    "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards": "synced_gpus",
+    "contrastive": "custom_generate",
+    "test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_right": "logits_processor",
+    "test_positional_arguments_are_seen": "inputs",
+    "test_a_hub_style_custom_generate_works": "generation_config trust_remote_code",
+}
+# Of caches that others build, of `generate_batch`, of encoder-decoders, and of what has moved.
+OF_OTHER_CACHES = (
+    "cache_config max_cache_len speculation_type continuous_batching_config decoder_start_token_id "
+    "transformers_version low_memory"
+)
+OPTIONS: dict[str, str | None] = {
+    **{option: where for where, options in PLAYED.items() for option in options.split()},
+    **dict.fromkeys(OF_OTHER_CACHES.split()),
     **dict.fromkeys(MOVED, "test_what_transformers_moved_to_repositories_or_the_model_lacks_it_refuses_itself"),
 }
 
