@@ -18,7 +18,7 @@ from hf_paged_cache import (
     UnsupportedModelError,
 )
 
-from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, character_tokenizer, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -37,11 +37,11 @@ def cache() -> PagedPrefixCache:
 def assert_next_call_is_right(cache: PagedPrefixCache, reused: int | None = None) -> None:
     cache.check()
     model = cache.store.model
-    assert_same(run(model, **batch(PROMPT)), run(model, cache, **batch(PROMPT)))
+    assert_right(model, cache, **batch(PROMPT))
     if reused is not None:
         assert cache.last_call.reused_tokens == reused
     longer = batch(row((1, 50), (2, 9)))
-    assert_same(run(model, **longer), run(model, cache, **longer))
+    assert_right(model, cache, **longer)
     cache.check()
 
 
@@ -144,8 +144,7 @@ def test_embeddings_without_ids_are_computed_without_reuse_and_never_reused(cach
     mask = torch.ones(1, 50, dtype=torch.int64)
     for passed in (embeddings, other, embeddings):
         arguments = {"inputs_embeds": passed, "attention_mask": mask}
-        assert_same(run(model, **arguments), run(model, cache, **arguments))
-        assert cache.last_call.reused_tokens == 0
+        assert_right(model, cache, reused=0, **arguments)
         cache.check()
     assert_next_call_is_right(cache)
 
@@ -203,7 +202,7 @@ def test_new_tokens_go_on_from_padded_rows_whose_columns_were_counted(name: str,
     cache.check()
     whole = {**going_on, "input_ids": torch.cat([ids, new], 1)}
     for _ in range(2):  # nothing that was numbered otherwise is found
-        assert_same(run(model, **whole), run(model, cache, **whole))
+        assert_right(model, cache, **whole)
         cache.reset()
 
 
@@ -217,13 +216,13 @@ def test_a_model_without_some_of_its_layers_gets_nothing_wrong_from_the_cache_of
     cache = PagedPrefixCache(model)
     run(model, cache, input_ids=ids if is_used else ids[:, 40:])
     model.model.layers = whole[:1]
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))  # rows have as many layers as the model
+    assert_right(model, cache, input_ids=ids)  # rows have as many layers as the model
     cache.check()
     shorter = PagedPrefixCache(model)
     for _ in range(2):
-        assert_same(run(model, input_ids=ids), run(model, shorter, input_ids=ids))
+        assert_right(model, shorter, input_ids=ids)
     model.model.layers = whole
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    assert_right(model, cache, input_ids=ids)
 
 
 def test_an_empty_prompt_is_refused_as_without_a_cache(cache: PagedPrefixCache) -> None:

@@ -22,7 +22,7 @@ from hf_paged_cache.integration.capturing import CapturedForward, Capturing, Loo
 from hf_paged_cache.rows.captured import tolerance
 from hf_paged_cache.rows.graphs import Captured, Shapes
 
-from ..reference import IDS, PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import IDS, PROMPT, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
 
 STEPS = 10
@@ -71,7 +71,7 @@ def test_new_tokens_behind_known_ones_are_filled_up_to_a_shape_or_too_many(num_n
     run(model, cache, input_ids=IDS, max_new_tokens=2)
     for seed in (5, 6, 7):  # the first two are compared with the eager forward
         ids = torch.tensor([row((1, 48), (seed, num_new))])
-        assert_same(run(model, input_ids=ids, max_new_tokens=4), run(model, cache, input_ids=ids, max_new_tokens=4))
+        assert_right(model, cache, input_ids=ids, max_new_tokens=4)
         assert cache.last_call.reused_tokens >= 48
         run(model, cache, input_ids=torch.tensor([row((seed, 48 + seed))]), max_new_tokens=2)  # another length
     assert num_captured(cache) >= 1
@@ -83,7 +83,7 @@ def test_calls_of_one_length_are_compared_twice_and_one_of_another_once_more() -
     for num_tokens in (48, 48, 48, 48, 64, 64):
         ids = torch.tensor([row((1, num_tokens), (num_tokens + len(said), 9))])
         run(model, cache, input_ids=ids[:, :num_tokens], max_new_tokens=2)
-        assert_same(run(model, input_ids=ids, max_new_tokens=1), run(model, cache, input_ids=ids, max_new_tokens=1))
+        assert_right(model, cache, input_ids=ids, max_new_tokens=1)
         said.append(num_captured(cache))
     assert said == [0, 0, 1, 1, 0, 1]
 
@@ -146,9 +146,7 @@ def test_a_long_prompt_runs_eagerly_and_its_steps_are_captured() -> None:
         assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=STEPS))
         assert num_captured(cache) >= STEPS - 3
     other = torch.tensor([row((1, 32), (2, 300))])
-    assert_same(
-        run(model, input_ids=other, max_new_tokens=STEPS), run(model, cache, input_ids=other, max_new_tokens=STEPS)
-    )
+    assert_right(model, cache, input_ids=other, max_new_tokens=STEPS)
     assert cache.last_call.captured == f"{STEPS - 1} of {STEPS} forwards were captured"
 
 
@@ -199,7 +197,7 @@ def test_static_rows_count_in_the_budget_of_the_blocks() -> None:
     assert plain.stats().num_cached_blocks > 1.5 * cache.stats().num_cached_blocks > 0
     assert cache.store.blocks.pool.pool_bytes > 0.9 * row_bytes
     pair = torch.tensor([row((1, 200)), row((2, 200))])
-    assert_same(run(model, input_ids=pair, max_new_tokens=4), run(model, cache, input_ids=pair, max_new_tokens=4))
+    assert_right(model, cache, input_ids=pair, max_new_tokens=4)
     assert cache.last_call.captured == "2 rows of 512 columns are more than the arena may take"
     cache.check()
 
@@ -413,7 +411,7 @@ def test_edited_rows_go_on_as_edited_and_keep_nothing(step: int) -> None:
     wanted, output = edited(theirs, lambda: theirs), edited(cache, lambda: running[-1])
     assert_same(wanted, output)
     answer = output.sequences
-    assert_same(run(model, input_ids=answer), run(model, cache, input_ids=answer))
+    assert_right(model, cache, input_ids=answer)
 
 
 def own_loop(model: Any, input_ids: Any, **kwargs: Any) -> Any:

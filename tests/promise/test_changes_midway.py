@@ -21,7 +21,7 @@ from hf_paged_cache.integration.opening import Opening
 from hf_paged_cache.model.conditioning import Conditioning
 
 from ..internals import make_forwards_cheap
-from ..reference import IDS, TOLERANCE, AtStep, assert_same, batch, is_same, row, run
+from ..reference import IDS, TOLERANCE, AtStep, assert_right, assert_same, batch, is_same, row, run
 from ..tiny_models import build
 from .test_guards import in_another_thread
 
@@ -113,7 +113,7 @@ def test_a_shared_prefix_computed_before_the_model_changed_is_not_what_rows_resu
     assert not once
     assert_same(wanted, found)
     change.end()
-    assert_same(run(model, **prompts), run(model, cache, **prompts))
+    assert_right(model, cache, **prompts)
 
 
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
@@ -127,8 +127,7 @@ def test_what_generate_adds_under_other_conditions_is_not_kept_and_its_prompt_is
     said = run(model, input_ids=IDS, max_new_tokens=12).sequences
     cache.reset()
     assert cache.stats().num_cached_blocks == 12  # the prompt's
-    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
-    assert cache.last_call.reused_tokens == 48
+    assert_right(model, cache, reused=48, input_ids=said)
 
 
 def test_rows_that_went_on_under_other_conditions_match_no_further_than_these_held(
@@ -138,8 +137,7 @@ def test_rows_that_went_on_under_other_conditions_match_no_further_than_these_he
     cache = PagedPrefixCache(model, block_size=4, trust_hooks=True)
     got = run(model, cache, input_ids=IDS, max_new_tokens=9, logits_processor=[AtStep(2, change.begin)])
     change.end()
-    assert_same(run(model, input_ids=got.sequences), run(model, cache, input_ids=got.sequences))
-    assert cache.last_call.reused_tokens == 50
+    assert_right(model, cache, reused=50, input_ids=got.sequences)
 
 
 def test_a_change_that_is_over_before_anybody_looks_is_not_seen(model: PreTrainedModel, change: Change) -> None:
@@ -334,4 +332,4 @@ def test_a_model_whose_own_code_changes_it_in_the_middle_of_a_call_leaves_nothin
     ids = run(model, cache, input_ids=IDS, max_new_tokens=20).sequences
     assert num_calls > 5
     layer.weight, num_calls = kept, 9
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    assert_right(model, cache, input_ids=ids)

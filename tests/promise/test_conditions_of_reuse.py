@@ -27,7 +27,7 @@ from hf_paged_cache import (
 )
 
 from ..conformance.zoo import build as build_type
-from ..reference import IDS, PROMPT, TOLERANCE, assert_same, batch, is_same, row, run
+from ..reference import IDS, PROMPT, TOLERANCE, assert_right, assert_same, batch, is_same, row, run
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -142,8 +142,7 @@ def test_a_layer_of_others_is_not_trusted_unless_somebody_says_so(model: PreTrai
     cache = PagedPrefixCache(model)
     for scale in (2.0, 2.0, 3.0):
         layer.scale = scale
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-        assert cache.last_call.reused_tokens == 0
+        assert_right(model, cache, reused=0, input_ids=IDS)
     assert "Scaled" in str(cache.last_call)
 
 
@@ -156,8 +155,7 @@ def test_weights_that_are_written_again_are_a_change_also_with_the_same_values(
     for reused in (0, 49):
         if not reused:
             model.load_state_dict(weights)
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-        assert cache.last_call.reused_tokens == reused
+        assert_right(model, cache, reused=reused, input_ids=IDS)
 
 
 def test_a_hook_taken_off_again_finds_the_blocks_of_before(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
@@ -169,8 +167,7 @@ def test_a_hook_taken_off_again_finds_the_blocks_of_before(model: PreTrainedMode
             handle = model.model.layers[0].mlp.register_forward_hook(
                 lambda module, args, output, by=strength: output + by
             )
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-        assert cache.last_call.reused_tokens == reused
+        assert_right(model, cache, reused=reused, input_ids=IDS)
         if handle is not None:
             handle.remove()
 
@@ -194,11 +191,10 @@ def test_only_new_tokens_after_a_change_are_not_committed(model: PreTrainedModel
     handle = add_hook(model)
     said = torch.cat([first.sequences, torch.tensor([row((2, 40))])], 1)
     run(model, cache, input_ids=said[:, 55:], attention_mask=torch.ones_like(said))
-    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+    assert_right(model, cache, input_ids=said)
     cache.reset()
     handle.remove()
-    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
-    assert cache.last_call.reused_tokens == 48
+    assert_right(model, cache, reused=48, input_ids=said)
 
 
 def test_a_model_built_under_inference_mode_is_watched_all_the_same() -> None:
@@ -206,24 +202,20 @@ def test_a_model_built_under_inference_mode_is_watched_all_the_same() -> None:
         model = build("llama")
         cache = PagedPrefixCache(model)
         for number in range(3):
-            assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-            assert cache.last_call.reused_tokens == 0
-            assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-            assert cache.last_call.reused_tokens == 49
+            assert_right(model, cache, reused=0, input_ids=IDS)
+            assert_right(model, cache, reused=49, input_ids=IDS)
             model.model.layers[0].mlp.up_proj.weight.mul_(2 + number)
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 0
+    assert_right(model, cache, reused=0, input_ids=IDS)
 
 
 def test_a_dtype_move_reuses_nothing_in_either_direction(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     weights = copy.deepcopy(model.state_dict())
     run(model, cache, input_ids=IDS)
     model.to(torch.float64)
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 0
+    assert_right(model, cache, reused=0, input_ids=IDS)
     model.to(torch.float32)
     model.load_state_dict(weights)
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert_right(model, cache, input_ids=IDS)
 
 
 # Rotary embeddings that depend on length.
@@ -341,7 +333,7 @@ def test_a_cross_attention_with_something_to_attend_to_runs_without_the_cache_an
             assert_same(reference, run(model, input_ids=ids, **attended))
     with pytest.raises(CacheArgumentError, match="was passed, and cross attention keeps"):
         model(input_ids=ids, past_key_values=cache, **attended)
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    assert_right(model, cache, input_ids=ids)
 
 
 # The regime of a call.
@@ -386,7 +378,7 @@ def test_nothing_is_reused_or_committed_while_a_dropout_is_active() -> None:
     model.eval()
     cache.reset()
     assert cache.stats().num_cached_blocks >= cached
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert_right(model, cache, input_ids=IDS)
     cache.reset_prefix_cache()
     model.train()
     run(model, cache, input_ids=IDS)
@@ -408,8 +400,7 @@ def test_caches_of_another_salt_share_nothing(model: PreTrainedModel) -> None:
     store = caches["a"].store
     caches = {salt: PagedPrefixCache(store, cache_salt=salt) for salt in caches}
     for cache in caches.values():
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-        assert cache.last_call.reused_tokens == 0
+        assert_right(model, cache, reused=0, input_ids=IDS)
     twin = PagedPrefixCache(store, cache_salt=b"a")
     run(model, twin, input_ids=IDS)
     assert twin.last_call.reused_tokens == 48
@@ -445,8 +436,7 @@ def test_what_changes_no_keys_and_values_loses_no_hits(
 ) -> None:
     run(model, cache, input_ids=IDS)
     HARMLESS[what](model)
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
+    assert_right(model, cache, reused=49, input_ids=IDS)
     cache.reset()
     run(model, cache, input_ids=IDS)
     assert cache.last_call.reused_tokens == 48
@@ -485,11 +475,10 @@ def test_an_attention_that_gets_no_mask_is_refused_or_if_chosen_later_reuses_not
     run(model, cache := PagedPrefixCache(model), **batch(row((1, 40))))
     model.set_attn_implementation("mine")
     for _ in range(2):
-        assert_same(run(model, **call), run(model, cache, **call))
-        assert cache.last_call.reused_tokens == 0
+        assert_right(model, cache, reused=0, **call)
     assert "attention 'mine' was chosen after the cache was built" in str(cache.last_call)
     model.set_attn_implementation("sdpa")
-    assert_same(run(model, **call), run(model, cache, **call))
+    assert_right(model, cache, **call)
     assert cache.last_call.reused_tokens > 0
 
 
@@ -504,8 +493,8 @@ def test_checkpoints_that_drop_the_cache_are_named_also_where_a_prefix_is_known(
         with pytest.raises(ForwardMismatchError, match="gradient checkpointing drops the cache"):
             run(model, cache, input_ids=ids)
     model.eval()
-    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+    assert_right(model, cache, input_ids=other)
     assert cache.last_call.reused_tokens >= 32
     model.train()
     model.gradient_checkpointing_disable()
-    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+    assert_right(model, cache, input_ids=other)

@@ -17,7 +17,7 @@ from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.integration import opening
 
-from ..reference import TOLERANCE, AtStep, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import TOLERANCE, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,7 +60,7 @@ def test_a_known_prompt_whose_first_block_was_evicted(store: Store) -> None:
     run(store.model, cache, **prompt)
     run(store.model, cache, **ids(row((2, 40))))
     cache.reset()
-    assert_same(run(store.model, **prompt), run(store.model, cache, **prompt))
+    assert_right(store.model, cache, **prompt)
     cache.check()
 
 
@@ -74,28 +74,25 @@ def test_a_processor_that_rewrites_a_token_that_ran(store: Store) -> None:
     cache = store.cache(block_size=4)
     said = run(store.model, cache, **ids(row((1, 32))), **LONG, logits_processor=[Heal()]).sequences[0].tolist()
     turn = ids(said + row((2, 5)))
-    assert_same(run(store.model, **turn), run(store.model, cache, **turn))
+    assert_right(store.model, cache, **turn)
     cache.reset()
-    assert_same(run(store.model, **turn), run(store.model, cache, **turn))
+    assert_right(store.model, cache, **turn)
 
 
 def test_positions_of_ones_own_are_not_taken_for_usual_ones(store: Store) -> None:
     cache, prompt = store.cache(), ids(row((1, 40)))
     own = {**prompt, "position_ids": torch.arange(40)[None] * 3}
-    assert_same(run(store.model, **own), run(store.model, cache, **own))
-    assert cache.last_call.reused_tokens == 0
+    assert_right(store.model, cache, reused=0, **own)
     assert "positions" in cache.last_call.rows[0].stopped
-    assert_same(run(store.model, **prompt), run(store.model, cache, **prompt))
-    assert cache.last_call.reused_tokens == 0
+    assert_right(store.model, cache, reused=0, **prompt)
 
 
 def test_embeddings_beside_ids_are_not_taken_for_the_ids(store: Store) -> None:
     cache, prompt = store.cache(), ids(row((1, 40)))
     own = {**prompt, "inputs_embeds": store.model.get_input_embeddings()(torch.tensor([row((2, 40))]))}
-    assert_same(run(store.model, **own), run(store.model, cache, **own))
+    assert_right(store.model, cache, **own)
     assert "embeddings" in cache.last_call.rows[0].stopped
-    assert_same(run(store.model, **prompt), run(store.model, cache, **prompt))
-    assert cache.last_call.reused_tokens == 0
+    assert_right(store.model, cache, reused=0, **prompt)
 
 
 @pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
@@ -104,7 +101,7 @@ def test_calls_in_inference_mode_and_out_of_it_share_one_store(first: Callable[[
     second = torch.no_grad if first is torch.inference_mode else torch.inference_mode
     for mode in (first, second, first):
         with mode():
-            assert_same(run(store.model, **prompt), run(store.model, cache, **prompt))
+            assert_right(store.model, cache, **prompt)
     store.require_reuse(cache, 48)
 
 
@@ -142,7 +139,7 @@ def test_what_beams_wrote_is_found_under_its_own_tokens(store: Store) -> None:
     best = run(store.model, cache, **prompt, **LONG, num_beams=4).sequences[0, :31].tolist()
     cache.reset()
     turn = ids(best + row((2, 4)))
-    assert_same(run(store.model, **turn), run(store.model, cache, **turn))
+    assert_right(store.model, cache, **turn)
     store.require_reuse(cache, 28)
 
 
@@ -150,7 +147,7 @@ def test_rows_that_know_unequal_lengths(store: Store) -> None:
     cache, prompt = store.cache(), row((1, 512))
     run(store.model, cache, **ids(prompt))
     rows = batch(prompt + row((2, 8)), row((3, 520)))
-    assert_same(run(store.model, **rows), run(store.model, cache, **rows))
+    assert_right(store.model, cache, **rows)
     store.require_reuse(cache, 496)
 
 
@@ -171,7 +168,7 @@ def test_keys_and_values_that_are_edited_are_heeded_and_never_kept(store: Store)
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
     cache.reset()
     turn = {"input_ids": torch.cat([tokens, new], 1)}
-    assert_same(run(store.model, **turn), run(store.model, cache, **turn))
+    assert_right(store.model, cache, **turn)
 
 
 def test_blocks_under_older_weights_make_room_before_the_pool_grows() -> None:
@@ -184,7 +181,7 @@ def test_blocks_under_older_weights_make_room_before_the_pool_grows() -> None:
         with torch.no_grad():
             model.model.layers[0].mlp.up_proj.weight.mul_(1.001)
     assert max(sizes) <= 4 * sizes[0], sizes
-    assert_same(run(model, **prompts), run(model, cache, **prompts))
+    assert_right(model, cache, **prompts)
 
 
 def test_weights_that_a_processor_changes_in_the_middle_leave_nothing_to_later_calls(store: Store) -> None:
@@ -199,9 +196,9 @@ def test_weights_that_a_processor_changes_in_the_middle_leave_nothing_to_later_c
     said = run(store.model, cache, **ids(row((1, 40))), **LONG, logits_processor=[AtStep(3, change)]).sequences
     with torch.no_grad():
         weight.copy_(before)
-    assert_same(run(store.model, input_ids=said), run(store.model, cache, input_ids=said))
+    assert_right(store.model, cache, input_ids=said)
     cache.reset()
-    assert_same(run(store.model, input_ids=said), run(store.model, cache, input_ids=said))
+    assert_right(store.model, cache, input_ids=said)
 
 
 def test_rows_that_a_call_returned_go_on_beside_later_calls(store: Store) -> None:

@@ -19,7 +19,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 
 from ..internals import make_forwards_cheap
-from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
+from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 from .test_interrupted_calls import Interrupter
 
@@ -112,7 +112,7 @@ def test_of_a_call_that_fails_all_that_ran_is_stored(pads: tuple[int, ...]) -> N
         run(model, cache, **given, logits_processor=[AtStep(3, stop)])
     cache.reset()
     assert cache.stats().num_cached_blocks == sum(len(tokens) + 2 for tokens in rows)
-    assert_same(run(model, **given), run(model, cache, **given))
+    assert_right(model, cache, **given)
 
 
 @pytest.mark.parametrize("where", ["before its forward", "in its forward", "after its forward"])
@@ -136,8 +136,7 @@ def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(wher
     with pytest.raises(ValueError if where == "before its forward" else StopError):
         run(model, cache, **given)
     armed = False
-    assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
-    assert cache.last_call.reused_tokens == (62 if where == "after its forward" else 55)
+    assert_right(model, cache, reused=62 if where == "after its forward" else 55, input_ids=whole)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -197,8 +196,7 @@ def test_tokens_generated_under_a_mask_of_the_user_s_own_are_not_stored(kind: st
     hides = False
     cache.reset()
     ids = reference.sequences
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
-    assert cache.last_call.reused_tokens == 48
+    assert_right(model, cache, reused=48, input_ids=ids)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -271,7 +269,7 @@ def test_padded_rows_that_step_without_positions_leave_nothing_to_later_calls(na
     rows = run(model, cache, **batch(row((1, 10)), row((2, 30))), max_new_tokens=40).sequences[:1, 20:]
     del model.prepare_inputs_for_generation
     cache.reset()
-    assert_same(run(model, input_ids=rows), run(model, cache, input_ids=rows))
+    assert_right(model, cache, input_ids=rows)
 
 
 def test_a_mask_that_shows_padding_is_refused(model: PreTrainedModel) -> None:
@@ -390,7 +388,7 @@ def test_a_generate_that_was_overtaken_on_its_cache_gives_no_wrong_result(model:
             """Nothing is held back."""
 
     assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS, streamer=Streamer()))
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert_right(model, cache, input_ids=IDS)
 
 
 def test_padding_of_a_forward_that_died_is_no_padding_of_the_rows(model: PreTrainedModel) -> None:
@@ -424,5 +422,5 @@ def test_a_collected_cache_leaves_its_full_blocks_to_others(model: PreTrainedMod
         model(IDS, past_key_values=cache)
     del cache
     gc.collect()
-    assert_same(run(model, input_ids=IDS), run(model, other, input_ids=IDS))
+    assert_right(model, other, input_ids=IDS)
     assert other.last_call.rows[0].matched_tokens == 48

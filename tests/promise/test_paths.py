@@ -24,7 +24,7 @@ from hf_paged_cache import (
 )
 
 from ..internals import begin_chunks_at_the_first_column
-from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
+from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,7 +65,7 @@ def test_a_mask_that_fits_neither_the_ids_nor_rows_and_ids_is_refused(
     with pytest.raises(CacheArgumentError, match="continue exactly where the rows stopped"):
         run(model, cache, input_ids=new, attention_mask=mask)
     cache.check()
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert_right(model, cache, input_ids=IDS)
 
 
 # Two calls at once.
@@ -79,14 +79,14 @@ def test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_r
 
     def nested() -> None:
         nonlocal num_nested
-        assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+        assert_right(model, cache, input_ids=other)
         num_nested += 1
 
     reference = run(model, input_ids=IDS)
     assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, nested)]))
     assert num_nested == 1
     cache.check()
-    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+    assert_right(model, cache, input_ids=other)
 
 
 # Round the bracket.
@@ -102,7 +102,7 @@ def test_an_instance_s_generate_of_somebody_else_is_wrapped_and_put_back(model: 
     model.generate = theirs
     cache = PagedPrefixCache(model)
     for _ in range(2):
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+        assert_right(model, cache, input_ids=IDS)
     assert len(calls) == 4
     assert cache.last_call.reused_tokens == 49
     cache.detach()
@@ -152,10 +152,9 @@ def test_one_cache_on_two_models_of_one_architecture_is_refused(
     with pytest.raises(CacheArgumentError, match="another model"):
         other(IDS, past_key_values=cache)
     cache.check()
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert_right(model, cache, input_ids=IDS)
     own = PagedPrefixCache(other)
-    assert_same(run(other, input_ids=IDS), run(other, own, input_ids=IDS))
-    assert own.last_call.reused_tokens == 0
+    assert_right(other, own, reused=0, input_ids=IDS)
 
 
 def test_a_hub_style_custom_generate_works(model: PreTrainedModel, cache: PagedPrefixCache, tmp_path: Path) -> None:
@@ -229,7 +228,7 @@ def test_small_chunks_under_a_mask_with_a_hole_are_right_and_not_committed() -> 
     for size in (1, 2):
         reference = run(model, **holed, prefill_chunk_size=size)
         assert_same(reference, run(model, cache, **holed, prefill_chunk_size=size))
-        assert_same(run(model, **inputs), run(model, cache, **inputs))
+        assert_right(model, cache, **inputs)
         cache.reset_prefix_cache()
 
 
@@ -293,8 +292,7 @@ def test_a_plain_forward_without_positions_and_generate_hit_each_other(
 ) -> None:
     with torch.no_grad():
         model(IDS, past_key_values=cache)
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
+    assert_right(model, cache, reused=49, input_ids=IDS)
     cache.reset()
     with torch.no_grad():
         got = model(IDS, past_key_values=cache, logits_to_keep=1).logits
@@ -312,8 +310,7 @@ def test_prefill_by_hand_then_deepcopy_then_generate(model: PreTrainedModel, cac
     for question in (2, 3, 4):
         ids = torch.cat([prefix, torch.tensor([row((question, 7))])], 1)
         twin = copy.deepcopy(cache)
-        assert_same(run(model, input_ids=ids), run(model, twin, input_ids=ids))
-        assert twin.last_call.reused_tokens == 43
+        assert_right(model, twin, reused=43, input_ids=ids)
         assert cache.get_seq_length() == 43
     cache.check()
 
@@ -340,7 +337,7 @@ def test_a_copy_of_an_attached_model_caches_too_and_is_another_model(
     assert run(twin, input_ids=IDS).sequences.tolist() != reference.sequences.tolist()
     other = PagedPrefixCache(twin)
     for _ in range(2):
-        assert_same(run(twin, input_ids=IDS), run(twin, other, input_ids=IDS))
+        assert_right(twin, other, input_ids=IDS)
         assert_same(reference, run(model, cache, input_ids=IDS))
     assert other.last_call.reused_tokens == cache.last_call.reused_tokens == 49
     assert len(twin._forward_hooks) == len(twin._forward_pre_hooks) == 1
