@@ -9,7 +9,6 @@ import functools
 import gc
 import random
 import sys
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import TextIteratorStreamer
-from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_paged_cache
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
-from ..internals import FAULT_POINTS, leave_all_with_blocks, make_pools_grow
+from ..internals import leave_all_with_blocks
 from ..reference import AtStep, assert_same, batch, is_same, row, run
 from ..tiny_models import tiny
 
@@ -211,17 +208,13 @@ def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("deed", ["reset", "crop", "reorder", "deepcopy", "reset_prefix_cache", "with"])
 def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references: dict[str, Any]) -> None:
-    def ambient(cache: PagedPrefixCache) -> None:
-        with cache:
-            pass
-
     deeds: dict[str, Callable[[PagedPrefixCache], Any]] = {
         "reset": lambda cache: cache.reset(),
         "crop": lambda cache: cache.crop(-6),
         "reorder": lambda cache: cache.reorder_cache(torch.tensor([2, 2, 0])),
         "deepcopy": copy.deepcopy,
         "reset_prefix_cache": lambda cache: cache.reset_prefix_cache(),
-        "with": ambient,
+        "with": lambda cache: (cache.__enter__(), cache.__exit__(None, None, None)),
     }
     cache = prepared()
     with Interrupter() as counter:
@@ -243,35 +236,6 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
             raise
 
 
-def test_an_interrupt_holds_no_blocks_once_it_is_gone() -> None:
-    """A notebook keeps the last exception, and so the frames that it went through, until another one comes."""
-    model = tiny("gemma3")
-    store = PrefixStore(model, block_size=4, num_blocks=60)
-
-    cache = PagedPrefixCache(store)
-
-    def run_and_reset(at_line: int) -> Interrupter:
-        with torch.no_grad():
-            model(torch.tensor([row((1, 30)), row((2, 30))]), past_key_values=cache)
-        with Interrupter(at_line) as interrupter:
-            cache.reset()
-        return interrupter
-
-    run_and_reset(0)
-    for at_line in range(1, run_and_reset(0).num_lines + 1):
-        kept, place = list[BaseException](), ""
-        try:
-            place = run_and_reset(at_line).place
-        except KeyboardInterrupt as error:
-            kept.append(error)
-        assert kept or at_line > 20, "nothing was interrupted"
-        kept.clear()
-        cache.reset()
-        assert store.stats().num_blocks_in_use == 0, place
-        store.reset_prefix_cache()
-        store.check()
-
-
 # Calls that are never finished.
 
 
@@ -281,44 +245,6 @@ class StopError(Exception):
 
 def stop() -> None:
     raise StopError
-
-
-@pytest.mark.usefixtures("switching")
-def test_a_generator_of_tokens_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
-    """A streamer read in this thread while `generate` runs in another one, which its reader gives up."""
-    model = tiny("llama")
-    cache = prepared()
-    given_up = threading.Event()
-
-    class Streamer(TextIteratorStreamer):
-        def __init__(self) -> None:
-            self.tokens: list[int] = []
-
-        def put(self, value: torch.Tensor) -> None:
-            self.tokens += value.flatten().tolist()
-            if given_up.wait(timeout=0 if len(self.tokens) < 18 else 30):
-                raise StopError
-
-        def end(self) -> None:
-            pass
-
-    streamer = Streamer()
-    errors: list[BaseException] = []
-
-    def generate() -> None:
-        try:
-            run(model, cache, max_new_tokens=50, streamer=streamer, **CALLS["greedy"])
-        except StopError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    given_up.set()
-    thread.join(timeout=60)
-    assert len(errors) == 1
-    del errors[:]
-    assert_same(references["greedy"], run(model, cache, max_new_tokens=4, **CALLS["greedy"]))
-    assert_all_accounted_for(cache)
 
 
 def test_a_generator_round_generate_dropped_half_way_frees_the_cache(references: dict[str, Any]) -> None:
@@ -374,65 +300,3 @@ def test_a_cache_collected_in_or_after_a_failed_call_leaves_nothing_behind(
     for name in CALLS:
         assert_same(references[name], run(model, other, max_new_tokens=4, **CALLS[name]))
     assert_all_accounted_for(other)
-
-
-# Out of memory.
-
-
-class OutOfMemoryAt:
-    """Wraps a function that raises `torch.OutOfMemoryError` at its n-th call from now on."""
-
-    def __init__(self, function: Callable[..., Any], at: int, *, after: bool) -> None:
-        self.function = function
-        self.countdown = at
-        self.after = after
-        self.has_struck = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.countdown -= 1
-        if self.countdown == 0 and not self.after:
-            self.strike()
-        result = self.function(*args, **kwargs)
-        if self.countdown == 0:
-            self.strike()
-        return result
-
-    def strike(self) -> None:
-        self.has_struck = True
-        raise torch.OutOfMemoryError("on purpose")
-
-
-MEMORY_PLACES = [
-    point for point in FAULT_POINTS if point[1] in ("begin", "read", "keep", "apply", "update", "make_room")
-]
-
-
-@pytest.mark.parametrize(
-    ("owner", "attribute"),
-    [*MEMORY_PLACES, (LlamaMLP, "__call__")],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_out_of_memory_anywhere_leaves_the_cache_right(
-    owner: type, attribute: str, references: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = tiny("llama")
-    make_pools_grow(monkeypatch)
-    struck = 0
-    for number, name in enumerate(CALLS):
-        for at in (1, 5):
-            cache = PagedPrefixCache(PrefixStore(model, block_size=4))
-            if at != 5:
-                run(model, cache, max_new_tokens=4, **CALLS["greedy"])
-            failing = OutOfMemoryAt(getattr(owner, attribute), at, after=(number + at // 5) % 2 == 1)
-            with monkeypatch.context() as patch:
-                patch.setattr(owner, attribute, lambda *args, _failing=failing, **kwargs: _failing(*args, **kwargs))
-                with contextlib.suppress(torch.OutOfMemoryError):
-                    run(model, cache, max_new_tokens=4, **CALLS[name])
-            struck += failing.has_struck
-            cache.check()
-            for after_name in ("padded", name):
-                assert_same(references[after_name], run(model, cache, max_new_tokens=4, **CALLS[after_name]))
-            cache.check()
-            cache.reset()
-            assert cache.stats().num_blocks_in_use == 0
-    assert struck

@@ -497,7 +497,7 @@ PLAYED = {
     "samples": "do_sample num_return_sequences",
     "beams": "num_beams",
     "test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused": "use_cache",
-    "test_a_cache_implementation_beside_our_cache_is_refused": "cache_implementation",
+    "test_what_is_refused_leaves_the_next_call_right": "cache_implementation",
     "warpers": "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff",
     "bad_words": "bad_words_ids",
     "constrained": "prefix_allowed_tokens_fn",
