@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -93,16 +92,6 @@ def test_embeddings_beside_ids_are_not_taken_for_the_ids(store: Store) -> None:
     assert_right(store.model, cache, **own)
     assert "embeddings" in cache.last_call.rows[0].stopped
     assert_right(store.model, cache, reused=0, **prompt)
-
-
-@pytest.mark.parametrize("first", [torch.inference_mode, torch.no_grad])
-def test_calls_in_inference_mode_and_out_of_it_share_one_store(first: Callable[[], Any], store: Store) -> None:
-    cache, prompt = store.cache(), ids(row((1, 50)))
-    second = torch.no_grad if first is torch.inference_mode else torch.inference_mode
-    for mode in (first, second, first):
-        with mode():
-            assert_right(store.model, cache, **prompt)
-    store.require_reuse(cache, 48)
 
 
 @pytest.mark.usefixtures("switching")

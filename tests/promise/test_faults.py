@@ -233,24 +233,6 @@ def test_a_forward_that_goes_round_the_hooks_is_refused() -> None:
     assert_sound(cache)
 
 
-def test_a_cache_that_the_cyclic_collector_finds_gives_its_blocks_back_once() -> None:
-    """The collector clears weak references before it runs finalizers, so blocks have two ways back."""
-    model = tiny("llama")
-    store = PrefixStore(model, num_blocks=20)
-    for number in range(3):
-        cache = PagedPrefixCache(store)
-        ring: list[Any] = [cache]
-        ring.append(ring)
-        output = run(model, cache, **batch(row((number, 50))))
-        assert_same(run(model, **batch(row((number, 50)))), output)
-        del cache, ring, output
-        gc.collect()
-        other = PagedPrefixCache(store)
-        other.check()
-        assert other.stats().num_blocks_in_use == 0
-        assert other.stats().num_cached_blocks == 3 * (number + 1)
-
-
 def test_a_cache_built_in_the_call_gives_its_blocks_back_when_the_call_is_over() -> None:
     model = tiny("llama")
     store = PrefixStore(model, num_blocks=20)

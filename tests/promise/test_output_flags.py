@@ -130,19 +130,3 @@ def test_nothing_is_prefilled_or_kept_while_the_config_asks_for_it(falcon: PreTr
         cache.prefill(PROMPT)
     falcon.config._output_attentions = False
     assert_right(falcon, cache, reused=40, **batch(PROMPT))
-
-
-@pytest.mark.parametrize(("name", "value"), [("something", True), ("something", 3), ("is_causal", True)])
-def test_a_flag_that_nobody_knows_is_computed_whole_and_not_kept(
-    model: PreTrainedModel, cache: PagedPrefixCache, name: str, value: Any
-) -> None:
-    ids = torch.tensor([PROMPT])
-    with torch.no_grad():
-        for _ in range(2):
-            wanted = model(ids, use_cache=False, **{name: value}).logits
-            got = model(ids, past_key_values=cache, **{name: value}).logits
-            torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
-            assert cache.last_call.rows[0].stopped == f"the argument {name} may condition keys and values"
-            cache.reset()
-    run(model, cache, **batch(PROMPT))
-    assert cache.last_call.reused_tokens == 0

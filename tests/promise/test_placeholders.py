@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
 
@@ -30,19 +30,6 @@ TYPES = ("token_type_ids", "mm_token_type_ids")
 PLAIN = {"suppress_tokens": [IMAGE_TOKEN + extra for extra in range(8)]}  # no placeholder is generated
 
 Inputs = dict[str, torch.Tensor]
-
-
-class AtStepSay(LogitsProcessor):
-    """Has the model generate a token at one step, counted from 1."""
-
-    def __init__(self, step: int, token: int) -> None:
-        self.countdown, self.token = step, token
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.countdown -= 1
-        if self.countdown == 0:
-            scores[:, self.token] = scores.max() + 1
-        return scores
 
 
 @cache
@@ -177,7 +164,7 @@ def same_text(name: str, image_seeds: list[int]) -> Inputs:
 
 def ask_all(model: PreTrainedModel, held: Any, images: Inputs) -> Any:
     """A first turn in which each row says the same, so that only images tell rows apart."""
-    return run(model, held, **images, max_new_tokens=1, logits_processor=[AtStepSay(1, 5)])
+    return run(model, held, **images, max_new_tokens=1, prefix_allowed_tokens_fn=lambda *_: [5])
 
 
 @pytest.mark.parametrize("copies", [1, 2])

@@ -50,21 +50,6 @@ def test_a_pool_of_any_size_serves_a_call_and_others_like_it(
     cache.check()
 
 
-def test_a_chat_that_grows_past_the_pool_stays_right(tiny_llama: LlamaForCausalLM) -> None:
-    cache = PagedPrefixCache(tiny_llama, num_blocks=6)  # of 16 tokens, one of which is never handed out
-    ids = torch.tensor([row((1, 20))])
-    for _ in range(3):
-        given = {"input_ids": ids, "max_new_tokens": NUM_NEW}
-        output = run(tiny_llama, cache, **given)
-        assert_same(run(tiny_llama, **given), output)
-        ids = output.sequences
-    assert ids.shape[1] == 5 * 16
-    ids = torch.cat((torch.tensor([row((1, 55))]), torch.tensor([row((2, 6))])), dim=1)
-    for seed in range(3):  # each parts from the one before within a block
-        given = {"input_ids": torch.cat((ids, torch.tensor([row((seed, 4))])), dim=1), "max_new_tokens": 16}
-        assert_right(tiny_llama, cache, **given)
-
-
 def test_a_first_call_of_a_few_tokens_measures_nothing() -> None:
     model = build("llama")
     cache = PagedPrefixCache(model)

@@ -17,7 +17,7 @@ from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
 
 from ..internals import make_forwards_cheap, zero_blocks
-from ..reference import PROMPT, TOLERANCE, AtStep, assert_right, assert_same, batch, is_same, row, run
+from ..reference import PROMPT, TOLERANCE, assert_right, assert_same, batch, is_same, row, run
 from ..tiny_models import WINDOW, build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -72,6 +72,7 @@ def test_a_layer_is_to_transformers_what_that_of_a_dynamic_cache_is(stops: tuple
 CHANGES: dict[str, Callable[[Any], None]] = {
     "a shorter window": lambda config: setattr(config, "sliding_window", 8),
     "a longer window": lambda config: setattr(config, "sliding_window", 40),
+    "a window that there was not": lambda config: setattr(config, "sliding_window", 8),
     "no window": lambda config: setattr(config, "sliding_window", None),
     "other layers": lambda config: setattr(
         config, "layer_types", ["full_attention", "sliding_attention", "sliding_attention"]
@@ -84,13 +85,14 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     ("name", "change"),
     [
         *((name, change) for name in MODELS for change in ("a shorter window", "a longer window")),
+        ("mistral", "a window that there was not"),
         ("mistral", "no window"),
         ("gemma3", "other layers"),
         ("gemma3", "another layer, in the same list"),
     ],
 )
 def test_a_config_that_changes_between_calls_is_followed(name: str, change: str) -> None:
-    model = build(name)
+    model = build(name, **({"sliding_window": None} if "there was not" in change else {}))
     if name == "gemma3":
         model.config.layer_types = [*model.config.layer_types]  # not the list that all models are built with
     cache = PagedPrefixCache(model)
@@ -235,34 +237,12 @@ def test_a_call_is_right_in_a_pool_of_any_size(
                 cache.check()
 
 
-def test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is computed ahead for both is before different columns of them, where windows hold it of one of them alone."""
-    make_forwards_cheap(monkeypatch)
-    model = build("mistral", sliding_window=8)
-    shared = row((1, 300))
-    for num_fewer in (3, 9, 30):
-        arguments = {
-            **batch([*shared, 1, 2], [*shared[:-num_fewer], 3]),
-            "prefill_chunk_size": 100,
-            "max_new_tokens": 4,
-        }
-        cache = PagedPrefixCache(model, block_size=4, num_blocks=20)
-        assert_right(model, cache, **arguments)
-        cache.check()
-
-
 # What others may take.
 
 
-def windowed(num_blocks: int, **options: Any) -> tuple[PreTrainedModel, PagedPrefixCache]:
-    model = build("mistral", sliding_window=64, max_position_embeddings=2048)
-    return model, PagedPrefixCache(model, num_blocks=num_blocks, **options)
-
-
 def test_a_look_at_a_cached_block_does_not_take_its_window_block() -> None:
-    model, cache = windowed(10)
+    model = build("mistral", sliding_window=64)
+    cache = PagedPrefixCache(model, num_blocks=10)
     reused = []
     for _ in range(6):
         run(model, cache, **batch(row((1, 200))))
@@ -271,19 +251,9 @@ def test_a_look_at_a_cached_block_does_not_take_its_window_block() -> None:
     assert reused == [0, *[199] * 5]
 
 
-def test_a_prefix_is_pinned_while_rows_share_it() -> None:
-    model = build("gemma3", sliding_window=64)
-    cache = PagedPrefixCache(model, num_blocks=24)
-    run(model, cache, **batch(row((1, 64))))
-    rows = batch(*(row((1, 64), (2 + number, 4)) for number in range(6)))
-    pinned = AtStep(2, lambda: told.append(PagedPrefixCache(cache.store).pin(row((1, 64)))))
-    told: list[int] = []
-    run(model, cache, **rows, logits_processor=[pinned])
-    assert told == [64]
-
-
 def test_calls_that_lose_no_block_look_at_none_but_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache = windowed(64)
+    model = build("mistral", sliding_window=64)
+    cache = PagedPrefixCache(model, num_blocks=64)
     run(model, cache, **batch(row((1, 200))))
     swept = []
     monkeypatch.setattr(WindowBlocks, "sweep", swept.append)
