@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -98,6 +99,22 @@ def test_a_function_that_holds_a_cache_gets_a_random_fingerprint_or_that_given(
         assert "hashed" not in caplog.text
     finally:
         monitored.removeHandler(caplog.handler)
+
+
+def test_a_fingerprint_of_one_s_own_finds_the_result_on_disk_again(
+    cache: PagedPrefixCache, questions: Dataset, tmp_path: Path
+) -> None:
+    questions.to_json(tmp_path / "questions.jsonl")
+    stored = Dataset.from_json(str(tmp_path / "questions.jsonl"), cache_dir=str(tmp_path / "datasets"))
+    runs: list[PagedPrefixCache] = []
+
+    def count(batch: dict[str, list[str]]) -> dict[str, list[int]]:
+        runs.append(cache)
+        return {"run": [len(runs)] * len(batch["question"])}
+
+    for _ in range(2):
+        assert mapped(stored, count, new_fingerprint="mine")["run"] == [1, 1, 2, 2, 3]
+    assert len(runs) == 3
 
 
 def test_another_process_is_refused_a_cache_that_a_function_holds(cache: PagedPrefixCache, questions: Dataset) -> None:

@@ -188,8 +188,6 @@ def test_batch_size_auto_and_contexts_longer_than_the_pool(
 def test_options_of_a_store_are_read_before_the_model_is() -> None:
     with pytest.raises(CacheArgumentError, match="block_size is 0"):
         PagedHFLM("no such folder", block_size=0)
-    with pytest.raises(TypeError, match="on_full is an option no more"):
-        PagedHFLM("no such folder", on_full="bypass")
 
 
 def test_the_harness_s_own_store_of_answers_is_filled(

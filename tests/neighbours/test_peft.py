@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.utils.hotswap import hotswap_adapter
 from transformers import PreTrainedModel
 
@@ -112,7 +113,9 @@ def test_a_disabled_adapter_reuses_nothing_of_the_enabled_one(adapted: peft.Peft
 
 
 def scale(adapted: peft.PeftModel, folder: str) -> None:
-    adapted.base_model.scale_layer(0.3)
+    for module in adapted.modules():
+        if isinstance(module, LoraLayer):
+            module.scale_layer(0.3)
 
 
 def load_again(adapted: peft.PeftModel, folder: str) -> None:
@@ -275,6 +278,17 @@ def test_activated_lora_is_right_and_not_reused(model: PreTrainedModel) -> None:
     for _ in range(2):
         check(wrapped, cache, 0)
     assert "activated LoRA" in cache.last_call.rows[0].stopped
+
+
+def test_poly_s_tasks_are_right_and_not_reused(model: PreTrainedModel) -> None:
+    """A task is an argument of a call, which PEFT hands to its layers itself."""
+    few = {"r": 4, "target_modules": LAYERS, "n_tasks": 2, "n_skills": 2, "init_weights": False}
+    wrapped = peft.get_peft_model(model, peft.PolyConfig(task_type="CAUSAL_LM", **few)).eval()
+    shake(wrapped, 1)
+    cache = PagedPrefixCache(wrapped)
+    results = [check(wrapped, cache, 0, task_ids=torch.tensor([task])) for task in (0, 1)]
+    assert not is_same(*results)
+    assert "PEFT" in cache.last_call.rows[0].stopped
 
 
 def test_a_shadow_network_is_refused_by_name(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
