@@ -193,10 +193,10 @@ class ArgumentReader:
         if running:
             self._require_kept(running, mask)
         asked = _asked_output(arguments, by_default)
-        if asked is not None and rows.lacks_padding:
+        if rows.lacks_padding and _is_asked("output_attentions", arguments, by_default):
             raise CacheArgumentError(
-                f"{asked}, with which attention of some models sees the rows' padding, and keys and values of that padding are not "
-                "kept: ask for it from the rows' first forward on, or cache.reset() first"
+                "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys and values "
+                "of that padding are not kept: ask for it from the rows' first forward on, or cache.reset() first"
             )
         bypass = (
             self._unread(arguments)
@@ -397,11 +397,14 @@ def _why_no_ids(given: InputValues, arguments: Mapping[str, Any]) -> str | None:
 
 def _asked_output(arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:
     """An output beside logits that is asked for, in words: it covers all tokens, and some models compute otherwise with it."""
-    for name in OUTPUT_FLAGS:
-        value = arguments.get(name)
-        if name in by_default if value is None else value:
-            return f"{name} was asked for"
-    return None
+    asked = (name for name in OUTPUT_FLAGS if _is_asked(name, arguments, by_default))
+    return next((f"{name} was asked for" for name in asked), None)
+
+
+def _is_asked(flag: str, arguments: Mapping[str, Any], by_default: Sequence[str]) -> bool:
+    """Whether an output is asked for, by the arguments or by default."""
+    value = arguments.get(flag)
+    return bool(flag in by_default if value is None else value)
 
 
 def _all_outputs(arguments: Mapping[str, Any], config: Any) -> str | None:

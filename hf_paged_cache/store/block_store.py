@@ -33,6 +33,7 @@ _GROWTH_ON_HOST = 8
 _CAPACITY_FACTOR_ON_HOST = 64  # of the blocks managed
 _SPARE_PART_ON_ACCELERATOR = 8  # there a pool grows by an eighth, or by what is missing
 _FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
+_LEAST_NUM_BLOCKS = 2  # the null block and one more
 _MOST_UNMEASURED_TOKENS = 1024  # of a first call that runs before anybody knows what a token takes
 
 
@@ -232,13 +233,11 @@ class BlockStore:
         """
         if self._promised_num_blocks is not None and self.max_num_blocks is not None:
             return self.max_num_blocks
-        return 1 + min(
-            (
-                self._budget_bytes.get(device, math.inf) // num_bytes
-                for device, num_bytes in self._bytes_per_block_on().items()
-            ),
-            default=math.inf,
+        fitting = (
+            self._budget_bytes.get(device, math.inf) // num_bytes
+            for device, num_bytes in self._bytes_per_block_on().items()
         )
+        return max(_LEAST_NUM_BLOCKS, min(fitting, default=math.inf))
 
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Bytes that a block takes of each device, with its part of the window blocks, and as many of snapshots."""
@@ -366,7 +365,7 @@ class BlockStore:
         if not self.has_budget or dtype.itemsize <= before:
             return True
         if promised is not None:
-            self._promised_num_blocks = max(2, promised * before // dtype.itemsize)
+            self._promised_num_blocks = max(_LEAST_NUM_BLOCKS, promised * before // dtype.itemsize)
         if not self._forget_all(keep_tiers=True):
             self._promised_num_blocks = promised
             return False
@@ -384,7 +383,9 @@ class BlockStore:
             return False
         if self._promised_num_blocks is not None:
             before = self.pool.all.bytes_per_block
-            self._promised_num_blocks = max(2, self._promised_num_blocks * before // max(1, bytes_per_block))
+            self._promised_num_blocks = max(
+                _LEAST_NUM_BLOCKS, self._promised_num_blocks * before // max(1, bytes_per_block)
+            )
         self.reset_prefix_cache(keep_tiers=True)
         self.states.limit(self._promised_num_blocks)
         return True

@@ -80,6 +80,7 @@ class Draw(Prompts):
         self.player, self.slots = player, player.slots
         layers = DynamicCache(config=player.model.config).layers
         self.has_states = any(hasattr(layer, "conv_states") for layer in layers)  # beside attention
+        self.has_windows = any(getattr(layer, "is_sliding", False) for layer in layers)
         for _ in range(self.rng.randint(*self.num_actions)):
             yield self.action()
             answer = player.names.get("reference", [])
@@ -244,9 +245,9 @@ class Draw(Prompts):
         action = self._forwards(
             "going_on", slot, [self.fresh(length) for _ in held], [[1] * length for _ in held], held
         )
-        # with attentions Falcon sees padding, which is not kept for rows that began without them
-        if self.case.kind.startswith("falcon") and "output_attentions=True" in action.ours:
-            return replace(action, refusals=("CacheArgumentError",))
+        # with attentions some models see padding, which is not kept for rows that began without them
+        if "output_attentions=True" in action.ours and any(0 in row for row in held):
+            return replace(action, refusals=(*action.refusals, "CacheArgumentError"))
         return action
 
     def _forwards(self, name: str, slot: int, ids: Rows, mask: Rows, held: Rows | None = None) -> Action:
@@ -268,7 +269,8 @@ class Draw(Prompts):
         die = f", die={rng.randint(0, 1)}" if rng.random() < 0.15 else ""
         options += [f"{flag}=True" for flag in FLAGS[:2] if rng.random() < 0.12]
         refusals = ["CacheArgumentError"] if self.has_states and _comes_alone(sizes, columns) else []
-        refusals += ["ForwardMismatchError"] if self.has_states and die else []
+        # what transformers' own layers with a window see is lost with a forward that dies
+        refusals += ["ForwardMismatchError"] if die and (self.has_states or self.has_windows) else []
         line = f"RESULT = pieces({', '.join(['model', 'CACHE', 'ids', str(sizes), *options])})"
         more = {"mask": mask, "held": held, "refusals": tuple(refusals), "need": self._need(len(ids), len(columns[0]))}
         action = self._alike(name, slot, line, begins=held is None, both=_lines(**tensors), **more)
