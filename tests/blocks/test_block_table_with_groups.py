@@ -232,5 +232,5 @@ def test_an_operation_interrupted_anywhere_leaves_what_can_be_rolled_back(name) 
         if name not in ("free", "grow"):
             operation(world)
             world.small.check()
-        instruction += 19
+        instruction += 47
     assert instruction > 20

@@ -17,7 +17,7 @@ def test_the_slots_of_a_window_run_round_its_blocks_one_for_each_token(make_allo
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("window", range(1, 10))
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 9])
 def test_the_tokens_of_a_window_lie_in_slots_of_their_own(make_allocator, block_size, window):
     allocator = make_allocator(num_blocks=20, block_size=block_size)
     allocator.allocate((), 2).free()  # the blocks are handed out in another order
