@@ -20,7 +20,6 @@ from transformers import DynamicCache
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
 from hf_paged_cache.integration.capturing import CapturedForward, Capturing, Look
 from hf_paged_cache.rows.captured import tolerance
-from hf_paged_cache.rows.graphs import Captured, Shapes
 
 from ..reference import IDS, PROMPT, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
@@ -530,20 +529,6 @@ def test_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: py
         assert said[-1] == f"{STEPS} of {STEPS} forwards were captured"
     else:
         assert said[-1].endswith("a capture takes more time than it would save")
-
-
-def test_a_shape_that_saves_nothing_says_nothing_of_others() -> None:
-    shapes = Shapes(b"")
-    long, step, other = (shapes.of(1, tokens) for tokens in (256, 1, 16))
-    shapes.note_saved(long, -0.5)
-    long.captured = step.captured = Captured.__new__(Captured)
-    long.checked = step.checked = [1, 2]
-    assert not shapes.pays(long, 100)
-    shapes.note_saved(step, 0.02)
-    shapes.note_saved(long, -0.5)
-    assert shapes.pays(step, 1)
-    assert shapes.pays(other, int(shapes.capture_seconds / 0.02) + 1)
-    assert not shapes.pays(other, 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

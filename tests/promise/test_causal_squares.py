@@ -184,19 +184,3 @@ def test_what_a_model_asks_to_be_contiguous_is(served: list[bool], monkeypatch: 
     model, call = tiny("llama"), CALLS["one row"]
     run(model, cache := PagedPrefixCache(model), **batch(row(KNOWN)))
     assert_right(model, cache, **call)
-
-
-def test_each_mask_is_looked_at_once_however_many_layers_it_is_for() -> None:
-    square, looked = causal.CausalSquare(8, 40, lambda: None), []
-    square._look = lambda mask: looked.append(mask) or True  # type: ignore[method-assign]
-    masks = [torch.ones(1, 1, 32, 40, dtype=torch.bool).expand(3, -1, -1, -1) for _ in range(2)]
-    for _ in range(3):
-        assert all(map(square.is_causal, masks))
-    assert len(looked) == 2
-
-
-def test_thresholds() -> None:
-    assert causal.CausalSquare.pays(16, 1024)
-    assert not causal.CausalSquare.pays(0, 1024)
-    assert not causal.CausalSquare.pays(16, 500)
-    assert not causal.CausalSquare.pays(300, 1024)

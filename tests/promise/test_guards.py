@@ -142,10 +142,14 @@ def test_wherever_a_generate_is_interrupted_a_plain_forward_owes_it_nothing() ->
     short = {"input_ids": torch.tensor([row((3, 4))]), "max_new_tokens": 2, "eos_token_id": end}
     with torch.no_grad():
         wanted = model(IDS, use_cache=False).logits[:, -1]
-    num_lines = 0
+    num_lines = num_before = 0
     for part in range(40):  # of it, the first twice: once it also learns what is learned of a model once
         cache = PagedPrefixCache(model, block_size=4, num_blocks=60)
-        with Interrupter(part * num_lines // 40) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        with (
+            Forwards(model) as shapes,
+            Interrupter(part * num_lines // 40) as interrupter,
+            contextlib.suppress(KeyboardInterrupt),
+        ):
             run(model, cache, **short)
         num_lines = num_lines if interrupter.place else interrupter.num_lines
         gc.collect()  # what was raised may hold frames
@@ -156,9 +160,11 @@ def test_wherever_a_generate_is_interrupted_a_plain_forward_owes_it_nothing() ->
         assert (got[:, -1] - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), interrupter.place
         assert cache.last_call.prompt_tokens == 50, interrupter.place
         cache.reset()
-        assert cache.stats().num_cached_blocks in (12, 13), interrupter.place  # 13: that of the short call, too
+        if not shapes:  # what an interrupt of a later forward has left may cost hits
+            assert cache.stats().num_cached_blocks == 12, interrupter.place
+            num_before += 1
         cache.check()
-    assert num_lines > 200
+    assert 3 < num_before < 40 < num_lines
 
 
 # Masks.
@@ -182,7 +188,7 @@ def test_tokens_generated_under_a_mask_of_the_user_s_own_are_not_stored(kind: st
     """Every step hides eight tokens of the prompt, which the model's own `prepare_inputs_for_generation` does."""
 
     def hide(inputs: dict[str, Any]) -> None:
-        mask = inputs["attention_mask"].clone()
+        mask = torch.ones(1, int(inputs["position_ids"][0, -1]) + 1, dtype=torch.int64)
         mask[:, 8:16] = 0
         floats = (1.0 - mask.float())[:, None, None] * torch.finfo(torch.float32).min
         inputs["attention_mask"] = mask if kind == "with a hole" else floats

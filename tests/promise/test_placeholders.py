@@ -70,6 +70,13 @@ def chat(model: PreTrainedModel, held: Any, inputs: Inputs, num_turns: int = 3, 
     return outputs
 
 
+def begun(name: str) -> tuple[PreTrainedModel, Inputs, PagedPrefixCache, Any]:
+    """A model, a prompt with an image, a cache, and what it answered on that."""
+    model, image = tiny(name), example_inputs(name)[1]
+    held = PagedPrefixCache(model, block_size=8)
+    return model, image, held, run(model, held, **image, **PLAIN)
+
+
 def reference_chat(model: PreTrainedModel, inputs: Inputs, num_turns: int = 3, **options: Any) -> list[Any]:
     return chat(model, None, inputs, num_turns, **options)
 
@@ -200,9 +207,7 @@ def test_a_turn_may_be_run_in_every_way_and_one_of_several_answers_goes_on(name:
 @pytest.mark.parametrize("name", KINDS[:3])
 @pytest.mark.parametrize("num_kept", [0, 2])
 def test_an_answer_that_is_asked_for_anew_or_changed_goes_on_behind_what_is_the_same(name: str, num_kept: int) -> None:
-    model, image = tiny(name), example_inputs(name)[1]
-    held = PagedPrefixCache(model, block_size=8)
-    first = run(model, held, **image, **PLAIN)
+    model, image, held, first = begun(name)
     first.sequences = first.sequences[:, : image["input_ids"].shape[1] + num_kept]
     second = turn(image, first, row((9, 5)) if num_kept else [])
     reference = run(model, **second, **PLAIN)
@@ -211,10 +216,8 @@ def test_an_answer_that_is_asked_for_anew_or_changed_goes_on_behind_what_is_the_
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_copy_of_a_cache_goes_on_beside_it(name: str) -> None:
-    model, image = tiny(name), example_inputs(name)[1]
+    model, image, held, first = begun(name)
     reference = reference_chat(model, image, num_turns=2)
-    held = PagedPrefixCache(model, block_size=8)
-    first = run(model, held, **image, **PLAIN)
     copied = copy.deepcopy(held)
     run(model, PagedPrefixCache(held.store), **example_inputs(name, seed=3)[1])
     for each in (copied, held):
@@ -257,10 +260,8 @@ def test_a_plain_forward_of_placeholders_that_nothing_fills_is_refused(name: str
 
 @pytest.mark.parametrize("name", [WITH_DELTAS, "qwen2_5_vl", WITH_STATES])
 def test_only_new_tokens_go_on_at_the_positions_of_their_own_image(name: str) -> None:
-    model, image = tiny(name), example_inputs(name)[1]
+    model, image, held, first = begun(name)
     reference = reference_chat(model, image, num_turns=2)
-    held = PagedPrefixCache(model, block_size=8)
-    first = run(model, held, **image, **PLAIN)
     run(model, PagedPrefixCache(held.store), **example_inputs(name)[0])
     second = turn(image, first, row((1, 9)))
     new = second["input_ids"][:, held.get_seq_length() :]

@@ -159,20 +159,29 @@ def test_rows_that_would_be_cut_back_are_refused_and_go_on(name: str) -> None:
     cache.check()
 
 
-def test_convolutions_keep_nothing_more_for_drafts_all_of_which_were_taken() -> None:
-    model, ids = zoo.build("lfm2"), torch.tensor([row((1, 30))])
-    caches = [PagedPrefixCache(model), DynamicCache(config=model.config)]
-    widths, logits = [], []
-    for cache in caches:
-        plain(model, cache, ids[:, :20], torch.ones(1, 20, dtype=torch.long))
-        cache.activate_past_recording()
-        for stop in (24, 28):
-            plain(model, cache, ids[:, stop - 4 : stop], torch.ones(1, stop, dtype=torch.long))
-            cache.crop(0)
-        widths.append([layer.conv_states[0].shape[-1] for layer in cache.layers if hasattr(layer, "conv_states")])
-        logits.append(plain(model, cache, ids[:, 28:], torch.ones(1, 30, dtype=torch.long)))
-    assert widths[0] == widths[1]
-    assert_close(logits[1], logits[0])
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "num_return_sequences": 2}])
+def test_equal_padded_rows_of_a_model_that_is_passed_no_mask_after_the_prompt(how: dict[str, Any]) -> None:
+    model = zoo.build("mamba2")
+    cache = PagedPrefixCache(model)
+    rows = batch(row((1, 13)), row((2, 18)), row((1, 13)))
+    for _ in range(2):
+        play(model, cache, **rows, **how)
+
+
+def test_rows_of_convolutions_go_on_after_drafts_were_recorded() -> None:
+    """What was kept of their inputs, to take drafts back, is more than a layer needs."""
+    model = zoo.build("lfm2")
+    cache = PagedPrefixCache(model)
+    play(model, cache, **batch(row((1, 20), (1, 20))), prompt_lookup_num_tokens=2)
+    for length in (1, 2, 28):
+        cache.reset()
+        ids = torch.tensor([row((2, length))])
+        plain(model, cache, ids, torch.ones_like(ids))
+        new = torch.tensor([row((3, 4))])
+        wanted = run(model, input_ids=torch.cat((ids, new), 1))
+        output = run(model, cache, input_ids=new, attention_mask=torch.ones(1, length + 4, dtype=torch.long))
+        assert_same(wanted, output)
+        cache.check()
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "zaya"])

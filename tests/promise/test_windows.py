@@ -12,7 +12,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.blocks.window_blocks import WindowBlocks
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
 
@@ -249,15 +248,3 @@ def test_a_look_at_a_cached_block_does_not_take_its_window_block() -> None:
         reused.append(cache.last_call.reused_tokens)
         assert not cache.verify(2).differing
     assert reused == [0, *[199] * 5]
-
-
-def test_calls_that_lose_no_block_look_at_none_but_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build("mistral", sliding_window=64)
-    cache = PagedPrefixCache(model, num_blocks=64)
-    run(model, cache, **batch(row((1, 200))))
-    swept = []
-    monkeypatch.setattr(WindowBlocks, "sweep", swept.append)
-    for number in range(4):
-        run(model, cache, **batch(row((1, 160), (2 + number, 8))))
-        assert cache.last_call.reused_tokens >= 160
-    assert not swept
