@@ -48,6 +48,35 @@ def test_what_was_kept_first_stays(allocator: PrefixCachingBlockAllocator) -> No
         snapshots.use(table.block_ids[0])
 
 
+def test_the_least_recently_used_one_makes_room_unless_none_may(allocator: PrefixCachingBlockAllocator) -> None:
+    table, snapshots = table_of(allocator, *range(8)), Snapshots[int](allocator, 2)
+    first, second, third, fourth = table.block_ids
+    snapshots.keep(first, 1)
+    snapshots.keep(second, 2)
+    snapshots.use(first)
+    assert not snapshots.keep(third, 3, may_evict=False)
+    assert snapshots.keep(third, 3)
+    assert [snapshots.has(block_id) for block_id in table.block_ids] == [True, False, True, False]
+    assert snapshots.num_evictions == 1
+    snapshots.limit(1)
+    assert snapshots.has(third)
+    snapshots.limit(0)
+    assert not snapshots.keep(fourth, 4)
+    assert len(snapshots) == 0
+
+
+def test_it_goes_with_its_block(allocator: PrefixCachingBlockAllocator) -> None:
+    table, snapshots = table_of(allocator, 1, 2, 3, 4), Snapshots[int](allocator, 4)
+    for block_id in table.block_ids:
+        snapshots.keep(block_id, block_id)
+    table.free()
+    assert len(snapshots) == 2, "cached blocks keep theirs"
+    with allocator.allocate(num_mutable_blocks=6):  # all but one are taken: the end of the sequence goes first
+        assert len(snapshots) == 1
+        snapshots.check()
+        assert resumable([snapshots], table_of(allocator, 1, 2).block_ids, 2) == 2
+
+
 def test_one_without_its_block_is_found_out(allocator: PrefixCachingBlockAllocator) -> None:
     table, snapshots = table_of(allocator, 1, 2), Snapshots[int](allocator, 4)
     snapshots.keep(table.block_ids[0], 1)

@@ -258,6 +258,41 @@ def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: 
     assert few.stats().num_snapshots == 1
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for_more(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model, num_blocks=400)
+    states = cache.store.blocks.states
+    states.kept.limit(4)
+    for number in (2, 3):
+        play(model, cache, **batch(row((number, SHARED), (9, 5))), max_new_tokens=1)
+    play(model, cache, **batch(row((1, 2 * states.grid + 70))), max_new_tokens=1)
+    cache.reset()
+    play(model, cache, **batch(row((2, SHARED), (8, 5))), max_new_tokens=1)
+    assert cache.last_call.computed_tokens == 5
+
+
+@NAMES
+def test_known_and_new_rows_run_in_one_batch(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    run(model, cache, **batch(row((1, 4 * SHARED), (2, 9))))
+    for lengths in ((7, 30), (30, 7), (7, 500)):
+        rows = batch(row((1, 4 * SHARED), (3, lengths[0])), row((4, lengths[1])))
+        play(model, cache, **rows)
+        assert cache.last_call.reused_tokens
+
+
+@NAMES
+@pytest.mark.parametrize("num_pads", [1, 11])
+def test_padding_changes_nothing(name: str, num_pads: int) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    rows = batch(row((1, SHARED), (2, 9)), row((1, SHARED), (3, 9))[num_pads:])
+    for _ in range(2):
+        play(model, cache, **rows)
+
+
 def test_convolutions_alone_keep_every_block_out_of_one_forward() -> None:
     model = tiny("lfm2")
     cache = PagedPrefixCache(model)
