@@ -71,7 +71,6 @@ def test_a_layer_is_to_transformers_what_that_of_a_dynamic_cache_is(stops: tuple
 CHANGES: dict[str, Callable[[Any], None]] = {
     "a shorter window": lambda config: setattr(config, "sliding_window", 8),
     "a longer window": lambda config: setattr(config, "sliding_window", 40),
-    "a window that there was not": lambda config: setattr(config, "sliding_window", 8),
     "no window": lambda config: setattr(config, "sliding_window", None),
     "other layers": lambda config: setattr(
         config, "layer_types", ["full_attention", "sliding_attention", "sliding_attention"]
@@ -84,14 +83,13 @@ CHANGES: dict[str, Callable[[Any], None]] = {
     ("name", "change"),
     [
         *((name, change) for name in MODELS for change in ("a shorter window", "a longer window")),
-        ("mistral", "a window that there was not"),
         ("mistral", "no window"),
         ("gemma3", "other layers"),
         ("gemma3", "another layer, in the same list"),
     ],
 )
 def test_a_config_that_changes_between_calls_is_followed(name: str, change: str) -> None:
-    model = build(name, **({"sliding_window": None} if "there was not" in change else {}))
+    model = build(name)
     if name == "gemma3":
         model.config.layer_types = [*model.config.layer_types]  # not the list that all models are built with
     cache = PagedPrefixCache(model)
@@ -105,6 +103,17 @@ def test_a_config_that_changes_between_calls_is_followed(name: str, change: str)
     assert cache.is_sliding == DynamicCache(config=model.config).is_sliding
     zero_blocks(cache)
     assert not is_same(wanted, run(model, cache, **batch(tokens), max_new_tokens=30))
+
+
+def test_a_window_that_a_config_gets_later_is_in_the_mask() -> None:
+    model = build("mistral", sliding_window=None)
+    cache = PagedPrefixCache(model)
+    without = run(model, cache, **batch(PROMPT))
+    model.config.sliding_window = 8
+    wanted = run(model, **batch(PROMPT), max_new_tokens=30)
+    assert not is_same(run(model, **batch(PROMPT)), without)
+    for _ in range(2):
+        assert_same(wanted, run(model, cache, **batch(PROMPT), max_new_tokens=30))
 
 
 # Rows that are cut, copied, multiplied.
