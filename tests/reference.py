@@ -81,6 +81,18 @@ def _assert_close(name: str, wanted: Any, got: Any) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * scale, msg=lambda why: f"{name}: {why}")
 
 
+def assert_right(
+    model: PreTrainedModel, cache: PagedPrefixCache, *, reused: int | None = None, **arguments: Any
+) -> Any:
+    """A call gives with a cache what it gives without, and reuses so many tokens. Returns its output."""
+    reference = run(model, **arguments)
+    output = run(model, cache, **arguments)
+    assert_same(reference, output)
+    if reused is not None:
+        assert cache.last_call.reused_tokens == reused, cache.last_call
+    return output
+
+
 def is_same(reference: Any, output: Any) -> bool:
     """Whether `assert_same` passes."""
     try:

@@ -8,7 +8,7 @@ from array import array
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 ROOT = root_hash(b"model")
 
@@ -37,19 +37,6 @@ def test_a_table_of_no_tokens_and_one_of_one_token(allocator, new_table):  # sce
     assert allocator.num_cached_blocks == 0
 
 
-def test_a_table_as_large_as_the_pool_evicts_everything_and_one_larger_nothing(allocator, new_table):  # scenario 16
-    for token in range(3):
-        new_table([token] * 4, commit=True).free()
-    before = allocator.snapshot()
-    table = new_table()
-    with pytest.raises(OutOfBlocksError, match="need 17 blocks: 10 free \\+ 6 cached of 16"):
-        table.allocate(range(100, 133))
-    assert allocator.snapshot()[:5] == before[:5]
-    assert (table.num_tokens, table.block_ids) == (0, [])
-    assert table.allocate(range(100, 132)) == 0
-    assert allocator.num_evictions == 6
-
-
 def test_other_roots_and_extra_keys_do_not_hit(new_table):
     new_table(range(8), commit=True)
     assert new_table(range(8), root=root_hash(b"other")).num_cached_tokens == 0
@@ -70,16 +57,6 @@ def test_a_table_is_allocated_once(new_table):
             fill([2])
 
 
-def test_a_prefix_that_is_held_alone_takes_no_fresh_block_and_no_token_more(allocator, new_table):
-    computed = new_table(range(5), commit=True)
-    holder = new_table()
-    assert holder.hold_prefix([0, 1, 2, 3, 9, 9]) == 4
-    assert holder.block_ids == computed.block_ids[:2]
-    assert (list(holder.token_ids), holder.num_committed_blocks, holder.num_cached_tokens) == ([0, 1, 2, 3], 2, 4)
-    assert allocator.num_blocks_in_use == 3
-    assert new_table().hold_prefix([9, 9]) == 0
-
-
 def test_nothing_is_hashed_for_what_is_never_shared(allocator, monkeypatch):  # scenario 28
     monkeypatch.setattr("hf_paged_cache.blocks.hashing.sha256", pytest.fail)
     table = BlockTable(allocator, ROOT)
@@ -88,31 +65,6 @@ def test_nothing_is_hashed_for_what_is_never_shared(allocator, monkeypatch):  # 
 
 
 # Appending.
-
-
-def test_appending_without_room_changes_nothing(allocator, new_table):  # scenario 53
-    table = new_table([1, 2, 3])
-    forked = table.fork()
-    _rest = new_table(range(100, 128))  # 14 of 16 blocks: none is left
-    before = allocator.snapshot()
-    for tokens in ([4], [4, 5, 6]):
-        with pytest.raises(OutOfBlocksError):
-            forked.append_tokens(tokens)
-    assert allocator.snapshot() == before
-    assert list(forked.token_ids) == [1, 2, 3]
-    assert allocator.take_copies() == []
-
-
-def test_appending_without_room_for_the_block_to_copy_changes_nothing(allocator, new_table):  # scenario 53
-    """There is room for the fresh blocks, and not for the copy of the one that a fork holds, too."""
-    table = new_table([1])
-    forked = table.fork()
-    num_left = allocator.num_available_blocks
-    before = allocator.snapshot()
-    with pytest.raises(OutOfBlocksError):
-        table.append_tokens([2] * (1 + 2 * num_left))
-    assert (allocator.snapshot(), allocator.pending_copies, table.num_tokens) == (before, (), 1)
-    assert table.block_ids == forked.block_ids
 
 
 def test_appending_what_is_no_token_changes_nothing(allocator, new_table):
@@ -180,14 +132,6 @@ def test_cutting_a_hit_makes_it_shorter(new_table):
 # Forking.
 
 
-def test_empty_blocks_stay_with_the_original(allocator, new_table):  # scenario 49
-    table = new_table(range(4), num_lookahead_slots=4)
-    forked = table.fork()
-    assert forked.block_ids == table.block_ids[:2]
-    table.append_tokens([1])
-    assert allocator.take_copies() == []
-
-
 def test_a_sequence_of_a_hundred_thousand_blocks_forks(make_allocator):  # scenario 51
     allocator = make_allocator(num_blocks=100_010, block_size=1)
     table = BlockTable(allocator, ROOT)
@@ -244,16 +188,6 @@ def test_a_table_is_true_even_without_tokens():
 
 
 # One token where there is room for it.
-
-
-def test_a_token_for_which_there_is_no_block_is_not_appended(allocator, new_table):
-    table = new_table([1, 2])
-    with allocator.allocate([], num_mutable_blocks=allocator.num_free_blocks):
-        before = allocator.snapshot()
-        with pytest.raises(OutOfBlocksError):
-            table.append_token(3)
-        assert allocator.snapshot() == before
-    assert list(table.token_ids) == [1, 2]
 
 
 def test_positions_that_are_written_lie_in_a_block_of_the_tables_own(allocator, new_table):

@@ -12,13 +12,6 @@ from hf_paged_cache.blocks.free_queue import FreeBlockQueue
 from hf_paged_cache.errors import BlockStateError
 
 
-def test_several_blocks_come_out_at_once_in_order():
-    queue = FreeBlockQueue(6, range(1, 6))
-    assert queue.popleft_many(3) == [1, 2, 3]
-    assert queue.popleft_many(0) == []
-    assert list(queue) == [4, 5]
-
-
 def test_a_block_is_not_queued_twice():  # scenario 18
     queue = FreeBlockQueue(4, [1, 2, 3])
     for put in (queue.append, queue.appendleft):
@@ -61,24 +54,6 @@ def test_what_is_no_block_is_not_queued(stranger):
         with pytest.raises(BlockStateError):
             put(stranger)
     assert list(queue) == [1]
-
-
-def test_an_empty_queue_gives_nothing():
-    queue = FreeBlockQueue(4)
-    with pytest.raises(BlockStateError, match="holds 0"):
-        queue.popleft()
-    queue.append(1)
-    with pytest.raises(BlockStateError, match="2 blocks taken from a queue that holds 1"):
-        queue.popleft_many(2)
-    assert list(queue) == [1]
-
-
-def test_a_grown_queue_takes_the_new_ids():
-    queue = FreeBlockQueue(2, [1])
-    queue.grow(4)
-    queue.append(3)
-    assert list(queue) == [1, 3]
-    assert 2 not in queue
 
 
 def test_check_notices_a_broken_link():

@@ -44,27 +44,6 @@ def test_token_bytes_are_little_endian_on_a_big_endian_host(monkeypatch):
     assert list(chain.token_ids) == [1, 2]  # the chain's own tokens are not swapped
 
 
-def test_a_block_hashes_differently_as_first_and_as_second():  # scenario 1
-    first, second = digests_of([7, 7, 7, 7])
-    assert first != second
-
-
-@given(st.lists(st.integers(0, 1), max_size=8), st.lists(st.integers(0, 1), max_size=8))
-def test_hashes_are_equal_exactly_as_far_as_the_chains_are(left, right):  # scenario 2
-    for index, (a, b) in enumerate(zip(digests_of(left), digests_of(right), strict=False)):
-        end = 2 * (index + 1)
-        assert (a == b) == (left[:end] == right[:end])
-
-
-@pytest.mark.parametrize("changed", range(8))
-def test_a_changed_token_changes_its_block_and_every_later_one(changed):  # scenario 3
-    tokens = list(range(8))
-    before = digests_of(tokens)
-    tokens[changed] = 99
-    after = digests_of(tokens)
-    assert [a == b for a, b in zip(before, after, strict=True)] == [i < changed // 2 for i in range(4)]
-
-
 def test_roots_isolate_chains_and_do_not_run_into_tokens():  # scenario 4
     assert digests_of([1, 2], root=root_hash(b"a")) != digests_of([1, 2], root=root_hash(b"b"))
     assert root_hash(b"ab", b"c") != root_hash(b"a", b"bc") != root_hash(b"abc")
@@ -76,22 +55,6 @@ def test_hashes_are_the_same_in_another_process():  # scenario 4
     code += "print([h.digest.hex() for h in c.hashes()])"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == str([digest.hex() for digest in digests_of([1, 2, 3, 4])])
-
-
-def test_an_extra_key_of_the_first_block_isolates_the_whole_chain():  # scenario 5: salt
-    plain, salted = digests_of([1] * 6), digests_of([1] * 6, extra_keys=lambda i: b"" if i else b"salt")
-    assert not set(plain) & set(salted)
-
-
-def test_extra_keys_from_the_second_block_on_leave_the_first_reusable():  # scenario 6
-    keys = [lambda i, image=image: image if i >= 1 else b"" for image in (b"cat", b"dog")]
-    cat, dog = (digests_of([1] * 6, extra_keys=key) for key in keys)
-    assert [a == b for a, b in zip(cat, dog, strict=True)] == [True, False, False]
-
-
-def test_equal_extra_keys_hash_alike():  # scenario 7
-    assert digests_of([1] * 4, extra_keys=lambda i: b"lora 1") == digests_of([1] * 4, extra_keys=lambda i: b"lora 1")
-    assert digests_of([1] * 4, extra_keys=lambda i: b"lora 1") != digests_of([1] * 4, extra_keys=lambda i: b"lora 2")
 
 
 def test_nothing_is_hashed_before_it_is_asked_for_and_nothing_twice(monkeypatch):  # scenario 28

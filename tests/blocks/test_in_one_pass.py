@@ -34,7 +34,7 @@ def beams(chance: random.Random, num_blocks: int = 200) -> tuple[PrefixCachingBl
     return allocator, tables
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_forks_in_place_of_other_tables_are_forks_and_the_others_are_free(seed: int) -> None:
     def play(is_one_pass: bool) -> tuple[object, list[object]]:
         chance = random.Random(seed)
@@ -76,7 +76,7 @@ def test_what_is_left_by_an_exception_is_as_it_was() -> None:
     allocator.check()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_token_for_each_table_is_one_for_one_after_the_other(seed: int) -> None:
     def play(is_one_pass: bool) -> object:
         chance = random.Random(seed)

@@ -36,14 +36,6 @@ def test_match_asks_for_no_hash_after_the_first_miss(index, hashes):
     assert len(asked) == 5
 
 
-def test_an_uncomputed_block_stops_the_match_and_can_be_found(index, hashes):
-    index.insert(5, hashes[4], computed=False)
-    assert index.match(hashes) == [1, 2, 3, 4]
-    assert index.get(hashes[4]) == 5
-    index.uncomputed.discard(5)
-    assert index.match(hashes) == [1, 2, 3, 4, 5]
-
-
 def test_a_block_has_one_hash_and_a_hash_one_block(index, hashes):
     with pytest.raises(BlockStateError, match="block 1 has a hash already"):
         index.insert(1, hashes[5], computed=True)

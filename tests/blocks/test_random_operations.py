@@ -9,8 +9,8 @@ from .random_operations import WORLDS, World, run_operations
 
 @pytest.mark.parametrize("world", WORLDS, ids=str)
 def test_allocator_tables_and_groups_agree_with_a_naive_model(world: World) -> None:
-    counts = run_operations(world, 2_500, "short").counts
-    counts += run_operations(world._replace(is_checked=False), 2_500, "short").counts
+    counts = run_operations(world, 1_200, "short").counts
+    counts += run_operations(world._replace(is_checked=False), 1_200, "short").counts
     wanted = ["refused"] * (world.num_blocks < 33) + ["limited"] * bool(world.windows)  # all of it was seen
     wanted += ["overwritten"] * world.has_engine + ["snapshots gone"] * bool(world.num_snapshots)
     wanted += ["copies"] * (world.block_size > 1) + ["hits", "replaced"]

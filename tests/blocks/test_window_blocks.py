@@ -39,12 +39,6 @@ def test_a_span_has_what_is_written_and_what_the_first_token_of_it_sees(
     assert list(WindowBlocks(allocator, Window(window), 4).span(start, stop)) == expected
 
 
-def test_between_what_is_seen_and_what_is_written_nothing_is_needed(group) -> None:
-    seen, kept = group.needed_of(Resumption(start=4, first=20, cut=24, stop=26))
-    assert (list(seen), list(kept)) == ([0, 1], [10, 11, 12])
-    assert list(group.needed_of(Resumption(4, 20, 20, 26))[1]) == [8, 9, 10, 11, 12]
-
-
 def test_idle_window_blocks_are_taken_passed_before_ends_and_each_the_oldest_first(allocator, group) -> None:
     with allocator.allocate(num_mutable_blocks=9) as holder:
         a, b, c, d, e, *others = holder.block_ids
@@ -87,45 +81,6 @@ def test_what_was_in_a_block_before_is_not_kept_where_it_is_not_spare(allocator,
         assert group.num_free == 5
 
 
-def test_a_copy_has_a_window_block_of_its_own_or_where_there_is_none_the_sources(allocator, group) -> None:
-    with allocator.allocate(num_mutable_blocks=7) as holder:
-        source, destination, other, *more = holder.block_ids
-        group.attach([source])
-        group.attach([], copied=(source, destination))
-        assert group.copies == [(group.places[source], group.places[destination])]
-        assert len(set(group.places.values())) == 2
-        group.copies.clear()
-        group.attach([*more[:2], other])
-        group.hold([source])
-        place = group.places[destination]
-        group.attach([], copied=(destination, more[2]))  # nothing is free or idle
-        assert group.places[more[2]] == place
-        assert destination not in group.places
-        assert not group.copies
-
-
-def test_release_drops_what_cannot_be_hit_and_keeps_what_can(allocator, group, cache_sequence) -> None:
-    (cached,) = cache_sequence([1, 2])
-    free = allocator.allocate(num_mutable_blocks=1)
-    (block,) = free.block_ids
-    group.attach([cached, block])
-    free.free()
-    group.release([cached, block], num_own=0, is_end=True)
-    assert list(group.places) == [cached]
-    assert group.num_idle == 1
-    allocator.forget_cached_blocks()
-    group.drop_lost([cached])
-    assert not group.places
-
-
-def test_growing_hands_out_the_lowest_new_window_block_first(allocator, group) -> None:
-    with allocator.allocate(num_mutable_blocks=8) as holder:
-        group.attach(holder.block_ids[:5])
-        group.grow(9)
-        group.attach(holder.block_ids[5:])
-        assert [group.places[block] for block in holder.block_ids] == [1, 2, 3, 4, 5, 6, 7, 8]
-
-
 def test_a_sweep_finds_what_was_collected(allocator, group) -> None:
     holder = allocator.allocate(num_mutable_blocks=2)
     holder.resumption = Resumption.at(4)
@@ -144,17 +99,6 @@ def test_check_names_what_a_sequence_lacks_to_go_on(allocator, group) -> None:
     with pytest.raises(BlockStateError, match=r"blocks \[2\] of .* have no window block, and it resumes from 4"):
         group.check()
     group.attach(holder.block_ids[1:])
-    group.check()
-
-
-def test_a_reset_forgets_everything(allocator, group) -> None:
-    with allocator.allocate(num_mutable_blocks=3) as holder:
-        group.attach(holder.block_ids)
-        group.attach([], copied=(holder.block_ids[0], holder.block_ids[1]))
-        group.release(holder.block_ids, num_own=1, is_end=True)
-    group.reset(4)
-    assert (group.num_free, group.num_idle, group.num_needed, group.num_blocks) == (3, 0, 0, 4)
-    assert not group.copies
     group.check()
 
 

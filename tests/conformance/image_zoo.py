@@ -36,7 +36,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_position_embeddings", "position_embedding_size", "num_patches"), _GRID**2),
     **dict.fromkeys(("init_pos_emb_height", "init_pos_emb_width", "pos_emb_height", "pos_emb_width"), _GRID),
 }
-_SPECIAL_TOKENS = (
+_SPECIAL_TOKENS = [
     "image_token_id",
     "image_token_index",
     "video_token_id",
@@ -55,7 +55,7 @@ _SPECIAL_TOKENS = (
     "boi_token_index",
     "eoi_token_index",
     "image_patch_id",
-)
+]
 _VOCABULARIES = ("vocab_size", "vocab_size_per_layer_input")
 _PINPOINTS = {"image_grid_pinpoints": [[2 * _SIDE, 2 * _SIDE], [_SIDE, 2 * _SIDE], [2 * _SIDE, _SIDE]]}
 _MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}

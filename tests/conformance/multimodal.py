@@ -55,21 +55,6 @@ _OWN = {
         1,
     ),
 }
-IMAGE_TEXT = (
-    "llava",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-    "qwen3_5",
-    "cohere_compass",
-    "internvl",
-    "gemma3",
-    "gemma4",
-    "paligemma",
-    "idefics3",
-    "smolvlm",
-    *_OWN,
-)
 
 
 def build_image_text(name: str, seed: int = 0) -> PreTrainedModel:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 from tqdm import tqdm
@@ -16,33 +17,23 @@ from .player import Setting, setting
 
 
 def run_all(
-    names: list[str],
-    num_processes: int,
-    *,
-    splits: bool = False,
-    device: str | None = None,
-    how: Setting | None = None,
+    names: list[str], num_processes: int, *, splits: bool = False, device: str | None = None, how: Setting | None = None
 ) -> list[TypeResult]:
-    """All types on a device, spread over processes. `splits`, `how`: see `start_worker`."""
-    how = Setting() if how is None else how
-    if num_processes == 1:
-        start_worker(splits, how)
-        return [examine(name, device=device) for name in tqdm(names)]
-    results: list[TypeResult] = []
-    context = multiprocessing.get_context("spawn")
-    # an assertion of a kernel leaves a process without its device: there all begin anew after some types
+    """All types on a device, spread over processes. `splits`, `how`: see `start_worker`.
+
+    An assertion of a kernel leaves a process without its device, so there all begin anew after some types.
+    """
+    context, examined = multiprocessing.get_context("spawn"), functools.partial(examine, device=device)
     at_a_time = len(names) if device is None else 8 * num_processes
+    results: list[TypeResult] = []
     with tqdm(total=len(names)) as progress:
         for first in range(0, len(names), at_a_time):
-            with ProcessPoolExecutor(
-                num_processes, mp_context=context, initializer=start_worker, initargs=(splits, how)
-            ) as pool:
-                some = names[first : first + at_a_time]
-                for future in as_completed([pool.submit(examine, name, device=device) for name in some]):
-                    results.append(future.result())
-                    if results[-1].is_defect:
-                        progress.write(f"{results[-1].outcome}: {results[-1].name}", file=sys.stderr)
-                    progress.set_postfix_str(results[-1].name)
+            given = (splits, how or Setting())
+            with ProcessPoolExecutor(num_processes, context, start_worker, given) as pool:
+                for result in pool.map(examined, names[first : first + at_a_time]):
+                    results.append(result)
+                    if result.is_defect:
+                        progress.write(f"{result.outcome}: {result.name}", file=sys.stderr)
                     progress.update()
     return results
 

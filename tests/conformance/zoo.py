@@ -4,16 +4,12 @@ The list of types is transformers' own. A configuration starts from its class's 
 (`zoo_settings.SIZES`, read through `attribute_map`), per-layer lists to the first layer of each kind, and what that
 does not find is in `zoo_settings.SETTINGS`. Matrices are drawn with a standard deviation of 0.2, so that keys and
 values matter.
-
-    python -m tests.conformance.zoo --check [names]
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import inspect
-import sys
 from typing import TYPE_CHECKING, Any
 
 from . import zoo_settings, zoo_tower
@@ -78,11 +74,6 @@ def draw_biases(model: PreTrainedModel, seed: int = 0) -> None:
 
 
 _SLOWER = 4.0  # so much less than begun with, so that a state remembers the last hundreds of tokens
-
-
-def vocabulary(model: PreTrainedModel) -> int:
-    """The number of token ids that a model of the zoo takes."""
-    return int(model.config.get_text_config(decoder=True).vocab_size)
 
 
 def extra_inputs(name: str, input_ids: Tensor) -> dict[str, Tensor]:
@@ -185,23 +176,3 @@ def _layers(default: PreTrainedConfig) -> dict[str, Any]:
     if count_name:
         settings[count_name] = max(2, len(kept))
     return settings
-
-
-def main() -> int:
-    """Check the named models, or all; 1 if one of them fails."""
-    from .zoo_check import check
-
-    parser = argparse.ArgumentParser(prog="python -m tests.conformance.zoo", description=check.__doc__)
-    parser.add_argument(
-        "--check", nargs="*", required=True, metavar="NAME", help="types and variants; without one, all"
-    )
-    failures = 0
-    for name in parser.parse_args().check or [*model_types(), *VARIANTS]:
-        report = check(name)
-        failures += report.failed
-        print(report, flush=True)  # noqa: T201
-    return int(failures > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

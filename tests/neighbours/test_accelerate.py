@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, check_model
 
-from ..reference import IDS, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import IDS, assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
 CPU = torch.device("cpu")
@@ -46,64 +46,15 @@ def in_host_memory(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return accelerate.cpu_offload(model, execution_device=CPU)
 
 
-def in_host_memory_by_layer(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """One hook loads all weights of a layer."""
-    return accelerate.cpu_offload(model, execution_device=CPU, preload_module_classes=["LlamaDecoderLayer"])
-
-
 def on_disk(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return accelerate.disk_offload(model, str(folder), execution_device=CPU)
 
 
-def on_disk_by_layer(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def by_layer(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """One hook loads all weights of a layer, from a disk."""
     return accelerate.disk_offload(
         model, str(folder), execution_device=CPU, preload_module_classes=["LlamaDecoderLayer"]
     )
-
-
-PLACES: dict[str, Callable[[PreTrainedModel, Path], PreTrainedModel]] = {
-    "device_map with a disk": dispatched,
-    "from_pretrained with a device_map": loaded,
-    "cpu_offload": in_host_memory,
-    "cpu_offload, layer by layer": in_host_memory_by_layer,
-    "disk_offload": on_disk,
-    "disk_offload, layer by layer": on_disk_by_layer,
-}
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_model_whose_weights_are_kept_elsewhere(model: PreTrainedModel, tmp_path: Path, place: str) -> None:
-    plain = copy.deepcopy(model)
-    offloaded = PLACES[place](model, tmp_path)
-    assert any(parameter.device.type == "meta" for parameter in offloaded.parameters())
-    cache = PagedPrefixCache(offloaded)
-    for reused in (0, 49):
-        reference = run(plain, input_ids=IDS)
-        assert_same(reference, run(offloaded, input_ids=IDS))
-        assert_same(reference, run(offloaded, cache, input_ids=IDS))
-        assert cache.last_call.reused_tokens == reused
-    inputs = batch(row((1, 40), (2, 8)), row((3, 20)))
-    assert_same(run(plain, **inputs, num_beams=2), run(offloaded, cache, **inputs, num_beams=2))
-    zero_blocks(cache)
-    assert not is_same(reference, run(offloaded, cache, input_ids=IDS))
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_forwards_of_our_own_run_where_weights_are_kept_elsewhere(
-    model: PreTrainedModel, tmp_path: Path, place: str
-) -> None:
-    """A trial, the measure of a block's bytes, the recomputation of blocks, a score: none is given ids by the user."""
-    plain = PagedPrefixCache(copy.deepcopy(model))
-    offloaded = PLACES[place](model, tmp_path)
-    assert check_model(offloaded).is_supported
-    cache = PagedPrefixCache(offloaded, max_bytes=2**20)
-    for reused in (0, 49):
-        run(offloaded, cache, input_ids=IDS)
-        assert cache.last_call.reused_tokens == reused
-        assert cache.verify() == (3, 0, ())
-    continuations = [[3, 4, 5], [7]]
-    for score, expected in zip(cache.score(IDS, continuations), plain.score(IDS, continuations), strict=True):
-        assert score.log_probs == pytest.approx(expected.log_probs)
 
 
 def change_in_host_memory(model: PreTrainedModel, folder: Path) -> None:
@@ -124,44 +75,43 @@ def change_checkpoint(model: PreTrainedModel, folder: Path) -> None:
     build("llama", seed=7, max_position_embeddings=2048).save_pretrained(folder / "model")
 
 
-CHANGES: dict[str, Callable[[PreTrainedModel, Path], None]] = {
-    "device_map with a disk": change_files,
-    "from_pretrained with a device_map": change_checkpoint,
-    "cpu_offload": change_in_host_memory,
-    "cpu_offload, layer by layer": change_in_host_memory,
-    "disk_offload": change_files,
-    "disk_offload, layer by layer": change_files,
+# where weights are kept -> how they come there, and how they change there
+PLACES: dict[
+    str, tuple[Callable[[PreTrainedModel, Path], PreTrainedModel], Callable[[PreTrainedModel, Path], None]]
+] = {
+    "device_map with a disk": (dispatched, change_files),
+    "from_pretrained with a device_map": (loaded, change_checkpoint),
+    "cpu_offload": (in_host_memory, change_in_host_memory),
+    "disk_offload, layer by layer": (by_layer, change_files),
 }
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_change_of_weights_that_are_kept_elsewhere_is_seen(
+def test_weights_that_are_kept_elsewhere_reuse_and_a_change_of_them_is_seen(
     model: PreTrainedModel, tmp_path: Path, place: str
 ) -> None:
-    offloaded = PLACES[place](model, tmp_path)
-    cache = PagedPrefixCache(offloaded)
-    before = run(offloaded, cache, input_ids=IDS)
-    CHANGES[place](offloaded, tmp_path)
-    reference = run(offloaded, input_ids=IDS)
-    assert not is_same(before, reference)
+    """A trial, the measure of a block's bytes, the recomputation of blocks and a score run forwards of our own there."""
+    plain, (offload, change) = PagedPrefixCache(copy.deepcopy(model)), PLACES[place]
+    offloaded, reference = offload(model, tmp_path), run(plain.store.model, input_ids=IDS)
+    assert any(parameter.device.type == "meta" for parameter in offloaded.parameters())
+    assert check_model(offloaded).is_supported
+    cache = PagedPrefixCache(offloaded, max_bytes=2**20)
     for reused in (0, 49):
         assert_same(reference, run(offloaded, cache, input_ids=IDS))
         assert cache.last_call.reused_tokens == reused
-
-
-def test_a_model_that_is_put_on_disk_with_other_weights_reuses_nothing(
-    model: PreTrainedModel, cache: PagedPrefixCache, tmp_path: Path
-) -> None:
-    results = []
-    for seed in (1, 2):
-        model.load_state_dict(build("llama", seed=seed, max_position_embeddings=2048).state_dict())
-        results.append(run(model, input_ids=IDS))
-        on_disk(model, tmp_path / str(seed))
-        for reused in (0, 49):
-            assert_same(results[-1], run(model, cache, input_ids=IDS))
-            assert cache.last_call.reused_tokens == reused
-        remove_hook_from_module(model, recurse=True)
-    assert not is_same(*results)
+        assert cache.verify() == (3, 0, ())
+    for score, expected in zip(cache.score(IDS, [[3, 4, 5], [7]]), plain.score(IDS, [[3, 4, 5], [7]]), strict=True):
+        assert score.log_probs == pytest.approx(expected.log_probs)
+    inputs = {**batch(row((1, 40), (2, 8)), row((3, 20))), "num_beams": 2}
+    assert_same(run(plain.store.model, **inputs), run(offloaded, cache, **inputs))
+    change(offloaded, tmp_path)
+    changed = run(offloaded, input_ids=IDS)
+    assert not is_same(reference, changed)
+    for reused in (0, 49):
+        assert_same(changed, run(offloaded, cache, input_ids=IDS))
+        assert cache.last_call.reused_tokens == reused
+    zero_blocks(cache)
+    assert not is_same(changed, run(offloaded, cache, input_ids=IDS))
 
 
 def test_a_weight_whose_place_is_unknown_is_not_trusted(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
@@ -171,8 +121,7 @@ def test_a_weight_whose_place_is_unknown_is_not_trusted(model: PreTrainedModel, 
     projection.weight = torch.nn.Parameter(held.to("meta"))
     projection.forward = lambda states: torch.nn.functional.linear(states, held)
     for _ in range(2):
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-        assert cache.last_call.reused_tokens == 0
+        assert_right(model, cache, reused=0, input_ids=IDS)
     assert "weight" in cache.last_call.rows[0].stopped
 
 
@@ -228,17 +177,14 @@ def test_a_prepared_model_keeps_its_hits(model: PreTrainedModel, cache: PagedPre
     assert cache.last_call.reused_tokens == 49
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
-def test_a_prepared_model_is_itself_behind_a_cache(model: PreTrainedModel, mixed_precision: str) -> None:
-    assert check_model(prepared(model, mixed_precision)).is_supported
-
-
-def test_mixed_precision_of_a_prepared_model_has_blocks_of_its_own(model: PreTrainedModel) -> None:
+def test_mixed_precision_of_a_prepared_model_has_blocks_of_its_own(
+    model: PreTrainedModel,
+) -> None:
     """It begins inside the forward, which accelerate replaces, so no flag shows it when a call begins."""
-    before = run(model, PagedPrefixCache(model), input_ids=IDS)
     plain_cache = PagedPrefixCache(model)
-    run(model, plain_cache, input_ids=IDS)
+    before = run(model, plain_cache, input_ids=IDS)
     model = prepared(model, "bf16")
+    assert check_model(model).is_supported
     reference = run(model, input_ids=IDS)
     assert not is_same(before, reference)
     cache = PagedPrefixCache(model)

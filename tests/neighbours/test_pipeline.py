@@ -60,11 +60,10 @@ def test_one_question_after_another(
     assert not are_same_steps(steps, recorder.during(ask, QUESTIONS[-1], **GREEDY)[1])
 
 
-@pytest.mark.parametrize("way", WAYS)
 def test_questions_in_padded_batches(
-    asking: Any, cache: PagedPrefixCache, recorder: Recorder, tiny_tokenizer: Any, way: str
+    asking: Any, cache: PagedPrefixCache, recorder: Recorder, tiny_tokenizer: Any
 ) -> None:
-    ask = WAYS[way](asking, cache, tiny_tokenizer)
+    ask = with_argument(asking, cache, tiny_tokenizer)
     texts = ["A first one, which has nothing to share.", *QUESTIONS, "Short."]
     wanted, steps = recorder.during(asking, texts, batch_size=2, **GREEDY)
     for turn in range(2):

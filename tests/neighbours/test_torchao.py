@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel, To
 
 from hf_paged_cache import PagedPrefixCache, check_model
 
-from ..reference import IDS, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import IDS, assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
 WEIGHT_ONLY: dict[str, Callable[[], Any]] = {
@@ -45,7 +45,7 @@ def test_weights_quantised_between_calls(model: PreTrainedModel, cache: PagedPre
         assert_same(reference, run(model, cache, input_ids=IDS))
         assert cache.last_call.reused_tokens == reused
     inputs = batch(row((1, 40), (2, 8)), row((3, 20)))
-    assert_same(run(model, **inputs, num_beams=2), run(model, cache, **inputs, num_beams=2))
+    assert_right(model, cache, **inputs, num_beams=2)
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, input_ids=IDS))
 
@@ -65,11 +65,10 @@ def test_a_quantised_model_is_itself_behind_a_cache(model: PreTrainedModel, make
     assert report.is_supported
 
 
-@pytest.mark.parametrize("kind", WEIGHT_ONLY)
-def test_quantised_weights_that_change_are_seen(model: PreTrainedModel, kind: str) -> None:
+def test_quantised_weights_that_change_are_seen(model: PreTrainedModel) -> None:
     other = build("llama", seed=7, max_position_embeddings=2048)
-    quantize_(model, WEIGHT_ONLY[kind]())
-    quantize_(other, WEIGHT_ONLY[kind]())
+    quantize_(model, Int8WeightOnlyConfig())
+    quantize_(other, Int8WeightOnlyConfig())
     weights, cache = copy.deepcopy(model.state_dict()), PagedPrefixCache(model)
     before = run(model, cache, input_ids=IDS)
     model.load_state_dict(other.state_dict())
@@ -85,14 +84,6 @@ def test_quantised_weights_that_change_are_seen(model: PreTrainedModel, kind: st
     model.load_state_dict(weights)
     assert_same(before, run(model, cache, input_ids=IDS))
     assert cache.last_call.reused_tokens == 0
-
-
-def test_one_quantised_layer_is_seen(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    run(model, cache, input_ids=IDS)
-    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name == "model.layers.0.self_attn.k_proj")
-    for reused in (0, 49):
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-        assert cache.last_call.reused_tokens == reused
 
 
 def test_activations_quantised_as_they_come(model: PreTrainedModel, cache: PagedPrefixCache) -> None:

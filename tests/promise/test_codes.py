@@ -82,14 +82,6 @@ def test_what_was_generated_from_codes_is_not_found(model: WithCodes) -> None:
     assert cache.stats().num_cached_blocks <= 40 // 4 + 31 // 4
 
 
-def test_codes_after_a_prompt_that_the_store_has_no_room_for_are_computed_as_ever(model: WithCodes) -> None:
-    reference = run(model, **ROWS)
-    cache = PagedPrefixCache(model, block_size=4, num_blocks=4)
-    for _ in range(2):
-        assert_same(reference, run(model, cache, **ROWS))
-        cache.check()
-
-
 def test_columns_are_counted_by_positions_where_there_is_no_mask(model: WithCodes) -> None:
     ids, codes = ROWS["input_ids"][:1], torch.arange(6).view(1, 3, 2)
     logits = []

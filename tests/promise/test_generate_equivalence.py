@@ -20,17 +20,18 @@ from ..reference import PROMPT, Forwards, assert_same, batch, row, run
 from ..scenes import Player, play
 from ..tiny_models import build, tiny
 
-MODELS = ("llama", "gpt2", "mistral", "gemma3", "bloom")
-ALIKE = ("qwen3", "mixtral", "opt")  # to a cache, each is like one of those; they play what moves rows and blocks
+MODELS = ("llama", "mistral", "gemma3", "bloom")
+ALIKE = (
+    "gpt2",
+    "qwen3",
+    "mixtral",
+    "opt",
+)  # to a cache, each is like one of those; they play what moves rows and blocks
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def cold(play: Player) -> None:
-    play.call(**batch(PROMPT), reused=0)
-
-
 def full_hit(play: Player) -> None:
-    play.call(**batch(PROMPT))
+    play.call(**batch(PROMPT), reused=0)
     play.hit(**batch(PROMPT), reused=49)
     play.cache.reset()
     play.hit(**batch(PROMPT), reused=48)
@@ -238,7 +239,6 @@ def many_turns(play: Player) -> None:
 
 
 SCENES = (
-    cold,
     full_hit,
     full_hit_of_whole_blocks,
     partial_hit(31),

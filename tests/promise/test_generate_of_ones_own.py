@@ -55,9 +55,14 @@ def wrapped(model: PreTrainedModel, calls: Callable[..., list[Any]], how: str) -
         model.generate = lambda **given: calls(MethodType(plain, model), given)
 
 
-@NAMES
-@pytest.mark.parametrize("how", ["its class", "the instance"])
-@pytest.mark.parametrize("is_passed", [False, True])
+@pytest.mark.parametrize(
+    ("name", "how", "is_passed"),
+    [
+        *(("llama", how, is_passed) for how in ("its class", "the instance") for is_passed in (False, True)),
+        ("gemma3", "its class", True),
+        ("qwen3_next", "its class", True),
+    ],
+)
 @pytest.mark.parametrize("calls", [twice, another, edited])
 def test_each_generate_that_it_calls_begins_anew(name: str, how: str, is_passed: bool, calls: Any) -> None:
     plain, model = build(name), build(name)

@@ -24,24 +24,28 @@ def test_after_each_of_many_interrupts_the_same_cache_makes_the_next_call_right(
     assert len(places) > 6
 
 
-class ConfirmInterrupter(Interrupter):
-    """Interrupts only where a forward is confirmed."""
+class InterrupterIn(Interrupter):
+    """Interrupts only in functions of these names."""
+
+    def __init__(self, names: tuple[str, ...], at_line: int = 0) -> None:
+        super().__init__(at_line)
+        self._names = names
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return super()._enter_frame(frame, event, arg) if frame.f_code.co_name == "confirm" else None
+        return super()._enter_frame(frame, event, arg) if frame.f_code.co_name in self._names else None
 
 
 def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_cache_is_right() -> None:
     """Its forward started after column 0, which the next call must not take for columns of its own."""
     model, wanted = tiny("llama"), {name: run(tiny("llama"), max_new_tokens=2, **CALLS[name]) for name in CALLS}
     cache = prepared()
-    with ConfirmInterrupter() as counter:
+    with InterrupterIn(("confirm",)) as counter:
         run(model, cache, max_new_tokens=2, **CALLS["greedy"])
     assert cache.last_call.reused_tokens
     for at_line in range(1, counter.num_lines + 1):
         name = ("greedy", "chunks")[at_line % 2]
         cache = prepared()
-        with ConfirmInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        with InterrupterIn(("confirm",), at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
         try:
             assert_same(wanted[name], run(model, cache, max_new_tokens=2, **CALLS[name]))
@@ -51,21 +55,14 @@ def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_ca
             raise
 
 
-class EndInterrupter(Interrupter):
-    """Interrupts only where a call is ended."""
-
-    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return super()._enter_frame(frame, event, arg) if frame.f_code.co_name in ("end", "close") else None
-
-
 def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() -> None:
     model = tiny("llama")
-    with EndInterrupter() as counter:
+    with InterrupterIn(("end", "close")) as counter:
         run(model, prepared(), max_new_tokens=2, **CALLS["greedy"])
     assert counter.num_lines > 10
     for at_line in range(1, counter.num_lines + 1):
         cache = prepared()
-        with EndInterrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        with InterrupterIn(("end", "close"), at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
         assert not cache.is_generating, interrupter.place
         cache.store.reset_prefix_cache()

@@ -24,7 +24,7 @@ from ..internals import (
 )
 from ..reference import batch, is_same, row, run
 from ..tiny_models import build, tiny
-from .test_generate_equivalence import SCENES, Player
+from .test_generate_equivalence import MOVING, Player
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +66,7 @@ class PoisonedPlayer(Player):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("scene", MOVING, ids=lambda scene: scene.__name__)
 def test_poison_in_what_was_never_written_changes_nothing(
     scene: Callable[[Player], None], name: str, poisoned: Poisoned
 ) -> None:

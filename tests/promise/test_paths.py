@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import socket
 import threading
@@ -25,7 +24,7 @@ from hf_paged_cache import (
 )
 
 from ..internals import begin_chunks_at_the_first_column
-from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_same, batch, row, run
+from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,18 +41,6 @@ def whole(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 # Resuming.
-
-
-def test_only_new_tokens_under_a_full_length_mask_go_on_with_the_rows(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    first = run(model, cache, input_ids=IDS)
-    said = torch.cat([first.sequences, torch.tensor([row((2, 7))])], 1)
-    new = said[:, first.sequences.shape[1] - 1 :]  # the last token generated has no keys and values yet
-    reference = run(model, input_ids=said)
-    output = run(model, cache, input_ids=new, attention_mask=torch.ones_like(said))
-    assert_same(reference, output)
-    assert cache.get_seq_length() == said.shape[1] + 5
 
 
 def test_rows_do_not_resume_in_chunks_where_transformers_begins_these_at_the_first_column(
@@ -78,7 +65,7 @@ def test_a_mask_that_fits_neither_the_ids_nor_rows_and_ids_is_refused(
     with pytest.raises(CacheArgumentError, match="continue exactly where the rows stopped"):
         run(model, cache, input_ids=new, attention_mask=mask)
     cache.check()
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert_right(model, cache, input_ids=IDS)
 
 
 # Two calls at once.
@@ -92,95 +79,17 @@ def test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_r
 
     def nested() -> None:
         nonlocal num_nested
-        assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
+        assert_right(model, cache, input_ids=other)
         num_nested += 1
 
     reference = run(model, input_ids=IDS)
     assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, nested)]))
     assert num_nested == 1
     cache.check()
-    assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
-
-
-@pytest.mark.usefixtures("switching")
-def test_a_plain_forward_in_another_thread_changes_nothing_of_a_generate_that_runs(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    ours: list[torch.Tensor] = []
-
-    def in_thread() -> None:
-        def attempt() -> None:
-            with torch.no_grad():
-                ours.append(model(IDS, past_key_values=cache).logits)
-
-        thread = threading.Thread(target=attempt)
-        thread.start()
-        thread.join(timeout=300)
-
-    reference = run(model, input_ids=IDS)
-    assert_same(reference, run(model, cache, input_ids=IDS, logits_processor=[AtStep(2, in_thread)]))
-    assert [close(logits, whole(model, IDS)) for logits in ours] == [True]
-
-
-@pytest.mark.usefixtures("switching")
-def test_two_threads_on_two_caches_of_one_store_are_both_right(model: PreTrainedModel) -> None:
-    store = PrefixStore(model)
-    prompts = [torch.tensor([row((1, 40), (seed, 10))]) for seed in range(2, 6)]
-    references = [run(model, input_ids=ids) for ids in prompts]
-    outputs: dict[int, list[Any]] = {0: [], 1: []}
-
-    def work(number: int) -> None:
-        mine = PagedPrefixCache(store)
-        for ids in prompts:
-            mask = torch.ones_like(ids)
-            outputs[number].append(
-                model.generate(
-                    input_ids=ids,
-                    attention_mask=mask,
-                    past_key_values=mine,
-                    max_new_tokens=6,
-                    return_dict_in_generate=True,
-                    output_logits=True,
-                )
-            )
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in outputs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
-    for each in outputs.values():
-        assert len(each) == len(prompts)
-        for reference, output in zip(references, each, strict=True):
-            assert_same(reference, output)
-    PagedPrefixCache(store).check()
+    assert_right(model, cache, input_ids=other)
 
 
 # Round the bracket.
-
-
-@pytest.mark.parametrize("length", [20, 50, 55, 80])
-@pytest.mark.parametrize("holds_rows", [False, True])
-def test_the_class_s_own_generate_begins_anew_also_on_a_cache_that_holds_rows(
-    model: PreTrainedModel, cache: PagedPrefixCache, length: int, holds_rows: bool
-) -> None:
-    """`DynamicCache` would slice off as many tokens as there are columns, and look at none of them."""
-    if holds_rows:
-        run(model, cache, input_ids=IDS)  # leaves 55 columns
-    ids = torch.tensor([row((9, length))])
-    output = type(model).generate(
-        model,
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=6,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    assert_same(run(model, input_ids=ids), output)
-    cache.check()
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))  # and nothing wrong was committed
 
 
 def test_an_instance_s_generate_of_somebody_else_is_wrapped_and_put_back(model: PreTrainedModel) -> None:
@@ -193,7 +102,7 @@ def test_an_instance_s_generate_of_somebody_else_is_wrapped_and_put_back(model: 
     model.generate = theirs
     cache = PagedPrefixCache(model)
     for _ in range(2):
-        assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+        assert_right(model, cache, input_ids=IDS)
     assert len(calls) == 4
     assert cache.last_call.reused_tokens == 49
     cache.detach()
@@ -243,7 +152,9 @@ def test_one_cache_on_two_models_of_one_architecture_is_refused(
     with pytest.raises(CacheArgumentError, match="another model"):
         other(IDS, past_key_values=cache)
     cache.check()
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
+    assert_right(model, cache, input_ids=IDS)
+    own = PagedPrefixCache(other)
+    assert_right(other, own, reused=0, input_ids=IDS)
 
 
 def test_a_hub_style_custom_generate_works(model: PreTrainedModel, cache: PagedPrefixCache, tmp_path: Path) -> None:
@@ -267,7 +178,7 @@ def test_prompt_lookup_works_at_every_length_with_and_without_logits_to_keep(
     if not takes_logits_to_keep:
         model = without_logits_to_keep(model)
     cache = PagedPrefixCache(model)
-    for length in range(30, 44):
+    for length in (30, 33, 38, 43):
         ids = torch.tensor([row((1, 10), (1, 10), (1, 10), (1, length - 30))])  # repeats itself
         reference = run(model, input_ids=ids, prompt_lookup_num_tokens=3)
         for _ in range(2):
@@ -292,7 +203,7 @@ def test_assistant_early_exit_is_right(model: PreTrainedModel, cache: PagedPrefi
         cache.check()
 
 
-@pytest.mark.parametrize("flag", [1, -1, [0], True])
+@pytest.mark.parametrize("flag", [[0], True])
 def test_any_truthy_output_hidden_states_computes_all_tokens(
     model: PreTrainedModel, cache: PagedPrefixCache, flag: Any
 ) -> None:
@@ -317,7 +228,7 @@ def test_small_chunks_under_a_mask_with_a_hole_are_right_and_not_committed() -> 
     for size in (1, 2):
         reference = run(model, **holed, prefill_chunk_size=size)
         assert_same(reference, run(model, cache, **holed, prefill_chunk_size=size))
-        assert_same(run(model, **inputs), run(model, cache, **inputs))
+        assert_right(model, cache, **inputs)
         cache.reset_prefix_cache()
 
 
@@ -347,14 +258,13 @@ def test_a_streamer_in_a_thread_works(model: PreTrainedModel, cache: PagedPrefix
 # Plain forwards.
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("kept", [None, 0, 1, 3, 50])
 def test_a_plain_forward_is_right_and_skips_only_what_nobody_reads(
-    model: PreTrainedModel, cache: PagedPrefixCache, kept: int | None, context: Any
+    model: PreTrainedModel, cache: PagedPrefixCache, kept: int | None
 ) -> None:
     wanted = whole(model, IDS)
     arguments = {} if kept is None else {"logits_to_keep": kept}
-    with Forwards(model) as shapes, context():
+    with Forwards(model) as shapes, torch.inference_mode():
         for _ in range(2):
             got = model(IDS, past_key_values=cache, **arguments).logits
             assert got.shape[1] == (kept or 50)
@@ -382,8 +292,7 @@ def test_a_plain_forward_without_positions_and_generate_hit_each_other(
 ) -> None:
     with torch.no_grad():
         model(IDS, past_key_values=cache)
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
+    assert_right(model, cache, reused=49, input_ids=IDS)
     cache.reset()
     with torch.no_grad():
         got = model(IDS, past_key_values=cache, logits_to_keep=1).logits
@@ -401,8 +310,7 @@ def test_prefill_by_hand_then_deepcopy_then_generate(model: PreTrainedModel, cac
     for question in (2, 3, 4):
         ids = torch.cat([prefix, torch.tensor([row((question, 7))])], 1)
         twin = copy.deepcopy(cache)
-        assert_same(run(model, input_ids=ids), run(model, twin, input_ids=ids))
-        assert twin.last_call.reused_tokens == 43
+        assert_right(model, twin, reused=43, input_ids=ids)
         assert cache.get_seq_length() == 43
     cache.check()
 
@@ -414,14 +322,7 @@ def dumped_by_pickle(model: PreTrainedModel) -> PreTrainedModel:
     return pickle.loads(pickle.dumps(model))
 
 
-def dumped_by_torch(model: PreTrainedModel) -> PreTrainedModel:
-    held = io.BytesIO()
-    torch.save(model, held)
-    held.seek(0)
-    return torch.load(held, weights_only=False)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, dumped_by_pickle, dumped_by_torch])
+@pytest.mark.parametrize("copied", [copy.deepcopy, dumped_by_pickle])
 def test_a_copy_of_an_attached_model_caches_too_and_is_another_model(
     model: PreTrainedModel, cache: PagedPrefixCache, copied: Callable[[PreTrainedModel], PreTrainedModel]
 ) -> None:
@@ -436,7 +337,7 @@ def test_a_copy_of_an_attached_model_caches_too_and_is_another_model(
     assert run(twin, input_ids=IDS).sequences.tolist() != reference.sequences.tolist()
     other = PagedPrefixCache(twin)
     for _ in range(2):
-        assert_same(run(twin, input_ids=IDS), run(twin, other, input_ids=IDS))
+        assert_right(twin, other, input_ids=IDS)
         assert_same(reference, run(model, cache, input_ids=IDS))
     assert other.last_call.reused_tokens == cache.last_call.reused_tokens == 49
     assert len(twin._forward_hooks) == len(twin._forward_pre_hooks) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..reference import assert_same, batch, row, run
+from ..reference import assert_right, batch, row
 from ..tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -20,11 +20,9 @@ def test_each_of_them_is_found_to_its_last_full_block_and_gives_the_same(name: s
     model = tiny(name)
     cache = PagedPrefixCache(model)
     for prompt, reused in ((FIRST, 0), (SECOND, 31), (THIRD, 36), (THIRD, 49)):
-        assert_same(run(model, **batch(prompt)), run(model, cache, **batch(prompt)))
-        assert cache.last_call.reused_tokens == reused
+        assert_right(model, cache, reused=reused, **batch(prompt))
     for _ in range(2):
         for prompt in (SECOND, FIRST, THIRD):
             cache.reset()
-            assert_same(run(model, **batch(prompt)), run(model, cache, **batch(prompt)))
-            assert cache.last_call.reused_tokens == 48
+            assert_right(model, cache, reused=48, **batch(prompt))
     cache.check()

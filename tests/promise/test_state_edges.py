@@ -41,7 +41,7 @@ def test_no_row_is_in_its_padding_in_a_forward_of_one_column(name: str, monkeypa
     """Models take such a forward for the step of a token, and do not look at its mask."""
     make_forwards_cheap(monkeypatch)
     model = zoo.build(name)
-    for lengths in ((43, 8, 6), (44, 9, 6), (69, 33), (42, 7, 5, 1)):
+    for lengths in ((43, 8, 6), (69, 33), (42, 7, 5, 1)):
         rows = batch(*(row((number, length)) for number, length in enumerate(lengths, 1)))
         cache = PagedPrefixCache(model)
         for _ in range(2):
@@ -149,7 +149,7 @@ def test_rows_may_be_in_their_padding_for_several_forwards(name: str, monkeypatc
     rows = batch(row((1, 140)), row((2, 20)), row((3, 60)))
     ids, mask = rows["input_ids"], rows["attention_mask"]
     cache = PagedPrefixCache(model, block_size=8)
-    for parts in ((40, 45, 50, 140), (5, 70, 90, 100, 140), (110, 140), (119, 122, 140)):
+    for parts in ((5, 70, 90, 100, 140), (119, 122, 140)):
         for _ in range(2):
             start, theirs = 0, DynamicCache(config=model.config)
             for stop in parts:
@@ -184,15 +184,6 @@ def test_equal_padded_rows_of_a_model_that_is_passed_no_mask_after_the_prompt(ho
         play(model, cache, **rows, **how)
 
 
-@NAMES
-def test_a_call_that_just_fits_is_right_beside_what_it_has_computed_ahead(name: str) -> None:
-    """Two equal rows, which share what is computed for them."""
-    model = zoo.build(name)
-    cache = PagedPrefixCache(model, block_size=16, num_blocks=16)
-    rows = batch(row((1, 200)), row((1, 200)))  # 13 blocks, and one more for the second row
-    play(model, cache, **rows, max_new_tokens=2)
-
-
 def test_rows_of_convolutions_go_on_after_drafts_were_recorded() -> None:
     """What was kept of their inputs, to take drafts back, is more than a layer needs."""
     model = zoo.build("lfm2")
@@ -209,23 +200,7 @@ def test_rows_of_convolutions_go_on_after_drafts_were_recorded() -> None:
         cache.check()
 
 
-def test_convolutions_keep_nothing_more_for_drafts_all_of_which_were_taken() -> None:
-    model, ids = zoo.build("lfm2"), torch.tensor([row((1, 30))])
-    caches = [PagedPrefixCache(model), DynamicCache(config=model.config)]
-    widths, logits = [], []
-    for cache in caches:
-        plain(model, cache, ids[:, :20], torch.ones(1, 20, dtype=torch.long))
-        cache.activate_past_recording()
-        for stop in (24, 28):
-            plain(model, cache, ids[:, stop - 4 : stop], torch.ones(1, stop, dtype=torch.long))
-            cache.crop(0)
-        widths.append([layer.conv_states[0].shape[-1] for layer in cache.layers if hasattr(layer, "conv_states")])
-        logits.append(plain(model, cache, ids[:, 28:], torch.ones(1, 30, dtype=torch.long)))
-    assert widths[0] == widths[1]
-    assert_close(logits[1], logits[0])
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "mamba2", "inkling_text", "zaya"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "zaya"])
 def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None:
     """Also where the budget holds less than 8 snapshots, and where some layers have a window."""
     model = zoo.build(name)
@@ -289,19 +264,6 @@ def test_a_prompt_of_which_all_is_known_computes_its_last_token(name: str, lengt
         assert bool(cache.last_call.reused_tokens) == bool(number)
         if number == 1:
             cache.reset()
-
-
-@pytest.mark.parametrize("name", ["zaya", "qwen3_next"])
-def test_the_third_prompt_goes_on_from_where_prompts_part_with_windows_beside_the_states_or_without(name: str) -> None:
-    model = zoo.build(name)
-    cache = PagedPrefixCache(model, block_size=4)
-    matched = []
-    for question in (2, 3, 4):
-        play(model, cache, **batch(row((1, 150), (question, 60))), max_new_tokens=2)
-        matched.append(cache.last_call.rows[0].matched_tokens)
-        cache.reset()
-    assert matched[:2] == [0, 0]
-    assert matched[2] >= 64
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])

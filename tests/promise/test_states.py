@@ -11,18 +11,18 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 
 from ..conformance import zoo
-from ..internals import failing_forward, held_states, held_tensors, reused_of_chunks, snapshot_behind, zero_states
-from ..reference import FROM_5_23, TOLERANCE, Forwards, assert_same, batch, is_same, row, run
+from ..internals import failing_forward, held_tensors, snapshot_behind, zero_states
+from ..reference import FROM_5_23, TOLERANCE, Forwards, assert_right, assert_same, batch, is_same, row, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 # A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; one token otherwise than several.
 ALL = ("qwen3_next", "lfm2", "falcon_h1", "zamba2")
 NAMES = pytest.mark.parametrize("name", ALL)
-RECURRENT = pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "zamba2"])
+RECURRENT = ("qwen3_next", "falcon_h1", "zamba2")
 SHARED = 128  # tokens, where all of them may keep a snapshot
 
 
@@ -32,22 +32,11 @@ def tiny(name: str) -> PreTrainedModel:
     return zoo.build(name)
 
 
-def unit(cache: PagedPrefixCache) -> int:
-    """Snapshots are kept at multiples of so many tokens."""
-    return cache.store.blocks.states.align
-
-
 def play(model: PreTrainedModel, cache: PagedPrefixCache, **arguments: Any) -> Any:
     """A call with both caches, compared; the output of ours."""
-    output = run(model, cache, **arguments)
-    assert_same(run(model, **arguments), output)
+    output = assert_right(model, cache, **arguments)
     cache.check()
     return output
-
-
-def after(output: Any, seed: int, length: int) -> dict[str, torch.Tensor]:
-    """The prompt of the next turn."""
-    return batch(output.sequences[0].tolist() + row((seed, length)))
 
 
 @NAMES
@@ -89,11 +78,10 @@ def test_no_block_that_is_known_is_written_again(name: str) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("is_padded", [False, True])
-def test_eight_rows_with_a_new_prefix_compute_it_once(name: str, is_padded: bool) -> None:
+def test_eight_padded_rows_with_a_new_prefix_compute_it_once(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
-    lengths = [5 + 3 * number if is_padded else 16 for number in range(8)]
+    lengths = [5 + 3 * number for number in range(8)]
     rows = [row((1, 4 * SHARED), (number + 2, length)) for number, length in enumerate(lengths)]
     play(model, cache, **batch(*rows))
     assert cache.last_call.computed_tokens == 4 * SHARED + sum(lengths)
@@ -108,7 +96,7 @@ def test_a_follow_up_turn_goes_on_from_the_very_token(name: str) -> None:
     cache = PagedPrefixCache(model)
     output = play(model, cache, **batch(row((1, 70))))
     for turn in range(3):
-        output = play(model, cache, **after(output, turn + 2, 7))
+        output = play(model, cache, **batch(output.sequences[0].tolist() + row((turn + 2, 7))))
         if name != "zamba2":  # there, what came one by one is not what a prompt computes
             assert cache.last_call.computed_tokens == 8
 
@@ -117,27 +105,21 @@ def test_a_follow_up_turn_goes_on_from_the_very_token(name: str) -> None:
 def test_what_is_generated_is_found_from_its_last_boundary_by_others(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
-    first = play(model, cache, **batch(row((1, 2 * SHARED))), max_new_tokens=3 * unit(cache) + 5)
+    unit = cache.store.blocks.states.align  # snapshots are kept at multiples of so many tokens
+    first = play(model, cache, **batch(row((1, 2 * SHARED))), max_new_tokens=3 * unit + 5)
     num_run = first.sequences.shape[1] - 1
     other = PagedPrefixCache(cache.store)
-    play(model, other, **after(first, 2, 9))
+    play(model, other, **batch(first.sequences[0].tolist() + row((2, 9))))
     if name == "zamba2":
         assert other.last_call.computed_tokens == num_run + 10 - 2 * SHARED
         return
-    assert other.last_call.computed_tokens == num_run % unit(cache) + 10
+    assert other.last_call.computed_tokens == num_run % unit + 10
     if name != "lfm2":  # which has one at every block of the prompt
         assert cache.stats().num_snapshots <= 4, "one of those that were passed"
 
 
 @NAMES
-@pytest.mark.parametrize(
-    "how",
-    [
-        {"num_beams": 3, "num_return_sequences": 2},
-        {"do_sample": True, "num_return_sequences": 3},
-        {"num_beams": 2, "do_sample": True},
-    ],
-)
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}])
 def test_beams_and_samples_carry_their_states_along(name: str, how: dict[str, Any]) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
@@ -145,20 +127,10 @@ def test_beams_and_samples_carry_their_states_along(name: str, how: dict[str, An
     for _ in range(2):
         play(model, cache, **rows, **how, max_new_tokens=20)
     assert cache.last_call.reused_tokens > SHARED
-
-
-@RECURRENT
-def test_a_hit_on_zeroed_states_fails(name: str) -> None:
-    """Keys and values are as they were."""
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    prompt = batch(row((1, SHARED), (2, 9)))
-    reference = run(model, **prompt)
-    assert_same(reference, run(model, cache, **prompt))
-    zero_states(cache)
-    cache.reset()
-    assert not is_same(reference, run(model, cache, **prompt))
-    assert cache.last_call.computed_tokens == 9
+    if name in RECURRENT:
+        zero_states(cache)  # keys and values are as they were
+        cache.reset()
+        assert not is_same(run(model, **rows, **how), run(model, cache, **rows, **how))
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
@@ -174,14 +146,14 @@ def test_what_is_computed_again_is_read_as_it_is_now(num_beams: int) -> None:
 
 
 @NAMES
-def test_a_snapshot_is_as_it_was_after_100_steps_of_its_borrower(name: str) -> None:
+def test_a_snapshot_is_as_it_was_after_steps_of_its_borrower(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
     prompt = batch(row((1, SHARED), (2, 9)))
     run(model, cache, **prompt)
     kept = snapshot_behind(cache, SHARED)
     before = {key: tensor.clone() for key, tensor in kept.items()}
-    run(model, cache, **prompt, max_new_tokens=100)
+    run(model, cache, **prompt, max_new_tokens=12)
     assert cache.last_call.computed_tokens == 9
     assert all(before[key].equal(tensor) for key, tensor in snapshot_behind(cache, SHARED).items())
 
@@ -195,7 +167,7 @@ def test_an_exception_in_any_layer_of_any_forward_leaves_the_next_call_exact(nam
         {**batch(row((1, SHARED), (4, 9)), row((1, SHARED), (5, 3))), "max_new_tokens": 2},
     ]
     references = [run(model, **arguments) for arguments in calls]
-    for number in range(1, 200):
+    for number in range(1, 200, 3):
         cache = PagedPrefixCache(model)
         last = None
         with failing_forward(model, number, KeyError("planted"), in_any_layer=True):
@@ -227,77 +199,26 @@ def forwards(model: PreTrainedModel, *caches: Any) -> Callable[[torch.Tensor], N
 
 
 @NAMES
-def test_rows_of_which_a_forward_died_are_lost_and_the_whole_prompt_is_right(name: str) -> None:
+def test_behind_a_step_that_died_the_whole_prompt_is_right_and_new_tokens_alone_are_refused(name: str) -> None:
+    """Of the layers, those before the one that failed have seen the step's token, and the others have not."""
     model = tiny(name)
-    cache, first = PagedPrefixCache(model), torch.tensor([row((1, 70)), row((2, 70))])
-    for length in (1, 5):
-        with torch.no_grad():
-            model(first, past_key_values=cache, use_cache=True)
-        ids = torch.tensor([row((length, length)), row((length + 7, length))])
-        died = False
-        with failing_forward(model, 1, KeyError("planted")), torch.no_grad():
-            try:
-                model(ids, past_key_values=cache, use_cache=True)
-            except KeyError:
-                died = True
-        assert died
-        with pytest.raises(ForwardMismatchError, match="is lost"), torch.no_grad():
-            model(ids, past_key_values=cache, use_cache=True)
-        cache.reset()
-        forwards(model, DynamicCache(config=model.config), cache)(torch.cat((first, ids), 1))
-        cache.reset()
-    cache.check()
-
-
-def caches_whose_step_died(model: PreTrainedModel) -> list[tuple[PagedPrefixCache, list[int]]]:
-    """Caches in whose `generate` one of the last four forwards died, and the tokens that had run before it.
-
-    Of the layers, those before the one that failed have seen the step's token, and the others have not.
-    """
     prompt = row((1, 70))
     said = run(model, **batch(prompt)).sequences[0].tolist()
-    cache, found = PagedPrefixCache(model), []  # built first: that runs forwards
+    cache = PagedPrefixCache(model)  # built first: that runs forwards
     with Forwards(model) as shapes:
         run(model, cache, **batch(prompt))
-    for number in range(len(shapes) - 3, len(shapes) + 1):
+    for number, is_refused in zip(range(len(shapes) - 3, len(shapes) + 1), (True, False) * 2, strict=True):
         cache = PagedPrefixCache(model)
         with failing_forward(model, number, KeyError("planted")), pytest.raises(KeyError):
             run(model, cache, **batch(prompt))
         num_run = cache.get_seq_length()
         assert num_run > 70
-        found.append((cache, said[:num_run]))
-    return found
-
-
-@NAMES
-def test_a_turn_behind_a_step_that_died_goes_on_from_the_states_before_it(name: str) -> None:
-    model = tiny(name)
-    for cache, said in caches_whose_step_died(model):
-        play(model, cache, **batch(said + row((2, 5))))
-
-
-@NAMES
-def test_new_tokens_behind_a_step_that_died_do_not_go_on_from_what_it_left(name: str) -> None:
-    """Passed alone, they cannot be computed from anything earlier."""
-    model = tiny(name)
-    for cache, said in caches_whose_step_died(model):
-        whole = torch.tensor([said + row((2, 5))])
-        with pytest.raises(ForwardMismatchError, match="is lost"):
-            run(model, cache, input_ids=whole[:, len(said) :], attention_mask=torch.ones_like(whole))
-        cache.reset()
-        play(model, cache, **batch(whole[0].tolist()))
-
-
-@NAMES
-def test_tokens_are_not_taken_back_and_rows_go_on_as_they_were(name: str) -> None:
-    model = tiny(name)
-    cache, theirs = PagedPrefixCache(model), DynamicCache(config=model.config)
-    run_both = forwards(model, theirs, cache)
-    run_both(torch.tensor([row((1, 70)), row((2, 70))]))
-    with pytest.raises(CacheArgumentError, match="cannot take back 6 tokens: layers with a state"):
-        cache.crop(-6)
-    run_both(torch.tensor([row((5, 4)), row((6, 4))]))
-    cache.check()
+        whole = torch.tensor([said[:num_run] + row((2, 5))])
+        if is_refused:
+            with pytest.raises(ForwardMismatchError, match="is lost"):
+                run(model, cache, input_ids=whole[:, num_run:], attention_mask=torch.ones_like(whole))
+            cache.reset()
+        play(model, cache, input_ids=whole)
 
 
 @NAMES
@@ -323,17 +244,6 @@ def test_rows_that_are_copied_selected_and_reordered_go_on_as_themselves(name: s
 
 
 @NAMES
-def test_a_chunked_prefill_leaves_snapshots_and_finds_them(name: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model, block_size=SHARED)  # for experts a block must hold whole chunks
-    prompt = batch(row((1, 2 * SHARED), (2, 9)))
-    play(model, cache, **prompt, prefill_chunk_size=SHARED)
-    for given in (batch(row((1, 2 * SHARED), (3, 9))), batch(row((1, SHARED), (3, 9))), prompt):
-        play(model, cache, **given, prefill_chunk_size=SHARED)
-        assert cache.last_call.reused_tokens == reused_of_chunks(given["input_ids"].shape[1] - 9)
-
-
-@NAMES
 def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
@@ -347,7 +257,7 @@ def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: 
     assert few.stats().num_snapshots == 1
 
 
-@RECURRENT
+@pytest.mark.parametrize("name", RECURRENT)
 def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for_more(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model, num_blocks=400)
@@ -359,6 +269,27 @@ def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for
     cache.reset()
     play(model, cache, **batch(row((2, SHARED), (8, 5))), max_new_tokens=1)
     assert cache.last_call.computed_tokens == 5
+
+
+@NAMES
+def test_known_and_new_rows_run_in_one_batch(name: str) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    run(model, cache, **batch(row((1, 4 * SHARED), (2, 9))))
+    for lengths in ((7, 30), (30, 7), (7, 500)):
+        rows = batch(row((1, 4 * SHARED), (3, lengths[0])), row((4, lengths[1])))
+        play(model, cache, **rows)
+        assert cache.last_call.reused_tokens
+
+
+@NAMES
+@pytest.mark.parametrize("num_pads", [1, 11])
+def test_padding_changes_nothing(name: str, num_pads: int) -> None:
+    model = tiny(name)
+    cache = PagedPrefixCache(model)
+    rows = batch(row((1, SHARED), (2, 9)), row((1, SHARED), (3, 9))[num_pads:])
+    for _ in range(2):
+        play(model, cache, **rows)
 
 
 def test_convolutions_alone_keep_every_block_out_of_one_forward() -> None:
@@ -373,18 +304,6 @@ def test_convolutions_alone_keep_every_block_out_of_one_forward() -> None:
         assert cache.store.stats().reused_tokens
 
 
-@RECURRENT
-def test_a_prompt_is_cut_once_where_its_snapshot_is_taken(name: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    with Forwards(model) as shapes:
-        run(model, cache, **batch(row((1, SHARED + 9))), max_new_tokens=1)
-    assert shapes == [(1, SHARED), (1, 9)], "no token more"
-    with Forwards(model) as shapes:
-        run(model, cache, **batch(row((1, SHARED), (2, 20))), max_new_tokens=1)
-    assert shapes == [(1, 20)]
-
-
 @NAMES
 def test_rows_join_one_forward_after_the_other(name: str) -> None:
     """Rows of four lengths after one prefix: as many forwards, and no padding in them."""
@@ -396,27 +315,6 @@ def test_rows_join_one_forward_after_the_other(name: str) -> None:
     with Forwards(model) as shapes:
         assert_same(reference, run(model, cache, **rows, max_new_tokens=1))
     assert shapes == [(1, 5), (2, 5), (3, 5), (4, 15)]
-
-
-@NAMES
-def test_known_and_new_rows_run_in_one_batch(name: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    run(model, cache, **batch(row((1, 4 * SHARED), (2, 9))))
-    for lengths in ((7, 30), (30, 7), (7, 500), (7, 512)):
-        rows = batch(row((1, 4 * SHARED), (3, lengths[0])), row((4, lengths[1])))
-        play(model, cache, **rows)
-        assert cache.last_call.reused_tokens
-
-
-@NAMES
-@pytest.mark.parametrize("num_pads", [0, 1, 3, 11])
-def test_padding_changes_nothing(name: str, num_pads: int) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    rows = batch(row((1, SHARED), (2, 9)), row((1, SHARED), (3, 9))[num_pads:])
-    for _ in range(2):
-        play(model, cache, **rows)
 
 
 @NAMES
@@ -436,7 +334,7 @@ def test_a_call_that_the_pool_has_no_room_for_carries_its_states(name: str) -> N
     run_both(torch.tensor([[5], [6], [7], [8]]))
 
 
-@pytest.mark.parametrize("name", [*ALL, pytest.param("mamba2", marks=FROM_5_23)])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", pytest.param("mamba2", marks=FROM_5_23)])
 def test_a_look_at_cached_blocks_goes_on_from_a_snapshot(name: str) -> None:
     """And finds a change that nobody counts, also where there are states alone."""
     model = zoo.build(name)
@@ -448,27 +346,11 @@ def test_a_look_at_cached_blocks_goes_on_from_a_snapshot(name: str) -> None:
     assert cache.last_call.computed_tokens == 9
     model.get_input_embeddings().weight.data[int(prompt["input_ids"][0, 40])] *= 1.5  # neither counted nor looked at
     assert cache.verify().differing
-    assert_same(run(model, **prompt), run(model, cache, **prompt))
+    assert_right(model, cache, **prompt)
 
 
-@NAMES
-def test_snapshots_keep_to_their_part_of_the_budget(name: str) -> None:
-    model = tiny(name)
-    budget = 400_000
-    cache = PagedPrefixCache(model, max_bytes=budget)
-    for number in range(12):
-        run(model, cache, **batch(row((number, 150))), max_new_tokens=2)
-        stats = cache.store.stats()
-        assert 0 < stats.snapshot_bytes <= budget / 2
-        assert stats.pool_bytes is not None
-        held = {id(tensor.untyped_storage()): tensor.nbytes for tensor in held_states(cache)}
-        assert stats.snapshot_bytes + stats.pool_bytes <= budget
-        assert sum(held.values()) >= stats.snapshot_bytes
-
-
-@NAMES
-def test_salts_do_not_share_states_and_count_their_own(name: str) -> None:
-    model = tiny(name)
+def test_salts_do_not_share_states_and_count_their_own() -> None:
+    model = tiny("qwen3_next")
     store = PrefixStore(model)
     caches = [PagedPrefixCache(store, cache_salt=salt) for salt in ("a", "b")]
     for cache in caches:

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.store import memory_budget
 
-from ..reference import AtStep, Forwards, assert_same, batch, row, run
+from ..reference import AtStep, Forwards, assert_right, assert_same, batch, row, run
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,7 +31,7 @@ def prompts(name: str, number: int) -> dict[str, torch.Tensor]:
     return batch(*[row((1, 50), (100 * number + i, 10)) for i in range(num_rows)])
 
 
-@pytest.mark.parametrize("num_blocks", [2, 4, 6, 12])
+@pytest.mark.parametrize("num_blocks", [2, 4, 12])
 @pytest.mark.parametrize("name", CALLS)
 def test_a_pool_of_any_size_serves_a_call_and_others_like_it(
     name: str, num_blocks: int, tiny_llama: LlamaForCausalLM
@@ -48,21 +48,6 @@ def test_a_pool_of_any_size_serves_a_call_and_others_like_it(
     num_kept = 16 * min(num_blocks - 1, 3)  # and no rows
     assert cache.last_call.rows[0].matched_tokens >= num_kept
     cache.check()
-
-
-def test_a_chat_that_grows_past_the_pool_stays_right(tiny_llama: LlamaForCausalLM) -> None:
-    cache = PagedPrefixCache(tiny_llama, num_blocks=6)  # of 16 tokens, one of which is never handed out
-    ids = torch.tensor([row((1, 20))])
-    for _ in range(3):
-        given = {"input_ids": ids, "max_new_tokens": NUM_NEW}
-        output = run(tiny_llama, cache, **given)
-        assert_same(run(tiny_llama, **given), output)
-        ids = output.sequences
-    assert ids.shape[1] == 5 * 16
-    ids = torch.cat((torch.tensor([row((1, 55))]), torch.tensor([row((2, 6))])), dim=1)
-    for seed in range(3):  # each parts from the one before within a block
-        given = {"input_ids": torch.cat((ids, torch.tensor([row((seed, 4))])), dim=1), "max_new_tokens": 16}
-        assert_same(run(tiny_llama, **given), run(tiny_llama, cache, **given))
 
 
 def test_a_first_call_of_a_few_tokens_measures_nothing() -> None:
@@ -83,7 +68,7 @@ def test_a_budget_in_bytes_is_kept_when_the_model_takes_a_wider_dtype(
     other = PagedPrefixCache(cache.store)
     for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
         model.to(dtype)
-        for number in range(30):
+        for number in range(12):
             given = {"input_ids": torch.tensor([row((number, 60))]), "max_new_tokens": 2}
             output = run(model, (cache, other)[number % 2], **given)
             stats = cache.store.stats()
@@ -106,10 +91,10 @@ def test_a_call_in_a_wider_dtype_inside_one_of_before_is_right() -> None:
     def widen() -> None:
         model.float()
         guest = PagedPrefixCache(cache.store)
-        assert_same(run(model, input_ids=ids), run(model, guest, input_ids=ids))
+        assert_right(model, guest, input_ids=ids)
         model.bfloat16()
 
     run(model, cache, input_ids=ids, logits_processor=[AtStep(2, widen)])
     model.float()
-    assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    assert_right(model, cache, input_ids=ids)
     cache.check()

@@ -29,7 +29,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_paged_cache import PagedPrefixCache
 
 from ..internals import WRITE_OUTSIDE_GRAPHS
-from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_same, batch, row, run, zero_blocks
+from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_right, assert_same, batch, row, run, zero_blocks
 from ..scenes import Player, play
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
 from . import test_bad_input, test_generate_equivalence, test_paths
@@ -223,7 +223,7 @@ def compile_options(play: Player) -> None:
     play.hit(**batch(PROMPT), disable_compile=True, reused=49)
 
 
-# Loops of the user's own. Contrastive search, DoLa and group beams are those that transformers moved to repositories.
+# Loops of the user's own. Contrastive search and group beams are two of those that transformers moved to repositories.
 
 
 def result(ids: torch.Tensor, logits: list[torch.Tensor], kept: Any) -> GenerateDecoderOnlyOutput:
@@ -253,18 +253,6 @@ def contrastive_loop(model: Any, input_ids: torch.Tensor, generation_config: Any
     return result(input_ids, logits, kept)
 
 
-def dola_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
-    """The last layer's logits against those of an early one."""
-    logits, new, kept = [], input_ids, kwargs["past_key_values"]
-    while input_ids.shape[1] < generation_config.max_length:
-        output = model(new, past_key_values=kept, use_cache=True, output_hidden_states=True)
-        early = model.get_output_embeddings()(output.hidden_states[1][:, -1])
-        logits.append(output.logits[:, -1].log_softmax(-1) - early.log_softmax(-1))
-        new = logits[-1].argmax(-1, keepdim=True)
-        input_ids = torch.cat((input_ids, new), dim=1)
-    return result(input_ids, logits, kept)
-
-
 def group_beams_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
     """Two groups of two beams; the second is kept from the tokens that the first has just chosen."""
     beams, logits, kept = input_ids.repeat(4, 1), [], kwargs["past_key_values"]
@@ -291,12 +279,6 @@ def contrastive(play: Player) -> None:
     play.call(**batch(PROMPT), reused=0)
 
 
-def dola(play: Player) -> None:
-    play.call(**batch(PROMPT), custom_generate=dola_loop, reused=0)
-    play.call(**batch(PROMPT), custom_generate=dola_loop, reused=0)  # it asks for all hidden states
-    play.call(**batch(PROMPT), reused=0)
-
-
 def group_beams(play: Player) -> None:
     play.call(**batch(PROMPT), custom_generate=group_beams_loop, reused=3 * 50)
     output = play.hit(**batch(PROMPT), custom_generate=group_beams_loop, reused=4 * 50 - 1)
@@ -316,7 +298,6 @@ SCENES = (
     universal_assisted,
     guidance,
     contrastive,
-    dola,
     group_beams,
 )
 
@@ -336,8 +317,7 @@ def test_options_about_compiling_change_nothing() -> None:
     play(compile_options, tiny("llama"))
 
 
-@pytest.mark.parametrize("length", [1, 16, 47])
-@pytest.mark.parametrize("in_block", [False, True])
+@pytest.mark.parametrize(("length", "in_block"), [(1, False), (16, True), (47, False)])
 def test_token_healing_runs_a_call_of_its_own(model: PreTrainedModel, length: int, in_block: bool) -> None:
     """Before the first forward, `generate` regenerates each row's last token, on no cache of the caller's."""
     healer = character_tokenizer((*CHARACTERS, *(f"{end}{more}" for end in "abc" for more in "xyz")))
@@ -398,16 +378,7 @@ def test_what_transformers_moved_to_repositories_or_the_model_lacks_it_refuses_i
     for given in (None, cache):
         with pytest.raises(ValueError, match="num_mtp_layers" if option == "use_mtp" else "trust_remote_code"):
             run(model, given, input_ids=IDS, **MOVED[option])
-    assert_same(run(model, input_ids=IDS), run(model, cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 49
-
-
-def test_a_call_that_returns_tokens_alone_reuses(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 6, "do_sample": False}
-    wanted = model.generate(**given)
-    for _ in range(2):
-        assert model.generate(**given, past_key_values=cache).tolist() == wanted.tolist()
-    assert cache.last_call.reused_tokens == 49
+    assert_right(model, cache, reused=49, input_ids=IDS)
 
 
 # Forwards by hand.
@@ -441,7 +412,7 @@ def are_close(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("logits_to_keep", [None, 1, 3])
+@pytest.mark.parametrize("logits_to_keep", [None, 3])
 @pytest.mark.parametrize("name", MODELS)
 def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
     name: str, logits_to_keep: int | None, positions: bool
@@ -465,28 +436,16 @@ def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
 # Compiled models.
 
 
-def compiled_graphs(model: PreTrainedModel, how: str, backend: str) -> list[Any]:
-    """Compile a model; returns a list that gets every graph that is compiled from here on."""
-    graphs: list[Any] = []
-
-    def note(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return torch._dynamo.lookup_backend(backend)(graph, inputs)
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    if how == "model.compile()":
-        model.compile(backend=note, dynamic=True)
-    else:
-        model.forward = torch.compile(model.forward, backend=note, dynamic=True)
-    return graphs
-
-
-def run_compiled(name: str, how: str, backend: str, **changes: Any) -> None:
-    model = build(name, **changes)
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_compiled_model_meets_nothing_of_ours_but_the_writes_and_reuses(name: str) -> None:
+    few = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
+    model = build(name, **few, num_hidden_layers=2 if few else 1)  # compiling takes as long as there are layers
     prompts = [torch.tensor([row((1, 40), (seed, 6))]) for seed in (2, 3)]
     references = [run(model, input_ids=ids) for ids in prompts]
-    graphs = compiled_graphs(model, how, backend)
+    graphs: list[Any] = []
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model.compile(backend=lambda graph, _: graphs.append(graph) or graph, dynamic=True)
     cache = PagedPrefixCache(model)
     num_graphs = []
     for _ in range(3):
@@ -501,27 +460,6 @@ def run_compiled(name: str, how: str, backend: str, **changes: Any) -> None:
     # What writes keys and values is the one thing of ours that a graph meets; the hooks and their cache are outside.
     assert all(WRITE_OUTSIDE_GRAPHS in reason for reason in breaks), breaks
     cache.check()
-
-
-def test_a_compiled_model_meets_nothing_of_ours_but_the_writes() -> None:
-    run_compiled("llama", "model.compile()", "eager", num_hidden_layers=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "how", "backend", "changes"),
-    [  # compiling takes as long as there are layers
-        ("llama", "torch.compile(model.forward)", "inductor", {"num_hidden_layers": 1}),
-        (
-            "gemma3",
-            "model.compile()",
-            "eager",
-            {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
-        ),
-    ],
-)
-def test_compiled_models_are_right_and_reuse(name: str, how: str, backend: str, changes: dict[str, Any]) -> None:
-    run_compiled(name, how, backend, **changes)
 
 
 def test_what_torch_compile_returns_is_run_as_the_model_inside() -> None:
@@ -550,85 +488,54 @@ def test_what_torch_compile_returns_is_run_as_the_model_inside() -> None:
 
 # The list is complete.
 
-# Option of `generate` -> the scene or test that plays it. None: nothing that a decoder's cache could meet.
-OPTIONS: dict[str, str | None] = {
-    "max_length": "ends",
-    "max_new_tokens": "ends",
-    "max_time": "ends",
-    "stop_strings": "stopping_strings",
-    "eos_token_id": "ends",
-    "pad_token_id": "ends",
-    "early_stopping": "ends",
-    "length_penalty": "ends",
-    "do_sample": "samples",
-    "num_beams": "beams",
-    "num_return_sequences": "samples",
-    "use_cache": "test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused",
-    "cache_implementation": "test_a_cache_implementation_beside_our_cache_is_refused",
-    "cache_config": None,  # of the caches that transformers builds
-    "max_cache_len": None,
-    "temperature": "warpers",
-    "top_k": "warpers",
-    "top_p": "warpers",
-    "min_p": "warpers",
-    "top_h": "warpers",
-    "typical_p": "warpers",
-    "epsilon_cutoff": "warpers",
-    "eta_cutoff": "warpers",
-    "bad_words_ids": "bad_words",
-    "prefix_allowed_tokens_fn": "constrained",
-    "repetition_penalty": "processors",
-    "no_repeat_ngram_size": "processors",
-    "encoder_repetition_penalty": "processors",
-    "encoder_no_repeat_ngram_size": "processors",
-    "min_new_tokens": "processors",
-    "min_length": "processors",
-    "sequence_bias": "processors",
-    "suppress_tokens": "processors",
-    "begin_suppress_tokens": "processors",
-    "exponential_decay_length_penalty": "processors",
-    "forced_bos_token_id": "processors",
-    "forced_eos_token_id": "processors",
-    "bos_token_id": "processors",
-    "remove_invalid_values": "processors",
-    "renormalize_logits": "processors",
-    "watermarking_config": "processors",
-    "guidance_scale": "guidance",
-    "negative_prompt_ids": "guidance",
-    "negative_prompt_attention_mask": "guidance",
-    "token_healing": "test_token_healing_runs_a_call_of_its_own",
-    "output_scores": "scores",
-    "output_logits": "scores",
-    "output_attentions": "hidden_states_and_attentions",
-    "output_hidden_states": "hidden_states_and_attentions",
-    "return_dict_in_generate": "going_on_with_new_tokens_only",
-    "assistant_model": "assistant",
-    "is_assistant": "assistant",
-    "num_assistant_tokens": "assisted",
-    "num_assistant_tokens_schedule": "assisted",
-    "assistant_confidence_threshold": "assisted",
-    "assistant_ensemble_weight": "assisted",
-    "assistant_early_exit": "test_assistant_early_exit_is_right",
-    "assistant_lookbehind": "universal_assisted",
-    "target_lookbehind": "universal_assisted",
-    "prompt_lookup_num_tokens": "prompt_lookup",
-    "max_matching_ngram_size": "prompt_lookup",
-    "speculation_type": None,  # of an assistant model of one kind, which drafts with no cache of ours
-    "prefill_chunk_size": "chunked_prefill",
-    "compile_config": "compile_options",
-    "disable_compile": "compile_options",
-    "continuous_batching_config": None,  # of generate_batch, which pages by itself
-    "decoder_start_token_id": None,  # of encoder-decoders
-    "transformers_version": None,
+# The scene or test that plays options of `generate` -> their names.
+PLAYED = {
+    "ends": (
+        "max_length max_new_tokens max_time eos_token_id pad_token_id early_stopping length_penalty stopping_criteria"
+    ),
+    "stopping_strings": "stop_strings",
+    "samples": "do_sample num_return_sequences",
+    "beams": "num_beams",
+    "test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused": "use_cache",
+    "test_what_is_refused_leaves_the_next_call_right": "cache_implementation",
+    "warpers": "temperature top_k top_p min_p top_h typical_p epsilon_cutoff eta_cutoff",
+    "bad_words": "bad_words_ids",
+    "constrained": "prefix_allowed_tokens_fn",
+    "processors": (
+        "repetition_penalty no_repeat_ngram_size encoder_repetition_penalty encoder_no_repeat_ngram_size "
+        "min_new_tokens min_length sequence_bias suppress_tokens begin_suppress_tokens "
+        "exponential_decay_length_penalty forced_bos_token_id forced_eos_token_id bos_token_id "
+        "remove_invalid_values renormalize_logits watermarking_config"
+    ),
+    "guidance": "guidance_scale negative_prompt_ids negative_prompt_attention_mask",
+    "test_token_healing_runs_a_call_of_its_own": "token_healing",
+    "scores": "output_scores output_logits",
+    "hidden_states_and_attentions": "output_attentions output_hidden_states",
+    "going_on_with_new_tokens_only": "return_dict_in_generate",
+    "assistant": "assistant_model is_assistant",
+    "assisted": (
+        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_ensemble_weight"
+    ),
+    "test_assistant_early_exit_is_right": "assistant_early_exit",
+    "universal_assisted": "assistant_lookbehind target_lookbehind",
+    "prompt_lookup": "prompt_lookup_num_tokens max_matching_ngram_size",
+    "chunked_prefill": "prefill_chunk_size",
+    "compile_options": "compile_config disable_compile",
     "streamer": "streamer",
-    "synced_gpus": "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards",
-    "custom_generate": "contrastive",
-    "logits_processor": "test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_right",
-    "stopping_criteria": "ends",
-    "inputs": "test_positional_arguments_are_seen",
-    "generation_config": "test_a_hub_style_custom_generate_works",
-    "trust_remote_code": "test_a_hub_style_custom_generate_works",
-    "low_memory": None,  # of contrastive search, with which it moved
+    "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards": "synced_gpus",
+    "contrastive": "custom_generate",
+    "test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_right": "logits_processor",
+    "test_positional_arguments_are_seen": "inputs",
+    "test_a_hub_style_custom_generate_works": "generation_config trust_remote_code",
+}
+# Of caches that others build, of `generate_batch`, of encoder-decoders, and of what has moved.
+OF_OTHER_CACHES = (
+    "cache_config max_cache_len speculation_type continuous_batching_config decoder_start_token_id "
+    "transformers_version low_memory"
+)
+OPTIONS: dict[str, str | None] = {
+    **{option: where for where, options in PLAYED.items() for option in options.split()},
+    **dict.fromkeys(OF_OTHER_CACHES.split()),
     **dict.fromkeys(MOVED, "test_what_transformers_moved_to_repositories_or_the_model_lacks_it_refuses_itself"),
 }
 
@@ -647,26 +554,3 @@ def test_no_mode_of_generate_is_forgotten() -> None:
     played = {"greedy_search", "sample", "assisted_generation", "beam_search", "beam_sample"}
     moved = {"contrastive_search", "dola_generation", "constrained_beam_search", "group_beam_search"}
     assert {mode.value for mode in GenerationMode} == played | moved
-
-
-def test_gradients_where_only_the_queries_are_trained() -> None:
-    """LoRA on the queries of one layer: keys and values need no gradient, but the attention's backward pass keeps them."""
-    model = build("llama", num_hidden_layers=1)
-    model.requires_grad_(False)
-    trained = model.model.layers[0].self_attn.q_proj.weight
-    trained.requires_grad_(True)
-
-    def gradient(past: Any) -> torch.Tensor:
-        trained.grad = None
-        loss = sum(
-            model(IDS[:, part], past_key_values=past, attention_mask=torch.ones_like(IDS[:, : part.stop]))
-            .logits.pow(2)
-            .sum()
-            for part in (slice(0, 20), slice(20, 30))
-        )
-        loss.backward()
-        return trained.grad
-
-    expected = gradient(DynamicCache(config=model.config))
-    torch.testing.assert_close(gradient(PagedPrefixCache(model)), expected)
-    assert expected.abs().max() > 0

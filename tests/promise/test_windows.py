@@ -12,12 +12,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.blocks.window_blocks import WindowBlocks
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.model.support import cache_layers
 
 from ..internals import make_forwards_cheap, zero_blocks
-from ..reference import PROMPT, TOLERANCE, AtStep, assert_same, batch, is_same, row, run
+from ..reference import PROMPT, TOLERANCE, assert_right, assert_same, batch, is_same, row, run
 from ..tiny_models import WINDOW, build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -46,8 +45,6 @@ def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     [
         (WINDOW - 2, WINDOW - 1, WINDOW, WINDOW + 1),
         (WINDOW - 1, WINDOW + 5),
-        (WINDOW,),
-        (WINDOW + 1, WINDOW + 2),
         (3 * WINDOW, 3 * WINDOW + 1, 5 * WINDOW),
         (1, 2, 2 * WINDOW + 1),
     ],
@@ -123,7 +120,7 @@ def test_a_window_that_a_config_gets_later_is_in_the_mask() -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("num_taken", [1, 15, 16, 17, WINDOW, WINDOW + 17, 3 * WINDOW])
+@pytest.mark.parametrize("num_taken", [1, 16, WINDOW, WINDOW + 17, 3 * WINDOW])
 def test_columns_are_taken_back_however_many(num_taken: int, name: str) -> None:
     """`DynamicCache` takes back a window's columns only while they are recorded; here it is always computed anew."""
     model, cache = tiny(name), PagedPrefixCache(tiny(name))
@@ -142,7 +139,7 @@ def test_columns_are_taken_back_however_many(num_taken: int, name: str) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize("stop", [10, WINDOW - 1, WINDOW, 3 * WINDOW + 3])
+@pytest.mark.parametrize("stop", [10, WINDOW, 3 * WINDOW + 3])
 def test_a_copy_goes_on_where_its_original_stands(stop: int, name: str) -> None:
     model, ours = tiny(name), PagedPrefixCache(tiny(name))
     theirs = DynamicCache(config=model.config)
@@ -175,7 +172,7 @@ def test_a_wrong_block_of_a_window_is_found_out(name: str) -> None:
 
 
 @NAMES
-@pytest.mark.parametrize(("window", "block_size"), [(WINDOW, 1), (WINDOW, 7), (5, 16)])
+@pytest.mark.parametrize(("window", "block_size"), [(WINDOW, 7), (5, 16)])
 def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: int, name: str) -> None:
     """Every step's window begins elsewhere in a block, in rows of different padding; what it leaves in the pool is whole."""
     model = build(name, sliding_window=window)
@@ -186,7 +183,7 @@ def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: i
     assert_same(wanted, run(model, cache, **rows, max_new_tokens=70))
     other = PagedPrefixCache(store)
     going_on = batch([*wanted.sequences[0].tolist(), 5, 6])
-    assert_same(run(model, **going_on), run(model, other, **going_on))
+    assert_right(model, other, **going_on)
     assert other.last_call.reused_tokens >= 110 - block_size
 
 
@@ -194,7 +191,7 @@ def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: i
 
 
 @NAMES
-@pytest.mark.parametrize("window", [16, 17, 63, 64])
+@pytest.mark.parametrize("window", [17, 64])
 def test_a_row_holds_its_windows_and_a_fixed_number_of_columns_beside_them_however_long_it_is(
     window: int, name: str
 ) -> None:
@@ -216,8 +213,8 @@ def test_a_row_holds_its_windows_and_a_fixed_number_of_columns_beside_them_howev
 # Pools that hold little.
 
 
-@pytest.mark.parametrize("num_blocks", range(2, 9))
-@pytest.mark.parametrize(("name", "window"), [("mistral", 2), ("mistral", 24), ("gemma3", 2), ("gemma3", 17)])
+@pytest.mark.parametrize("num_blocks", [2, 5, 8])
+@pytest.mark.parametrize(("name", "window"), [("mistral", 2), ("gemma3", 17)])
 def test_a_call_is_right_in_a_pool_of_any_size(
     name: str, window: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,96 +245,15 @@ def test_a_call_is_right_in_a_pool_of_any_size(
                 cache.check()
 
 
-@pytest.mark.parametrize("num_blocks", [4, 5, 6, 7])
-@pytest.mark.parametrize("num_new", [1, 12])
-def test_rows_that_share_a_prefix_are_right_where_the_pool_holds_few_of_their_windows(
-    num_new: int, num_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_forwards_cheap(monkeypatch)
-    model = build("mistral", sliding_window=17)
-    cache = PagedPrefixCache(model, block_size=8, num_blocks=num_blocks)
-    shared = row((1, 16))
-    arguments = {**batch([*shared, 1], [*shared[:12], 2]), "max_new_tokens": num_new}
-    for _ in range(2):
-        assert_same(run(model, **arguments), run(model, cache, **arguments))
-        cache.check()
-
-
-@pytest.mark.parametrize("num_blocks", [16, 20, 24, 32, 48])
-def test_rows_that_run_in_chunks_and_share_their_beginning_go_on_in_a_pool_of_few_windows(
-    num_blocks: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is computed ahead for both is before different columns of them, where windows hold it of one of them alone."""
-    make_forwards_cheap(monkeypatch)
-    model = build("mistral", sliding_window=8)
-    shared = row((1, 300))
-    for num_fewer in (3, 9, 30):
-        arguments = {
-            **batch([*shared, 1, 2], [*shared[:-num_fewer], 3]),
-            "prefill_chunk_size": 100,
-            "max_new_tokens": 4,
-        }
-        cache = PagedPrefixCache(model, block_size=4, num_blocks=num_blocks)
-        assert_same(run(model, **arguments), run(model, cache, **arguments))
-        cache.check()
-
-
-def test_a_row_that_is_known_to_its_end_inside_a_full_block_is_right_in_a_pool_of_few_blocks() -> None:
-    """Another cache has run before, whose windows are in the pool as well."""
-    model = build("mistral", sliding_window=8)
-    store = PrefixStore(model, block_size=8, num_blocks=4)
-    other, cache = PagedPrefixCache(store), PagedPrefixCache(store)
-    run(model, other, **batch(row((9, 6))), max_new_tokens=1)
-    run(model, cache, **batch(row((1, 8))), max_new_tokens=2)
-    first = row((1, 1))
-    arguments = {**batch([*first, *row((5, 5))], first), "max_new_tokens": 3}
-    assert_same(run(model, **arguments), run(model, cache, **arguments))
-
-
 # What others may take.
 
 
-def windowed(num_blocks: int, **options: Any) -> tuple[PreTrainedModel, PagedPrefixCache]:
-    model = build("mistral", sliding_window=64, max_position_embeddings=2048)
-    return model, PagedPrefixCache(model, num_blocks=num_blocks, **options)
-
-
-def test_rows_of_a_plain_forward_leave_each_other_their_windows() -> None:
-    model, cache = windowed(16)
-    ids = torch.tensor([row((1, 300)), row((2, 300))])
-    with torch.no_grad():
-        assert_close(model(ids, past_key_values=cache).logits, model(ids, past_key_values=DynamicCache()).logits)
-    cache.check()
-
-
-@pytest.mark.parametrize("num_blocks", [8, 10, 12])
-def test_a_look_at_a_cached_block_does_not_take_its_window_block(num_blocks: int) -> None:
-    model, cache = windowed(num_blocks)
+def test_a_look_at_a_cached_block_does_not_take_its_window_block() -> None:
+    model = build("mistral", sliding_window=64)
+    cache = PagedPrefixCache(model, num_blocks=10)
     reused = []
     for _ in range(6):
         run(model, cache, **batch(row((1, 200))))
         reused.append(cache.last_call.reused_tokens)
         assert not cache.verify(2).differing
     assert reused == [0, *[199] * 5]
-
-
-def test_a_prefix_is_pinned_while_rows_share_it() -> None:
-    model = build("gemma3", sliding_window=64)
-    cache = PagedPrefixCache(model, num_blocks=24)
-    run(model, cache, **batch(row((1, 64))))
-    rows = batch(*(row((1, 64), (2 + number, 4)) for number in range(6)))
-    pinned = AtStep(2, lambda: told.append(PagedPrefixCache(cache.store).pin(row((1, 64)))))
-    told: list[int] = []
-    run(model, cache, **rows, logits_processor=[pinned])
-    assert told == [64]
-
-
-def test_calls_that_lose_no_block_look_at_none_but_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache = windowed(64)
-    run(model, cache, **batch(row((1, 200))))
-    swept = []
-    monkeypatch.setattr(WindowBlocks, "sweep", swept.append)
-    for number in range(4):
-        run(model, cache, **batch(row((1, 160), (2 + number, 8))))
-        assert cache.last_call.reused_tokens >= 160
-    assert not swept

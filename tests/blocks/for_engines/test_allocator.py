@@ -5,19 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks.for_engines import EngineAllocator
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 
 def queue_of(allocator):
     return allocator.snapshot()[1]
-
-
-def test_a_touched_block_is_evicted_last(allocator, cache_sequence):  # scenario 43
-    assert cache_sequence(range(6)) == [1, 2, 3]
-    allocator.mark_accessed([3])
-    assert queue_of(allocator)[-3:] == [2, 1, 3]
-    allocator.mark_accessed([2, 1])
-    assert queue_of(allocator)[-3:] == [3, 2, 1]
 
 
 def test_touching_a_block_in_use_changes_nothing_and_a_free_one_is_refused(allocator):
@@ -46,33 +38,6 @@ def test_common_computed_blocks_are_the_leading_ones_that_all_hold(allocator, ha
 
 
 # Rings.
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "window", "num_blocks"),
-    [(0, 5, 0), (1, 5, 1), (4, 5, 2), (5, 5, 3), (1000, 5, 3), (1000, 1, 1), (1000, 32, 16), (31, 10**9, 16)],
-)
-def test_a_window_takes_the_blocks_of_the_tokens_seen_at_once(allocator, num_tokens, window, num_blocks):
-    allocation = allocator.allocate(num_tokens=num_tokens, window=window, namespace=b"a")
-    assert len(allocation.block_ids) == num_blocks == allocator.num_blocks_in_use_of(b"a")
-    assert allocation.num_prefix_blocks == 0
-
-
-def test_a_window_without_blocks_is_refused_and_changes_nothing(make_allocator, hashes):
-    allocator = make_allocator(num_blocks=6)
-    chain = hashes(range(4))
-    with allocator.allocate((), 2) as cached:
-        allocator.commit_many(cached, 0, chain)
-    held = allocator.allocate((), 1)
-    before = allocator.snapshot()
-    with pytest.raises(OutOfBlocksError, match=r"need 5 blocks: 2 free \+ 2 cached of 5; free what"):
-        allocator.allocate(num_tokens=100, window=10)
-    assert allocator.snapshot() == before
-    evicting = allocator.allocate(num_tokens=100, window=8)
-    assert (allocator.num_evictions, allocator.match_prefix(chain)) == (2, [])
-    held.free()
-    evicting.free()
-    assert allocator.num_free_blocks == 5
 
 
 @pytest.mark.parametrize(
@@ -127,16 +92,6 @@ def test_nothing_hashes_adds_or_cuts_blocks_of_a_window(allocator, hashes, chang
     ring.free()
     with pytest.raises(BlockStateError, match="it was freed"):
         change(allocator, ring, hashes(range(4)))
-
-
-def test_a_window_is_forked_as_a_whole_and_copied_on_write(allocator):
-    ring = allocator.allocate(num_tokens=9, window=4)
-    forked = allocator.fork(ring)
-    assert (forked.block_ids, forked.num_tokens, forked.window) == ([1, 2], 9, 4)
-    allocator.make_writable(forked, 1)
-    assert (forked.block_ids, ring.block_ids, allocator.take_copies()) == ([1, 3], [1, 2], [(2, 3)])
-    assert ring.slots(0, 9) == [2, 3, 4, 5, 2, 3, 4, 5, 2]
-    assert forked.slots(0, 9) == [2, 3, 6, 7, 2, 3, 6, 7, 2]
 
 
 @pytest.mark.parametrize("spoiled", ["hash", "blocks"])

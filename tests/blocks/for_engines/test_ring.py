@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 
 from hf_paged_cache.errors import CacheArgumentError
@@ -19,7 +17,7 @@ def test_the_slots_of_a_window_run_round_its_blocks_one_for_each_token(make_allo
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("window", range(1, 10))
+@pytest.mark.parametrize("window", [1, 2, 5, 8, 9])
 def test_the_tokens_of_a_window_lie_in_slots_of_their_own(make_allocator, block_size, window):
     allocator = make_allocator(num_blocks=20, block_size=block_size)
     allocator.allocate((), 2).free()  # the blocks are handed out in another order
@@ -52,15 +50,3 @@ def test_a_freed_window_has_no_slots(allocator):
     assert allocation.slots(0, 0) == []
     with pytest.raises(CacheArgumentError, match=r"no slots for positions \[0, 1\); there are 0"):
         allocation.slots(0, 1)
-
-
-def test_a_window_is_given_back_when_it_goes_out_of_scope(allocator):
-    allocation = allocator.allocate(num_tokens=100, window=9)
-    assert allocator.num_blocks_in_use == 5
-    del allocation
-    gc.collect()
-    assert allocator.num_blocks_in_use == 0
-    with allocator.allocate(num_tokens=100, window=9) as allocation:
-        assert allocator.num_blocks_in_use == 5
-    assert allocation.is_freed
-    assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (16, 0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, WindowBlocks, root_hash
-from hf_paged_cache.blocks.for_engines import AllocStatus, BlockSwapper, EngineAllocator
+from hf_paged_cache.blocks.for_engines import BlockSwapper, EngineAllocator
 from hf_paged_cache.blocks.sight import Window
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 from ..test_interrupts import interrupt
 
@@ -65,23 +65,6 @@ def test_what_a_table_was_hit_with_it_still_counts_as_hit(device, host, swapper)
     table = table_of(device, [1, 2, 3, 4, 5])
     swapper.swap_out(table)
     assert table.num_cached_tokens == 4
-
-
-def test_it_is_said_before_whether_tables_fit_now_later_or_never(device, host, swapper):
-    small, large = table_of(device, [1, 2] * 3), table_of(device, [3] * 18)
-    held = host.allocate(num_mutable_blocks=6)
-    before = device.snapshot(), host.snapshot()
-    assert swapper.can_swap_out() is AllocStatus.OK
-    assert swapper.can_swap_out(small) is AllocStatus.LATER
-    assert swapper.can_swap_out(large) is AllocStatus.NEVER
-    for tables in ([small], [large], [small, large]):
-        with pytest.raises(OutOfBlocksError, match="need"):
-            swapper.swap_out(*tables)
-    assert (device.snapshot(), host.snapshot(), swapper.pending_copies) == (*before, ())
-    held.free()
-    assert swapper.can_swap_out(small) is AllocStatus.OK
-    swapper.swap_out(small)
-    assert swapper.can_swap_in(small) is AllocStatus.OK
 
 
 def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host, swapper):
@@ -168,7 +151,7 @@ class World:
                 assert block_hash is None or block_hash == hash_of(content[block_id])
 
 
-STRIDE = 7  # of the instructions that are interrupted
+STRIDE = 19  # of the instructions that are interrupted
 
 
 class WorldOut(World):
@@ -205,7 +188,7 @@ def test_a_swap_interrupted_anywhere_has_happened_or_has_not(kind, operation):
             operation(world)  # it can be done again
             world.assert_whole()
         instruction += STRIDE
-    assert instruction / STRIDE > num_undone > 40
+    assert instruction / STRIDE > num_undone > 14
 
 
 def test_a_table_that_is_freed_before_an_interrupted_swap_is_finished_leaves_nothing():
@@ -224,4 +207,4 @@ def test_a_table_that_is_freed_before_an_interrupted_swap_is_finished_leaves_not
         world.swapper.check()
         assert world.device.num_blocks_in_use == world.host.num_blocks_in_use == 0
         instruction += STRIDE
-    assert num_unfinished > 8
+    assert num_unfinished > 3
