@@ -24,8 +24,6 @@ class CacheStats:
             again before as many others were evicted as there are blocks count as hit. Of all calls of the store; generated
             blocks that came again count, too. None to a cache with a salt.
         num_bypassed_calls: of the calls, those that were unusual, or became so: from then on they reused and kept nothing.
-        saved_seconds: that the tokens reused and shared would have taken, at what a token took in the last forwards of 128
-            tokens or more (of 8 blocks); None before there was one, on an accelerator after the first forward.
         num_blocks: the most there can be. None, too, before the first forward, where neither `num_blocks` nor `max_bytes`
             is given.
         num_free_blocks: hold nothing that could be reused. None where `num_blocks` is.
@@ -73,7 +71,6 @@ class CacheStats:
     snapshot_bytes: int = 0
     static_bytes: int | None = 0
     num_graphs: int | None = 0
-    saved_seconds: float | None = None
     tiers: "tuple[TierStats, ...]" = ()
     hit_rate_with_twice: float | None = None
     computed_because: tuple[tuple[str, int], ...] = ()
@@ -97,10 +94,7 @@ class TierStats:
         num_down: contents that it was given, window blocks and snapshots counted as blocks are.
         num_up: contents that were read back from it.
         num_dropped: contents that it gave up for others.
-        num_refused: contents that it had no room for, or that it was not worth to keep.
-        read_ms: milliseconds to read a block back, as it was lately; None: not measured yet.
-        compute_ms: milliseconds to compute one.
-        is_worth_it: whether blocks move to it and from it: not where reading takes longer than computing.
+        num_refused: contents that it had no room for, or that it may not keep.
 
     Examples:
         >>> tiered = PagedPrefixCache(model, disk_folder=folder, disk_bytes=2**20)
@@ -116,24 +110,14 @@ class TierStats:
     num_up: int | None = None
     num_dropped: int | None = None
     num_refused: int | None = None
-    read_ms: float | None = None
-    compute_ms: float | None = None
-    is_worth_it: bool | None = None
 
     def __str__(self) -> str:
         if self.num_bytes is None:
             return f"{self.name} tier: {self.num_blocks:,} blocks"
         most = "" if self.max_bytes is None else f" of {_readable('max_bytes', self.max_bytes, of_a_salt=False)}"
-        times = [
-            f"{what} a block {number:.2f} ms"
-            for what, number in (("reading", self.read_ms), ("computing", self.compute_ms))
-            if number is not None
-        ]
         return (
             f"{self.name} tier: {self.num_blocks:,} blocks, {_readable('num_bytes', self.num_bytes, of_a_salt=False)}{most}; "
             f"{self.num_down:,} down, {self.num_up:,} up, {self.num_dropped:,} dropped, {self.num_refused:,} refused"
-            + "".join(f"; {each}" for each in times)
-            + ("" if self.is_worth_it else "; not worth it now")
         )
 
 

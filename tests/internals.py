@@ -469,17 +469,3 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:
     """Evicted contents that have not been copied out of the pool."""
     return len(_blocks(cache_or_store).tiers._evicted)
-
-
-def always_worth_it(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
-    """Whatever is measured: tiny models compute a block in less time than it takes to open a file."""
-    for worth in _blocks(cache_or_store).tiers.worth.values():
-        worth.is_worth_it = lambda: True  # type: ignore[method-assign]
-
-
-def pretend_times(cache_or_store: PagedPrefixCache | PrefixStore, *, read: float, computed: float) -> None:
-    """Let it be measured that a block takes so many seconds to read back, and to compute."""
-    tiers = _blocks(cache_or_store).tiers
-    tiers.compute.seconds = computed
-    for worth in tiers.worth.values():
-        worth.read.seconds = read

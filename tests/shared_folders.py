@@ -19,7 +19,6 @@ from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.saved_file import saved_paths
 
-from .internals import always_worth_it
 from .reference import assert_same, run
 from .saved_folders import (
     KINDS,
@@ -40,7 +39,6 @@ NUM_BLOCKS = 40  # fewer than three prompts need
 def new_cache(model: Any, folder: Path, **sizes: Any) -> PagedPrefixCache:
     """On a small pool, whose tier writes often."""
     cache = PagedPrefixCache(model, **{"block_size": 4, "num_blocks": NUM_BLOCKS, "disk_folder": folder, **sizes})
-    always_worth_it(cache)
     tier_of(cache).run_bytes = 2**14
     return cache
 

@@ -19,7 +19,7 @@ from hf_paged_cache.call.match import match
 from hf_paged_cache.call.request import RowInput
 
 from .conformance import zoo
-from .internals import always_worth_it, make_forwards_cheap, split_everywhere
+from .internals import make_forwards_cheap, split_everywhere
 from .lock_guard import LockError
 from .reference import AtStep, batch, row, run
 from .shared_folders import tier_of
@@ -145,14 +145,12 @@ def compute_in_chunks() -> None:
 def come_back_from_a_tier() -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         cache = PagedPrefixCache(build("llama"), block_size=4, num_blocks=20, disk_folder=folder)
-        always_worth_it(cache)
         tier_of(cache).run_bytes = 2**12
         for tokens in ((1, 18), (2, 30), (3, 30), (1, 18)):
             run(cache.store.model, cache, input_ids=torch.tensor([row(tokens)]))
         assert cache.last_call.rows[0].disk_tokens
         tier_of(cache).join()
         other = PagedPrefixCache(copy.deepcopy(cache.store.model), block_size=4, disk_folder=folder)
-        always_worth_it(other)
         run(other.store.model, other, input_ids=torch.tensor([row((2, 30))]))
         assert other.last_call.rows[0].disk_tokens
         weight = other.store.model.model.layers[0].self_attn.k_proj.weight

@@ -41,7 +41,6 @@ STATS = CacheStats(
     kv_bytes=3 * 2**19,
     peak_kv_bytes=2**31,
     pool_bytes=0,
-    saved_seconds=1.25,
     hit_rate_with_twice=0.98,
     backend="flash_of_cpu",
 )
@@ -360,17 +359,12 @@ def test_what_a_collected_cache_held_is_not_in_use(tiny_llama: LlamaForCausalLM)
     assert stats.num_cached_blocks == 2
 
 
-def test_seconds_saved_and_reasons_follow_from_what_was_computed() -> None:
+def test_reasons_follow_from_what_was_computed() -> None:
     model = tiny("llama")
     cache = PagedPrefixCache(model)
-    assert cache.stats().saved_seconds is None
-    for seed in (1, 2, 1):  # of at least 128 tokens, which show what one costs
+    for seed in (1, 2, 1):
         run(model, cache, input_ids=torch.tensor([row((seed, 150))]))
     stats = cache.stats()
-    price = cache.store.blocks.tiers.seconds_of_a_token
-    assert price is not None
-    assert stats.saved_seconds == pytest.approx(price * stats.reused_tokens)
-    assert stats.saved_seconds > 0
     reasons = dict(stats.computed_because)
     assert sum(reasons.values()) == stats.computed_tokens
     assert reasons["no cached block has these first 16 tokens under the same conditions"] == 150

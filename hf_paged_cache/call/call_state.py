@@ -3,7 +3,6 @@
 from typing import Any
 
 from ..blocks import HashChain
-from ..kv.stopwatch import Stopwatch
 from ..rows.shared import Seen
 from ..stats import RowCount
 from .limits import CallLimits
@@ -20,7 +19,6 @@ class CallState:
         was_alone: nobody could change the model then.
         counts: a line for each row of the batch.
         counts_more: forwards after the first are of a prompt, too.
-        stopwatch: of a long forward of a prompt, its tokens, and whether it is the store's first.
         kv_bytes: of its rows, as of its last forward of a prompt.
         peak_kv_bytes: the most that blocks in use and rows took.
         captured: how its forwards ran, as text.
@@ -51,7 +49,6 @@ class CallState:
         self.chunked: Any = None
         self.images: Any = None
         self.deltas: Any = None
-        self.stopwatch: tuple[Stopwatch, int, bool] | None = None
 
     def copy(self) -> "CallState":
         """Of rows that go on beside these."""

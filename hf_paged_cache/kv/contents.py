@@ -157,6 +157,16 @@ def to_device(part: Part, fragments: Iterable[Tensor]) -> Tensor:
     return rows
 
 
+def events_on(devices: Iterable[torch.device]) -> list[torch.Event]:
+    """Events that come when all that was launched so far on these devices is done; none of a host."""
+    events = []
+    for device in dict.fromkeys(device for device in devices if device.type not in _UNPINNED):
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        events.append(event)
+    return events
+
+
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first index, length) of the stretches of `numbers` in which each is one more than the one before."""
     start = 0

@@ -15,11 +15,9 @@ from ..blocks import BlockHash
 from ..blocks.hashing import digest_behind
 from ..kv.contents import Part
 from ..kv.states import States
-from ..kv.stopwatch import Stopwatch
 from ..stats import TierStats
 from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from ..tiers.disk import DiskTier
-from ..tiers.read_or_compute import Rate, Worth
 from ..tiers.run_files import Run
 from ..tiers.sharing import why_not
 from .content_layout import ContentLayout
@@ -29,7 +27,6 @@ logger = logging.getLogger("hf_paged_cache")
 
 _MOST_ROOTS = 2**17  # of blocks, remembered
 _MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
-_LEAST_BLOCKS = 8  # of a forward that is measured
 
 
 class _Evicted(NamedTuple):
@@ -46,7 +43,6 @@ class LowerTiers:
         tiers: from the nearest to the furthest. What is evicted goes into the first.
 
     Attributes:
-        compute: seconds to compute a block.
         layout: of contents.
     """
 
@@ -60,8 +56,6 @@ class LowerTiers:
         self._num_models = 0  # states of the model, when those were looked at last
         self._told: set[str] = set()  # why files are not used
         self._must_settle = False  # files have shown what a block takes
-        self.compute = Rate()
-        self.worth = {tier.name: Worth(self.compute) for tier in tiers}
         self._store = ref(store)  # which owns this
         self._allocator = store.allocator
         self._windows = store.windows
@@ -162,23 +156,20 @@ class LowerTiers:
         if not evicted:
             return
         tier = self.tiers[0]
-        if self.worth[tier.name].is_worth_it():
-            of_kind: dict[Kind, dict[Name, Any]] = {}
-            for kind, name, source in evicted:
-                of_kind.setdefault(kind, {})[name] = source
-                if kind == STATES:
-                    self.layout.see_states(source)
-            parts = self.layout.parts()
-            if self._sharing is not None and parts.get(BLOCKS):
-                self._add_what_is_before(tier, of_kind)
-            for kind, sources in of_kind.items():
-                tier.touch(kind, [name for name in sources if tier.has(kind, name)])
-                new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
-                if parts.get(kind):
-                    with suppress(torch.OutOfMemoryError):
-                        self._put(tier, kind, parts[kind], new, may_wait=may_wait)
-        else:
-            tier.counts.num_refused += len(evicted)
+        of_kind: dict[Kind, dict[Name, Any]] = {}
+        for kind, name, source in evicted:
+            of_kind.setdefault(kind, {})[name] = source
+            if kind == STATES:
+                self.layout.see_states(source)
+        parts = self.layout.parts()
+        if self._sharing is not None and parts.get(BLOCKS):
+            self._add_what_is_before(tier, of_kind)
+        for kind, sources in of_kind.items():
+            tier.touch(kind, [name for name in sources if tier.has(kind, name)])
+            new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
+            if parts.get(kind):
+                with suppress(torch.OutOfMemoryError):
+                    self._put(tier, kind, parts[kind], new, may_wait=may_wait)
         del self._evicted[: len(evicted)]
 
     def _add_what_is_before(self, tier: Tier, of_kind: dict[Kind, dict[Name, Any]]) -> None:
@@ -215,35 +206,20 @@ class LowerTiers:
                 store.read_budget()
                 with store.lock:
                     store.settle_budget()
-        return TierLoad(store, self.layout, self.tiers, self.worth).load(rows)
+        return TierLoad(store, self.layout, self.tiers).load(rows)
 
     def load_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
-        """`load` of one row from a tier that is none of these, whatever it costs; no lock is held."""
+        """`load` of one row from a tier that is none of these, and no lock is held."""
         if (store := self._store()) is None:
             return {}
-        return TierLoad(store, self.layout, [tier], {tier.name: Worth(Rate())}).load([row])
+        return TierLoad(store, self.layout, [tier]).load([row])
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
         """See `TierLoad.look_up`."""
         if not self.tiers or (store := self._store()) is None:
             return None
         self._refresh()
-        return TierLoad(store, self.layout, self.tiers, self.worth).look_up(row)
-
-    def is_telling(self, num_columns: int) -> bool:
-        """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""
-        return num_columns >= _LEAST_BLOCKS * self._allocator.block_size
-
-    def record_computed(self, stopwatch: Stopwatch, num_tokens: int, *, warms_up: bool) -> None:
-        """A forward of so many tokens has returned, and is measured; the first of a store `warms_up`."""
-        self.compute.add(stopwatch, num_tokens / self._allocator.block_size, is_rough=warms_up)
-
-    @property
-    def seconds_of_a_token(self) -> float | None:
-        """What computing a token takes in a long forward of a prompt; None: not measured yet."""
-        self.compute.settle()
-        seconds = self.compute.rough_seconds
-        return None if seconds is None else seconds / self._allocator.block_size
+        return TierLoad(store, self.layout, self.tiers).look_up(row)
 
     def forget_namespace(self, namespace: bytes) -> None:
         """Nobody finds any content of a namespace."""
@@ -271,15 +247,9 @@ class LowerTiers:
             if salt:
                 found.append(TierStats(tier.name, num_blocks))
                 continue
-            worth, counts = self.worth[tier.name], tier.counts
-            is_worth_it = worth.is_cheaper
-            read, computed = (
-                None if rate.seconds is None else 1000 * rate.seconds for rate in (worth.read, worth.compute)
-            )
+            counts = tier.counts
             moved = (counts.num_down, counts.num_up, counts.num_dropped, counts.num_refused)
-            found.append(
-                TierStats(tier.name, num_blocks, tier.num_bytes, tier.max_bytes, *moved, read, computed, is_worth_it)
-            )
+            found.append(TierStats(tier.name, num_blocks, tier.num_bytes, tier.max_bytes, *moved))
         return tuple(found)
 
     def check(self) -> None:

@@ -29,10 +29,8 @@ from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import BlockPool
 from ..kv.contents import states_of_row, to_device, write_blocks
-from ..kv.stopwatch import Stopwatch
 from ..tiers.base import BLOCKS, STATES, Hold, Kind, Name, Tier
 from ..tiers.host import HostTier
-from ..tiers.read_or_compute import Worth
 from .content_layout import ContentLayout
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
@@ -98,7 +96,6 @@ class _Found(NamedTuple):
     kind: Kind
     names: list[Name]  # as they lie there
     rows: list[list[Tensor]] | None = None  # None: read with the lock held, for the device alone reads them
-    seconds: float = 0.0  # that it took to read them
 
 
 class TierLoad:
@@ -108,22 +105,20 @@ class TierLoad:
         store: whose pool it is.
         layout: of contents.
         tiers: from the nearest to the furthest.
-        worth: of each tier, by name.
     """
 
-    def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier], worth: Mapping[str, Worth]) -> None:
+    def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier]) -> None:
         self._store = store
         self._allocator = store.allocator
         self._layout = layout
         self._tiers = tiers
-        self._worth = worth
 
     @property
     def _windows(self) -> list[WindowBlocks]:
         return self._store.windows.groups  # others while no lock was held
 
     def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
-        """Have the blocks cached that these rows begin with, as far as a tier has them, it pays, and there is room.
+        """Have the blocks cached that these rows begin with, as far as a tier has them and there is room.
 
         A prefix that several rows have is loaded once. No lock is held while
         files are read.
@@ -132,7 +127,7 @@ class TierLoad:
             block id -> name of the tier that it came from.
         """
         with self._store.lock:
-            tiers = [tier for tier in self._tiers if self._has_any(tier) and self._worth[tier.name].is_worth_it()]
+            tiers = [tier for tier in self._tiers if self._has_any(tier)]
             prefixes = [prefix for row in rows if (prefix := self._missing(row, tiers)) is not None]
             found, holds = self._where(prefixes, tiers)
         if not prefixes:
@@ -147,11 +142,11 @@ class TierLoad:
             del holds
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
-        """Of a row's leading tokens, how many would be known if all were loaded that pays, and from which tier the furthest of it.
+        """Of a row's leading tokens, how many would be known if all were loaded, and from which tier the furthest of it.
 
         Effects: none. None where tiers have no more than is cached.
         """
-        tiers = [tier for tier in self._tiers if self._has_any(tier) and self._worth[tier.name].is_cheaper]
+        tiers = [tier for tier in self._tiers if self._has_any(tier)]
         prefix = self._missing(row, tiers)
         if prefix is None:
             return None
@@ -242,14 +237,12 @@ class TierLoad:
         """Read files. Contents in memory stay where they are."""
         if isinstance(found.tier, HostTier):
             return found
-        stopwatch = Stopwatch(())
         try:
             rows = found.tier.load(found.kind, found.names)
         except OSError as error:
             logger.warning("PagedPrefixCache: blocks could not be read back, and are computed: %s", error)
             return found._replace(names=[], rows=[])
-        stopwatch.stop()
-        return found._replace(rows=rows, seconds=stopwatch.seconds() or 0.0)
+        return found._replace(rows=rows)
 
     def _take_in(self, prefixes: Sequence[_Prefix], found: Sequence[_Found]) -> dict[int, str]:
         """Take blocks for what was found, as far as they can be had, let them hold it, and commit them.
@@ -332,12 +325,11 @@ class TierLoad:
     def _fill(self, found: Sequence[_Found], targets: Mapping[tuple[Kind, Name], int]) -> dict[tuple[Kind, Name], str]:
         """Copy contents into blocks and window blocks, or keep a snapshot; says from which tier each came."""
         tier_of: dict[tuple[Kind, Name], str] = {}
-        for tier, kind, all_names, read, seconds in found:
+        for tier, kind, all_names, read in found:
             at = [index for index, name in enumerate(all_names) if (kind, name) in targets]
             if not at:
                 continue
             names, parts = [all_names[index] for index in at], tier.parts_of(kind)
-            stopwatch = Stopwatch(part.device for part in parts)
             if read is None:
                 read = tier.load(kind, names)
             elif len(at) < len(all_names):
@@ -349,9 +341,6 @@ class TierLoad:
             else:
                 for part, fragments in zip(parts, read, strict=True):
                     write_blocks(self._store.pool, part, ids, to_device(part, fragments))
-            stopwatch.stop()
             tier.touch(kind, names)
-            if kind == BLOCKS or (kind != STATES and not self._layout.has_tensors):
-                self._worth[tier.name].read.add(stopwatch, len(names), seconds)
             tier_of.update({(kind, name): tier.name for name in names})
         return tier_of

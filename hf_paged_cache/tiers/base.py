@@ -42,7 +42,7 @@ class Name(NamedTuple):
 
 @dataclass(slots=True)
 class TierCounts:
-    """Contents that a tier was given, read back, gave up or lost, and had no room for or that were not worth it."""
+    """Contents that a tier was given, read back, gave up or lost, and had no room for."""
 
     num_down: int = 0
     num_up: int = 0

@@ -22,8 +22,7 @@ from torch import Tensor
 from ..blocks.arguments import OWNERS_ALONE
 from ..blocks.hashing import BlockHash
 from ..errors import BlockStateError, CacheArgumentError, SavedBlocksError
-from ..kv.contents import Part, host_rows, runs
-from ..kv.stopwatch import events_on
+from ..kv.contents import Part, events_on, host_rows, runs
 from .base import Kind, Name, Rows, Shelf, Tier
 from .folders import OwnFolder, SharedFolder, make_folder, remove
 from .run_files import Run, Writer, content_bytes, kind_bytes

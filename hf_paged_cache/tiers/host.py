@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BlockStateError
-from ..kv.contents import Part, new_rows, runs
-from ..kv.stopwatch import events_on
+from ..kv.contents import Part, events_on, new_rows, runs
 from .base import Kind, Name, Rows, Shelf, Tier
 
 logger = logging.getLogger("hf_paged_cache")

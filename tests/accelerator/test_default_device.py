@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from tests.internals import always_worth_it
 from tests.reference import assert_same, batch, row, run
 from tests.tiny_models import build
 
@@ -37,7 +36,6 @@ def test_blocks_go_to_host_memory_and_come_back() -> None:
     with torch.device("sim"):
         model = build("llama").to("sim")
         cache = PagedPrefixCache(model, num_blocks=18, host_bytes=2**24)
-        always_worth_it(cache)
         references = [run(model, **inputs(number)) for number in range(3)]
         for turn in range(2):
             for number, reference in enumerate(references):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from tests.internals import always_worth_it, zero_tiers
+from tests.internals import zero_tiers
 from tests.reference import assert_same, is_same, run
 from tests.tiny_models import build
 
@@ -52,9 +52,7 @@ def call(model: PreTrainedModel, ids: torch.Tensor, cache: PagedPrefixCache | No
 
 def cache_of(model: PreTrainedModel, num_chats: float = 3, **tiers: Any) -> PagedPrefixCache:
     sizes = {"host_bytes": 2**24, **tiers}
-    cache = PagedPrefixCache(model, num_blocks=int(num_chats * (BLOCKS_OF_A_CHAT + 1)) + 1, **sizes)
-    always_worth_it(cache)
-    return cache
+    return PagedPrefixCache(model, num_blocks=int(num_chats * (BLOCKS_OF_A_CHAT + 1)) + 1, **sizes)
 
 
 def ours(log: Log, kind: str) -> Log:

@@ -21,9 +21,8 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.errors import CacheArgumentError
-from hf_paged_cache.tiers.read_or_compute import Worth
 
-from ..internals import always_worth_it, num_waiting, pretend_times, zero_tiers
+from ..internals import num_waiting, zero_tiers
 from ..reference import assert_same, is_same, run
 from ..tiny_models import tiny
 
@@ -48,9 +47,7 @@ def chats(number: int = NUM_CHATS, num_tokens: int = NUM_TOKENS, num_rows: int =
 
 def cache_on_disk(model: PreTrainedModel, folder: Path, num_chats: float = 2, **sizes: Any) -> PagedPrefixCache:
     num_blocks = int(num_chats * BLOCKS_OF_A_CHAT) + 1
-    cache = PagedPrefixCache(model, **{"block_size": 4, "num_blocks": num_blocks, "disk_folder": folder, **sizes})
-    always_worth_it(cache)
-    return cache
+    return PagedPrefixCache(model, **{"block_size": 4, "num_blocks": num_blocks, "disk_folder": folder, **sizes})
 
 
 def call(model: PreTrainedModel, ids: torch.Tensor, cache: PagedPrefixCache | None = None, **given: Any) -> Any:
@@ -82,10 +79,7 @@ def test_chats_in_turns_on_a_pool_for_two_are_the_same_and_come_back(kind: str, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_look_says_what_a_call_then_loads_and_changes_nothing(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Worth, "is_cheaper", True)  # whatever is measured
+def test_a_look_says_what_a_call_then_loads_and_changes_nothing(kind: str, tmp_path: Path) -> None:
     model, prompts = tiny(kind), chats()
     cache = cache_on_disk(model, tmp_path)
     fill(model, cache, prompts)
@@ -199,8 +193,6 @@ def test_window_blocks_that_made_room_come_back_to_blocks_that_stayed(has_tier: 
     # blocks for all prompts, window blocks for the ends of half of them
     sizes = {"block_size": 4, "max_bytes": 72 * 2048}
     cache = PagedPrefixCache(model, **sizes, disk_folder=tmp_path if has_tier else None)
-    if has_tier:
-        always_worth_it(cache)
     fill(model, cache, prompts)
     for ids in prompts[:2]:
         assert_same(call(model, ids), call(model, ids, cache))
@@ -240,7 +232,6 @@ def test_beams_and_samples_behind_what_comes_up_are_the_same(given: dict[str, An
 def test_a_salt_finds_only_its_own_contents_and_counts_them_alone(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats(4)
     store = PrefixStore(model, block_size=4, num_blocks=2 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
-    always_worth_it(store)
     mine, theirs = PagedPrefixCache(store, cache_salt="mine"), PagedPrefixCache(store, cache_salt="theirs")
     fill(model, mine, prompts[:1])
     mine.reset()
@@ -252,7 +243,7 @@ def test_a_salt_finds_only_its_own_contents_and_counts_them_alone(tmp_path: Path
     assert mine.last_call.rows[0].disk_tokens > 0
     (of_salt,) = mine.stats().tiers
     assert of_salt.num_blocks > 0
-    assert (of_salt.num_bytes, of_salt.num_down, of_salt.read_ms) == (None, None, None)
+    assert (of_salt.num_bytes, of_salt.num_down) == (None, None)
     mine.reset_prefix_cache()
     assert mine.stats().tiers[0].num_blocks == 0
     assert store.stats().tiers[0].num_blocks > 0
@@ -286,38 +277,10 @@ def test_weights_that_change_leave_nothing_to_be_found(tmp_path: Path) -> None:
     assert cache.last_call.rows[0].matched_tokens == 0
 
 
-def test_what_takes_longer_to_read_than_to_compute_stays_where_it_is(tmp_path: Path) -> None:
-    model, prompts = tiny("llama"), chats()
-    cache = PagedPrefixCache(model, block_size=4, num_blocks=2 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
-    fill(model, cache, prompts)
-    pretend_times(cache, read=1000.0, computed=1e-9)
-    (before,) = cache.stats().tiers
-    assert not before.is_worth_it
-    assert "not worth it now" in str(cache.stats())
-    for ids in prompts[:3]:
-        assert_same(call(model, ids), call(model, ids, cache))
-        pretend_times(cache, read=1000.0, computed=1e-9)
-        assert cache.last_call.rows[0].disk_tokens == 0
-    (after,) = cache.stats().tiers
-    assert (after.num_down, after.num_up) == (before.num_down, before.num_up)
-    assert after.num_refused > before.num_refused
-
-
-def test_times_are_measured(tmp_path: Path) -> None:
-    model, prompts = tiny("llama"), chats()
-    cache = cache_on_disk(model, tmp_path)
-    fill(model, cache, prompts + prompts)
-    (tier,) = cache.stats().tiers
-    assert tier.read_ms is not None
-    assert tier.compute_ms is not None
-    assert "reading a block" in str(tier)
-
-
 def test_calls_at_once_in_two_threads_are_right(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats()
     references = [call(model, ids) for ids in prompts]
     store = PrefixStore(model, block_size=4, num_blocks=3 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
-    always_worth_it(store)
     wrong: list[BaseException] = []
 
     def turns(first: int) -> None:

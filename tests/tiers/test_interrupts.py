@@ -21,7 +21,6 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore, prefix_store
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
 
-from ..internals import always_worth_it
 from ..promise.test_interrupted_calls import Interrupter
 from ..reference import assert_same, run
 from ..tiny_models import tiny
@@ -63,7 +62,6 @@ def test_a_call_interrupted_anywhere_leaves_pool_and_tiers_right(
     host = HostTier(2**15, disk)
     monkeypatch.setattr(prefix_store, "make_tiers", lambda *_: [host, disk])
     cache = PagedPrefixCache(model, block_size=4, num_blocks=27)
-    always_worth_it(cache)
     for ids in prompts + prompts:
         run(model, cache, input_ids=ids, max_new_tokens=4)
     number, num_interrupted = 0, 0
