@@ -46,7 +46,7 @@ class PagedPrefixCache(Cache):
 
     Args:
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
-            `disk_folder`, `disk_bytes`, `disk_mode` and `eviction`, see `PrefixStore`; or a store.
+            `disk_folder`, `disk_bytes` and `eviction`, see `PrefixStore`; or a store.
         cache_salt: a tenant's name, not empty. Caches with another salt never share a block, so that no tenant can probe
             another's prompts, and see, count and reset their own blocks alone (docs/security.md). A cache without one
             is the store's owner's: its `stats()` and refusals tell of all blocks.

@@ -38,7 +38,7 @@ from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
-from hf_paged_cache.tiers.saved_file import write_saved_file
+from hf_paged_cache.tiers.saved_file import encoded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -450,9 +450,10 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
                         rows.zero_()
         elif isinstance(tier, DiskTier):
             tier.join()
-            for run in tier._runs:
+            for run in tier._runs.values():
                 for chunk in (chunk for of_kind in (run._chunks or {}).values() for chunk in of_kind):
-                    chunk.wait()
+                    for event in chunk.arrival:
+                        event.synchronize()
                     for rows in chunk.rows:
                         rows.zero_()
                 if run.file is not None:  # with checksums that are right
@@ -463,7 +464,8 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
                         ]
                         for content in run.file.contents
                     }
-                    run.file = write_saved_file(run.file, zeros)
+                    run.file, data = encoded(run.file, zeros)
+                    run.path.write_bytes(data)
 
 
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:

@@ -83,7 +83,7 @@ def install() -> None:
     for cls, names in [
         (Rows, ("before_forward", "after_forward")),
         (Calls, ("begin", "close")),
-        (LowerTiers, ("load", "load_from")),
+        (LowerTiers, ("load",)),
         (BlockStore, ("measure_for", "read_budget")),
     ]:
         for name in names:

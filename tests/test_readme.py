@@ -34,7 +34,6 @@ PAGES = [
             "security",
             "neighbours",
             "run",
-            "tiers",
         )
     ),
 ]

@@ -47,21 +47,22 @@ def parts_of_pool(pool: BlockPool) -> list[Part]:
     for name, group in pool.groups.items():
         kind: Literal["blocks", "window"] = "blocks" if name is None else "window"
         shapes = [(key, tensor.device, tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in group.named().items()]
-        parts += _parts(kind, name, shapes)
+        parts += laid_out(kind, name, shapes)
     return parts
 
 
 def parts_of_states(states: States) -> list[Part]:
     """The parts of the states of one row."""
     shapes = [(key, held.device, tuple(held.shape[1:]), held.dtype) for key, held in states.items()]
-    return _parts("states", None, shapes)
+    return laid_out("states", None, shapes)
 
 
-def _parts(
+def laid_out(
     kind: Literal["blocks", "window", "states"],
     window: int | str | None,
     shapes: Iterable[tuple[Key, torch.device, tuple[int, ...], torch.dtype]],
 ) -> list[Part]:
+    """The parts of tensors, given by name, device, shape of a block or a row's state, and dtype: one for each device."""
     pieces: dict[torch.device, list[Piece]] = {}
     ends: dict[torch.device, int] = {}
     for key, device, shape, dtype in shapes:

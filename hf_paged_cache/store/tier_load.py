@@ -29,7 +29,7 @@ from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import BlockPool
 from ..kv.contents import states_of_row, to_device, write_blocks
-from ..tiers.base import BLOCKS, STATES, Hold, Kind, Name, Tier
+from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from ..tiers.host import HostTier
 from .content_layout import ContentLayout
 from .state_snapshots import StateSnapshots
@@ -108,10 +108,8 @@ class TierLoad:
     """
 
     def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier]) -> None:
-        self._store = store
-        self._allocator = store.allocator
-        self._layout = layout
-        self._tiers = tiers
+        self._store, self._tiers = store, tiers
+        self._allocator, self._layout = store.allocator, layout
 
     @property
     def _windows(self) -> list[WindowBlocks]:
@@ -214,14 +212,14 @@ class TierLoad:
             missing += [(BLOCKS, index) for index, at in enumerate(ids[:end]) if at is None]
         return _Prefix(known[:end], namespace, ids[:end], missing)
 
-    def _where(self, prefixes: Sequence[_Prefix], tiers: Sequence[Tier]) -> tuple[list[_Found], list[Hold]]:
+    def _where(self, prefixes: Sequence[_Prefix], tiers: Sequence[Tier]) -> tuple[list[_Found], list[object]]:
         """In which tier each content is, once; and what keeps them there meanwhile."""
         wanted: dict[Kind, dict[Name, None]] = {}
         for prefix in prefixes:
             for kind, index in prefix.missing:
                 wanted.setdefault(kind, {})[prefix.name(index)] = None
         found: list[_Found] = []
-        holds: list[Hold] = []
+        holds: list[object] = []
         for kind, names in wanted.items():
             for tier in tiers:
                 here, parts = tier.in_order(kind, names), tier.parts_of(kind)

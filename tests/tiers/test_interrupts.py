@@ -5,7 +5,6 @@ Of each call only the lines of tiers, and of what moves blocks, count half of th
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import random
 import warnings
@@ -17,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore, prefix_store
+from hf_paged_cache import PagedPrefixCache, prefix_store
+from hf_paged_cache.tiers.base import Tier
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
 
@@ -57,11 +57,17 @@ def test_a_call_interrupted_anywhere_leaves_pool_and_tiers_right(
     made = torch.Generator().manual_seed(7)
     prompts = [torch.randint(3, 120, (1, 40), generator=made) for _ in range(5)]
     references = [run(model, input_ids=ids, max_new_tokens=4) for ids in prompts]
-    disk = DiskTier(tmp_path, 2**24)
+    make = prefix_store.make_tiers
+
+    def with_host_memory(*given: Any) -> list[Tier]:
+        (disk,) = make(*given)
+        return [HostTier(2**15, disk), disk]
+
+    monkeypatch.setattr(prefix_store, "make_tiers", with_host_memory)
+    cache = PagedPrefixCache(model, block_size=4, num_blocks=27, disk_folder=tmp_path, disk_bytes=2**24)
+    host, disk = cache.store.blocks.tiers.tiers
+    assert isinstance(disk, DiskTier)
     disk.run_bytes = 2**13
-    host = HostTier(2**15, disk)
-    monkeypatch.setattr(prefix_store, "make_tiers", lambda *_: [host, disk])
-    cache = PagedPrefixCache(model, block_size=4, num_blocks=27)
     for ids in prompts + prompts:
         run(model, cache, input_ids=ids, max_new_tokens=4)
     number, num_interrupted = 0, 0
@@ -92,30 +98,3 @@ def test_a_call_interrupted_anywhere_leaves_pool_and_tiers_right(
     cache.check()
     assert cache.stats().num_blocks_in_use == 0
     disk.join()
-
-
-class OfWindows(Interrupter):
-    """Counts lines of window blocks alone."""
-
-    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        traced = super()._enter_frame(frame, event, arg)
-        return traced if frame.f_code.co_filename.endswith("window_blocks.py") else None
-
-
-def test_a_load_interrupted_at_any_line_of_windows_leaves_each_window_block_needed_or_idle(tmp_path: Path) -> None:
-    model = tiny("gemma3")
-    first = PagedPrefixCache(model, block_size=4)
-    first.prefill(torch.randint(3, 120, (1, 40), generator=torch.Generator().manual_seed(7)))
-    first.store.save(tmp_path)
-
-    def store() -> PrefixStore:
-        return PrefixStore(model, block_size=4, num_blocks=27)
-
-    with OfWindows() as counter:
-        assert store().load(tmp_path).num_blocks == 10
-    assert counter.num_lines > 50
-    for at_line in range(1, counter.num_lines + 1, 3):
-        interrupted = store()
-        with OfWindows(at_line), contextlib.suppress(KeyboardInterrupt):
-            interrupted.load(tmp_path)
-        interrupted.check()
