@@ -126,6 +126,5 @@ class Tier(ABC):
     def reset(self) -> None:
         """Keep nothing, and give memory and files back."""
 
-    @abstractmethod
-    def check(self) -> None:
+    def check(self) -> None:  # noqa: B027  # nothing of files follows from anything else
         """Prove the tier's invariants, or raise BlockStateError."""

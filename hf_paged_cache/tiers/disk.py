@@ -21,7 +21,7 @@ from weakref import finalize
 from torch import Tensor
 
 from ..blocks.hashing import BlockHash, digest_behind
-from ..errors import BlockStateError, CacheArgumentError, SavedBlocksError
+from ..errors import CacheArgumentError, SavedBlocksError
 from ..kv.contents import Part, events_on, host_rows
 from .base import Kind, Name, Rows, Tier
 from .folders import Folder, remove
@@ -58,7 +58,6 @@ class DiskTier(Tier):
         sharing: what other processes understand of its contents.
 
     Attributes:
-        problems: path -> what is wrong with a file; nothing of it is found.
         num_read_bytes: of rows, so far.
         run_bytes: gathered before a file is written.
 
@@ -85,7 +84,6 @@ class DiskTier(Tier):
         self.sharing = sharing
         self.run_bytes = min(_RUN_BYTES, self.max_bytes // _LEAST_FILES)
         self.num_read_bytes = 0
-        self.problems: dict[str, str] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -93,8 +91,7 @@ class DiskTier(Tier):
         self._pid = os.getpid()
         self._entries: dict[Kind, dict[bytes, tuple[Name, _Place]]] = {}
         self._parts: dict[Kind, tuple[Part, ...]] = {}
-        self._runs: dict[Path, Run] = {}  # whose contents are found
-        self._ignored: set[Path] = set()  # files that are not looked at
+        self._runs: dict[Path, Run] = {}  # files, and what becomes one; of those with a problem nothing is found
         self._open: dict[bytes, Run] = {}  # digest of a model -> the run that gathers what it has computed
         self._waiting: list[Run] = []  # in memory
         self._writer = ThreadPoolExecutor(1, "hf_paged_cache tiers")
@@ -118,12 +115,17 @@ class DiskTier(Tier):
 
     def place_of(self, kind: Kind, name: Name) -> _Place | None:
         place: _Place | None = super().place_of(kind, name)
-        return None if place is None or place.run.is_lost or place.run.path in self._ignored else place
+        return None if place is None or place.run.problem is not None else place
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """Path -> what is wrong with a file; nothing of it is found."""
+        return {str(run.path): run.problem for run in self._runs.values() if run.problem is not None}
 
     @property
     def num_bytes(self) -> int:
         """Of files that are found, and of rows that wait to be written."""
-        return sum(run.num_bytes for run in self._runs.values() if not run.is_lost)
+        return sum(run.num_bytes for run in self._runs.values() if run.problem is None)
 
     def touch(self, kind: Kind, names: Iterable[Name]) -> None:
         runs = {place.run for name in names if (place := self.place_of(kind, name)) is not None}
@@ -197,17 +199,17 @@ class DiskTier(Tier):
             paths = []
         if paths is None:
             return []
-        there, found = set(paths), []
+        there = set(paths)
         self._forget({run for run in written if run.path not in there})
-        self._ignored &= there
-        for path in paths:
-            if path not in self._runs and path not in self._ignored:
-                try:
-                    found.append(Run(path, file=read_saved_file(path)))
-                except (SavedBlocksError, OSError) as error:
-                    self._lose(path, error)
-        self._runs |= {run.path: run for run in found}
-        return found
+        new = [Run(path, is_there=True) for path in paths if path not in self._runs]
+        for run in new:
+            self._runs[run.path] = run
+            try:
+                run.file = read_saved_file(run.path)
+                run.num_bytes = run.file.num_bytes
+            except (SavedBlocksError, OSError) as error:
+                self._lose(run, error)
+        return [run for run in new if run.file is not None]
 
     def adopt(
         self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[BlockHash], Name | None]
@@ -237,7 +239,7 @@ class DiskTier(Tier):
             try:
                 found = run.read(kind, [place.row for place in group])
             except (OSError, SavedBlocksError) as error:
-                self._lose(run.path, error)
+                self._lose(run, error)
                 raise OSError(str(error)) from error
             for fragments, of_part in zip(loaded, found, strict=True):
                 fragments.append(of_part)
@@ -245,14 +247,13 @@ class DiskTier(Tier):
         self.counts.num_up += len(names)
         return loaded
 
-    def _lose(self, path: Path, error: Exception) -> None:
+    def _lose(self, run: Run, error: Exception) -> None:
         """A file cannot be read: nothing of it is found any more, and what is damaged is written anew with the next blocks."""
-        self.problems[str(path)] = str(error)
-        self._ignored.add(path)
+        run.problem = str(error)
         if self.max_bytes and not isinstance(error, FileNotFoundError):
             logger.warning("PagedPrefixCache: a file in disk_folder is not used: %s", error)
             if isinstance(error, DamagedFileError):
-                remove(path)
+                remove(run.path)
 
     def _forget(self, gone: Collection[Run]) -> None:
         """Nothing of these runs is found any more."""
@@ -272,19 +273,13 @@ class DiskTier(Tier):
         for run in self._runs.values():
             if run.is_ours:
                 run.drop()
-        ignored = {*self._ignored, *self._runs}
-        with suppress(OSError):
-            ignored.update(saved_paths(self._folder.path))
         self._end.detach()
         self._begin()
-        self._ignored = ignored
-
-    def check(self) -> None:
-        self._settle()
-        for kind, entries in self._entries.items():
-            strays = [name for name, place in entries.values() if place.run.path not in self._runs]
-            if strays:
-                raise BlockStateError(f"{len(strays)} contents of kind {kind!r} are in runs that were dropped")
+        with suppress(OSError):
+            left = [Run(path, is_there=True) for path in saved_paths(self._folder.path)]
+            self._runs = {run.path: run for run in left}
+            for run in left:
+                run.problem = "it was there when all was forgotten"
 
     def join(self) -> None:
         """Wait until all runs are written that are to be. For tests."""

@@ -31,34 +31,31 @@ class Run:
 
     Args:
         path: of the file.
-        model: whose they are; None: of a file that is there.
-        file: that is there already.
+        model: whose they are.
+        is_there: others have written the file; else rows are added until it is written.
 
     Attributes:
         file: what the file says, once it is written.
         num_bytes: of the file, or of the rows as long as it is not written.
         is_ours: this process has written it, or will.
+        problem: why nothing of it is found; None: it is.
     """
 
-    def __init__(self, path: Path, model: Identity | None = None, file: SavedFile | None = None) -> None:
-        self.path, self.file = path, file
-        self.num_bytes = 0 if file is None else file.num_bytes
-        self.is_ours = file is None
+    def __init__(self, path: Path, model: Identity | None = None, *, is_there: bool = False) -> None:
+        self.path, self.is_ours = path, not is_there
+        self.file: SavedFile | None = None
+        self.problem: str | None = None
+        self.num_bytes = 0
         self._model = model
         self._parts: dict[Kind, tuple[Part, ...]] = {}
         self._roots: dict[RootFacts, None] = {}
-        self._chunks: dict[Kind, list[_Chunk]] | None = {} if file is None else None  # None: not in memory
+        self._chunks: dict[Kind, list[_Chunk]] | None = None if is_there else {}  # None: not in memory
         self._is_dropped = False
 
     @property
     def is_in_memory(self) -> bool:
         """Whether it has not been written yet."""
         return self._chunks is not None
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether it could not be written."""
-        return self._chunks is None and self.file is None
 
     def add(
         self,
@@ -94,6 +91,9 @@ class Run:
                 file, data = self._encoded(self._chunks)
                 folder.write(self.path, data)
                 self.file, self.num_bytes = file, len(data)
+        except OSError as error:
+            self.problem = str(error)
+            raise
         finally:
             self._chunks = None
             if self._is_dropped:
