@@ -4,7 +4,7 @@ An evicted block's content is in the pool until the next write; what was evicted
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakMethod, ref
@@ -12,7 +12,6 @@ from weakref import WeakMethod, ref
 import torch
 
 from ..blocks import BlockHash
-from ..kv.contents import Part
 from ..kv.states import States
 from ..stats import TierStats
 from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
@@ -146,9 +145,13 @@ class LowerTiers:
         for kind, sources in of_kind.items():
             tier.touch(kind, [name for name in sources if tier.has(kind, name)])
             new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
-            if parts.get(kind):
-                with suppress(torch.OutOfMemoryError):
-                    self._put(tier, kind, parts[kind], new, may_wait=may_wait)
+            names, of_kind_parts = list(new), parts.get(kind) or []
+            step = max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in of_kind_parts)))
+            with suppress(torch.OutOfMemoryError):
+                for start in range(0, len(names) if of_kind_parts else 0, step):
+                    some = names[start : start + step]
+                    rows = self.layout.rows_of(kind, [new[name] for name in some])
+                    tier.put(kind, of_kind_parts, some, rows, may_wait=may_wait)
         del self._evicted[: len(evicted)]
 
     def _add_what_is_before(self, tier: Tier, of_kind: dict[Kind, dict[Name, Any]]) -> None:
@@ -163,13 +166,6 @@ class LowerTiers:
                     break
                 sources[before] = at[0]
                 parent = found[0].parent
-
-    def _put(self, tier: Tier, kind: Kind, parts: list[Part], sources: Mapping[Name, Any], *, may_wait: bool) -> None:
-        names, step = list(sources), max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
-        for start in range(0, len(names), step):
-            chunk = names[start : start + step]
-            rows = self.layout.rows_of(kind, [sources[name] for name in chunk])
-            tier.put(kind, parts, chunk, rows, may_wait=may_wait)
 
     def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
         """See `TierLoad.load`."""

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..blocks import BlockHash, HashChain
-from ..blocks.hashing import digest_behind
 from ..blocks.roots import RootFacts, Roots
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, SavedBlocksError
 from ..tiers.base import STATES, Kind, Name
 from ..tiers.folders import Folder, remove
-from ..tiers.run_files import Run, new_run
-from ..tiers.saved_file import DamagedFileError, Identity, read_saved_file, read_to_the_end, saved_paths
+from ..tiers.run_files import Run
+from ..tiers.saved_file import DamagedFileError, Identity, new_path, read_saved_file, read_to_the_end, saved_paths
 from ..tiers.sharing import renamed
 from .block_store import BlockStore
 
@@ -39,13 +38,6 @@ class Model(NamedTuple):
     digest: bytes
     identity: Identity
     roots: Roots
-
-
-class _Chosen(NamedTuple):
-    """A block to save: as this process names it, and as files do."""
-
-    block_hash: BlockHash
-    saved: BlockHash
 
 
 class Saved(NamedTuple):
@@ -99,10 +91,10 @@ def save_blocks(
         chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
         parts = blocks.tiers.layout.parts()
         step = max(1, _FILE_BYTES // max(1, sum(part.num_bytes for of_kind in parts.values() for part in of_kind)))
-    known = _known_in(folder, model.identity.facts, {each.saved.digest for each in chosen})
+    known = _known_in(folder, model.identity.facts, {saved.digest for _, saved in chosen})
     num_done = num_gone = num_written = num_bytes = 0
     while num_done < len(chosen):
-        some, run = chosen[num_done : num_done + step], new_run(folder, model.identity)
+        some, run = chosen[num_done : num_done + step], Run(new_path(folder), model.identity)
         with blocks.lock:
             blocks.settle()
             num_gone += len(some) - _copy_out(blocks, some, run, roots, known)
@@ -136,8 +128,8 @@ def _known_in(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes])
 
 def _choose(
     blocks: BlockStore, model: Model, prefixes: Sequence[TokenIds] | None, *, pinned: bool
-) -> tuple[list[_Chosen], Collection[RootFacts], dict[str, int]]:
-    """Blocks that can be named in files, parents first, one sequence after the other; their roots; and why others cannot."""
+) -> tuple[list[tuple[BlockHash, BlockHash]], Collection[RootFacts], dict[str, int]]:
+    """Blocks, as this process names them and as files do, parents first; their roots; and why others cannot be named there."""
     by_id = blocks.allocator.hashes()
     by_digest = {block_hash.digest: block_hash for block_hash in by_id.values()}
     wanted: Collection[bytes] = by_digest
@@ -157,23 +149,10 @@ def _choose(
         if (facts := model.roots.facts_of(here)) is not None and facts.digest == model.digest
     }
     names = renamed(by_digest.values(), {here: root.root() for here, root in roots.items()})
-    chosen = [_Chosen(by_digest[digest], saved) for digest, saved in names.items() if digest in wanted]
-    for digest in wanted:
-        if digest not in names:
-            why = _why_unnamed(model, by_digest, digest)
-            not_saved[why] = not_saved.get(why, 0) + 1
+    chosen = [(by_digest[digest], saved) for digest, saved in names.items() if digest in wanted]
+    if num_unnamed := len(wanted) - len(chosen):
+        not_saved["the model has changed since they were computed, or blocks before them were evicted"] = num_unnamed
     return chosen, roots.values(), not_saved
-
-
-def _why_unnamed(model: Model, by_digest: Mapping[bytes, BlockHash], digest: bytes) -> str:
-    """Why a block cannot be found from files."""
-    while (block_hash := by_digest.get(digest)) is not None:
-        if digest_behind(block_hash.parent, block_hash.token_bytes) != digest:
-            return "what they depend on is more than tokens, such as an image"
-        digest = block_hash.parent
-    if model.roots.facts_of(digest) is None:
-        return "the blocks before them were evicted"
-    return "the model has changed since they were computed"
 
 
 def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
@@ -186,7 +165,7 @@ def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterab
 
 def _copy_out(
     blocks: BlockStore,
-    some: Sequence[_Chosen],
+    some: Sequence[tuple[BlockHash, BlockHash]],
     run: Run,
     roots: Collection[RootFacts],
     known: Collection[tuple[Kind, bytes]],

@@ -25,8 +25,8 @@ from ..errors import CacheArgumentError, SavedBlocksError
 from ..kv.contents import Part, events_on, host_rows
 from .base import Kind, Name, Rows, Tier
 from .folders import Folder, remove
-from .run_files import Run, new_run
-from .saved_file import DamagedFileError, read_saved_file, saved_paths
+from .run_files import Run
+from .saved_file import DamagedFileError, new_path, read_saved_file, saved_paths
 from .sharing import Origin, Sharing
 
 logger = logging.getLogger("hf_paged_cache")
@@ -149,7 +149,6 @@ class DiskTier(Tier):
             origin, (digest, token_bytes, parent) = origins[name.root], name.block_hash
             if name.namespace or origin is None or digest_behind(parent, token_bytes) != digest:
                 self.counts.num_refused += 1
-                _say_what_is_not_written(self._folder.path)
             elif not self.has(kind, name):
                 of_model.setdefault(origin.model.digest, []).append(at)
         step = max(1, self.run_bytes // sum(part.num_bytes for part in parts))
@@ -176,7 +175,7 @@ class DiskTier(Tier):
         model = origins[0].model
         run = self._open.get(model.digest)
         if run is None:
-            run = self._open[model.digest] = new_run(self._folder.path, model)
+            run = self._open[model.digest] = Run(new_path(self._folder.path), model)
             self._runs[run.path] = run
             self._waiting.append(run)
         first = run.add(kind, parts, names, on_host, {origin.root for origin in origins}, arrival)
@@ -309,10 +308,3 @@ def _write_rest(pid: int, gathering: Mapping[bytes, Run], folder: Folder) -> Non
 @lru_cache
 def _warn_once(folder: Path, why: str) -> None:
     logger.warning("PagedPrefixCache: disk_folder %s %s; this is said once", folder, why)
-
-
-@lru_cache
-def _say_what_is_not_written(folder: Path) -> None:
-    logger.info(
-        "PagedPrefixCache: what has a salt, or was computed by a model without a name, is not written to %s", folder
-    )

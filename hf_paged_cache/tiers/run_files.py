@@ -15,7 +15,7 @@ from ..blocks.roots import RootFacts
 from ..kv.contents import Part
 from .base import Kind, Name
 from .folders import Folder, remove
-from .saved_file import Identity, SavedContents, SavedFile, encoded, new_path, read_rows
+from .saved_file import Identity, SavedContents, SavedFile, encoded, read_rows
 
 
 class _Chunk(NamedTuple):
@@ -138,8 +138,3 @@ def _joined(chunks: Sequence[_Chunk]) -> list[Tensor]:
         for event in chunk.arrival:
             event.synchronize()
     return [torch.cat(of_part) for of_part in zip(*(chunk.rows for chunk in chunks), strict=True)]
-
-
-def new_run(folder: Path, model: Identity) -> Run:
-    """A run without rows, for a file that is not there yet."""
-    return Run(new_path(folder), model)

@@ -119,23 +119,6 @@ def test_memory_is_taken_as_it_is_needed_and_never_more_than_there_may_be() -> N
     assert tier.num_bytes <= 1000
 
 
-def test_contents_that_look_otherwise_are_forgotten() -> None:
-    tier = tier_of(4)
-    put(tier, 0)
-    changed = PART._replace(num_bytes=128)
-    tier.put(BLOCKS, [changed], [name(1)], rows([1], changed), may_wait=True)
-    assert not tier.has(BLOCKS, name(1))
-    tier.lay_out({BLOCKS: [changed]}, {BLOCKS: 1.0})
-    assert held(tier) == []
-
-
-def test_a_slot_that_cannot_be_had_even_once_keeps_nothing() -> None:
-    tier = HostTier(63)
-    tier.lay_out({BLOCKS: [PART]}, {BLOCKS: 1.0})
-    put(tier, 0)
-    assert (held(tier), tier.num_bytes) == ([], 0)
-
-
 def test_where_memory_ends_what_there_is_is_used_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
