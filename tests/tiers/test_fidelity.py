@@ -104,17 +104,6 @@ def test_zeros_in_place_of_what_the_tier_has_are_seen(kind: str, tmp_path: Path)
     assert cache.last_call.rows[0].disk_tokens > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_without_a_tier_the_same_chats_are_computed_again(kind: str) -> None:
-    model, prompts = tiny(kind), chats()
-    cache = PagedPrefixCache(model, block_size=4, num_blocks=2 * BLOCKS_OF_A_CHAT + 1)
-    fill(model, cache, prompts)
-    call(model, prompts[0], cache)
-    assert cache.last_call.rows[0].matched_tokens < 4
-    assert cache.stats().tiers == ()
-    assert "tier" not in str(cache.stats())
-
-
 def test_rows_of_a_batch_with_one_prefix_bring_it_up_once(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats(4)
     shared = chats(1, 48)[0]
@@ -143,18 +132,6 @@ def test_a_chunked_prompt_finds_each_chunk(kind: str, tmp_path: Path) -> None:
     assert cache.last_call.rows[0].disk_tokens >= 48
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "lfm2"])
-def test_a_row_that_is_all_padding_in_the_first_chunk_has_nothing_to_bring_up(kind: str, tmp_path: Path) -> None:
-    model, prompts = tiny(kind), chats()
-    cache = cache_on_disk(model, tmp_path)
-    fill(model, cache, prompts)
-    padded = prompts[0].expand(2, -1).clone()
-    padded[1, :60] = 0
-    mask = (padded > 0).long()
-    given = {"attention_mask": mask, "prefill_chunk_size": 16}
-    assert_same(call(model, padded, **given), call(model, padded, cache, **given))
-
-
 @pytest.mark.parametrize("has_tier", [True, False], ids=["with a tier", "without"])
 def test_window_blocks_that_made_room_come_back_to_blocks_that_stayed(has_tier: bool, tmp_path: Path) -> None:
     model, prompts = tiny("gemma3"), chats(8, 30)
@@ -174,19 +151,6 @@ def test_window_blocks_that_made_room_come_back_to_blocks_that_stayed(has_tier: 
         assert not is_same(call(model, prompts[2]), call(model, prompts[2], cache))
 
 
-def test_chats_that_go_on_find_what_was_generated_too(tmp_path: Path) -> None:
-    model = tiny("llama")
-    cache, histories = cache_on_disk(model, tmp_path, 2.5), chats(5, 30)
-    for turn in range(3):
-        for number, ids in enumerate(histories):
-            output = call(model, ids, cache, max_new_tokens=9)
-            assert_same(call(model, ids, max_new_tokens=9), output)
-            if turn:
-                assert cache.last_call.rows[0].computed_tokens < 12
-            histories[number] = torch.cat([output.sequences, torch.full((1, 3), 5 + number)], dim=1)
-    cache.check()
-
-
 @pytest.mark.parametrize("given", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
 def test_beams_and_samples_behind_what_comes_up_are_the_same(given: dict[str, Any], tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats(4)
@@ -195,18 +159,6 @@ def test_beams_and_samples_behind_what_comes_up_are_the_same(given: dict[str, An
     assert_same(call(model, prompts[0], **given), call(model, prompts[0], cache, **given))
     assert cache.last_call.rows[0].disk_tokens > 0
     cache.check()
-
-
-def test_weights_that_change_leave_nothing_to_be_found(tmp_path: Path) -> None:
-    from ..tiny_models import build
-
-    model, prompts = build("llama"), chats(4)
-    cache = cache_on_disk(model, tmp_path)
-    fill(model, cache, prompts)
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(1.5)
-    assert_same(call(model, prompts[0]), call(model, prompts[0], cache))
-    assert cache.last_call.rows[0].matched_tokens == 0
 
 
 def test_calls_at_once_in_two_threads_are_right(tmp_path: Path) -> None:

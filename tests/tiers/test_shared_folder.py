@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.model import identity
 from hf_paged_cache.tiers import folders
 from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
 
@@ -192,19 +191,6 @@ def test_another_model_finds_nothing_and_it_is_said_why(
     cache.check()
 
 
-def test_another_version_and_block_size_find_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    model = tiny("llama")
-    leave(model, tmp_path)
-    with caplog.at_level(logging.INFO, "hf_paged_cache"):
-        assert found(new_cache(copy.deepcopy(model), tmp_path, block_size=8)) == [0] * 5
-        assert "its blocks have 4 tokens, and those of this store 8" in caplog.text
-        monkeypatch.setattr(identity, "_version", lambda package: "0.1")
-        assert found(new_cache(copy.deepcopy(model), tmp_path)) == [0] * 5
-    assert "here 0.1" in caplog.text
-
-
 def test_what_weights_computed_that_changed_later_is_not_written(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -284,19 +270,6 @@ def test_a_disk_that_is_full_is_a_miss_and_said_once(
         call(model, ids, cache)
     tier_of(cache).join()
     assert saved_paths(tmp_path)
-
-
-def test_what_waits_for_the_disk_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.tiers.disk._MOST_WAITING_BYTES", 60_000)
-    monkeypatch.setattr("hf_paged_cache.tiers.disk._write", lambda run, folder: None)
-    model = tiny("llama")
-    cache = new_cache(model, tmp_path)
-    for ids in prompts():
-        assert_same(call(model, ids), call(model, ids, cache))
-    (tier,) = cache.stats().tiers
-    assert tier.num_refused
-    assert tier.num_bytes is not None
-    assert 0 < tier.num_bytes <= 60_000
 
 
 def test_what_was_saved_by_hand_is_found_and_what_a_tier_has_written_is_loaded(tmp_path: Path) -> None:
