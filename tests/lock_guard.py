@@ -41,7 +41,6 @@ EXEMPT: dict[type, dict[str, str]] = {
     Leases: {},
     LowerTiers: {
         "load": "takes the lock, but for the time in which it reads files",
-        "load_from": "takes the lock, but for the time in which it reads files",
     },
     BlockStore: {
         "bytes_to_come": "takes the lock",

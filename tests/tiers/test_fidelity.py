@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.errors import CacheArgumentError
 
+from ..conformance import zoo
 from ..internals import num_waiting, zero_tiers
 from ..reference import assert_same, is_same, run
 from ..tiny_models import tiny
@@ -75,6 +76,31 @@ def test_chats_in_turns_on_a_pool_for_two_are_the_same_and_come_back(kind: str, 
     assert (tier.name, tier.num_dropped, tier.num_refused) == ("disk", 0, 0)
     assert str(tier).startswith(f"disk tier: {tier.num_blocks:,} blocks, ")
     assert num_waiting(cache) == 0
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "glm_moe_dsa"])
+def test_what_comes_back_is_bit_for_bit_what_was_in_the_pool(kind: str, tmp_path: Path) -> None:
+    model, prompts = tiny(kind) if kind in KINDS else zoo.build(kind), chats(num_tokens=73)
+    with_tier, ample = cache_on_disk(model, tmp_path), PagedPrefixCache(model, block_size=4)
+    by_hand = PagedPrefixCache(model, block_size=4)
+    for turn in range(2):
+        for ids in prompts:
+            logits, matched = [], []
+            for cache in (ample, with_tier):
+                logits.append(torch.stack(call(model, ids, cache).logits))
+                matched.append(cache.last_call.rows[0].matched_tokens)
+                cache.reset()
+            if turn:
+                assert matched == [matched[0]] * 2
+                assert matched[0] >= 56
+                assert with_tier.last_call.rows[0].disk_tokens > 0
+                assert logits[0].equal(logits[1])
+    ample.store.save(tmp_path / "saved")
+    by_hand.store.load(tmp_path / "saved")
+    for ids in prompts:
+        loaded, kept = (torch.stack(call(model, ids, cache).logits) for cache in (by_hand, ample))
+        by_hand.reset()
+        assert loaded.equal(kept)
 
 
 @pytest.mark.parametrize("kind", KINDS)
