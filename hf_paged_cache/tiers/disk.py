@@ -250,7 +250,7 @@ class DiskTier(Tier):
         """A file cannot be read: nothing of it is found any more, and what is damaged is written anew with the next blocks."""
         run.problem = str(error)
         if self.max_bytes and not isinstance(error, FileNotFoundError):
-            logger.warning("PagedPrefixCache: a file in disk_folder is not used: %s", error)
+            _warn_once(self._folder.path, f"has what is not used: {error}")
             if isinstance(error, DamagedFileError):
                 remove(run.path)
 

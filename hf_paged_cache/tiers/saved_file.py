@@ -161,8 +161,8 @@ def read_saved_file(path: Path) -> SavedFile:
             said = json.loads(manifest)
             if said["version"] != VERSION:
                 raise SavedBlocksError(
-                    f"{path} is of version {said['version']} of the format, and this is version {VERSION}: read it with the "
-                    "hf_paged_cache that has written it, or save the blocks again, into another folder"
+                    f"{path.parent} has files of version {said['version']} of the format, and this is version {VERSION}: read them "
+                    "with the hf_paged_cache that has written them, or save the blocks again, into another folder"
                 )
             file = _decoded(path, num_bytes, said)
             for content in file.contents:

@@ -134,14 +134,15 @@ def test_a_folder_of_the_former_format_is_refused_by_name_and_nothing_of_it_is_t
     model, cache = tiny("llama"), new_cache(tiny("llama"))
     (older,) = saved_paths(OLDER)
     path = tmp_path / older.name
-    path.write_bytes(older.read_bytes())
+    for copied in (path, tmp_path / "another.safetensors"):
+        copied.write_bytes(older.read_bytes())
     loaded = cache.store.load(tmp_path)
     why = (
-        f"{path} is of version 1 of the format, and this is version 2: read it with the hf_paged_cache that has written it, or "
-        "save the blocks again, into another folder"
+        f"{tmp_path} has files of version 1 of the format, and this is version 2: read them with the hf_paged_cache that has "
+        "written them, or save the blocks again, into another folder"
     )
     assert (loaded.num_blocks, loaded.not_loaded) == (0, {why: 0})
-    assert [each.problem for each in saved_report(tmp_path)] == [why]
+    assert [each.problem for each in saved_report(tmp_path)] == [why, why]
     cache.prefill(PREFIX)
     assert cache.store.save(tmp_path).num_blocks == 10
     shared = PagedPrefixCache(model, block_size=SIZE, disk_folder=tmp_path)
