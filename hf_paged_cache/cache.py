@@ -46,7 +46,7 @@ class PagedPrefixCache(Cache):
 
     Args:
         model_or_store: a model, for which a store is made with `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
-            `disk_folder`, `disk_bytes`, `disk_mode` and `eviction`, see `PrefixStore`; or a store.
+            `disk_folder`, `disk_bytes` and `eviction`, see `PrefixStore`; or a store.
         cache_salt: a tenant's name, not empty. Caches with different salts never share a block, so no tenant can probe
             another's prompts. A cache with a salt sees, counts and resets only the blocks of that salt
             (docs/security.md). A cache without a salt belongs to the store's owner: its `stats()` and its refusals

@@ -72,10 +72,8 @@ class PrefixStore:
         host_bytes: of pinned host memory, into which evicted blocks go and from which they come back; for models on an
             accelerator. 0: none.
         disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory
-            (/dev/shm) is host memory for a model on a CPU. None: nowhere. See docs/tiers.md.
-        disk_bytes: of files there; None: half of what is free when the store is made.
-        disk_mode: permissions of files there that other processes find, whatever the umask is, and of the folder if it is made:
-            0o660 for a group, each of whose members is to give it; None: 0o600, the user's own processes.
+            (/dev/shm) is host memory for a model on a CPU. Blocks with a salt are not written. None: nowhere. See docs/save_and_load.md.
+        disk_bytes: of files there, those of other processes too; None: half of what is free when the store is made.
         trust_hooks: hooks and wrappers on the model's modules that are neither its own nor of a library that is known treat each token
             alike, whatever its call. Without it a call of a model that has some reuses and keeps nothing.
         eviction: what goes first where there is not room for all. "reuse": what is seldom used again, by what the store has seen of
@@ -180,7 +178,7 @@ class PrefixStore:
     ) -> Saved:
         """Write cached blocks into a folder, from which any process with the same model `load`s them.
 
-        What the folder has already is read to its end, and written again only where it is damaged: that file is replaced. Each
+        What the folder has already is read to its end, and not written again; a file that is damaged is removed. Each
         file is whole or not there, and, unless `mode` says otherwise, its owner's alone. They
         hold what was computed from prompts, and the prompts' token ids: see docs/security.md. Blocks of caches with a
         salt are not written. Blocks that a lower tier has are not, either: bring them up first, by `lookup` and a call.
@@ -197,7 +195,7 @@ class PrefixStore:
             progress: show a bar on a terminal.
 
         Returns:
-            blocks written, and why others were not; files that were replaced; see `Saved`.
+            blocks written, and why others were not; see `Saved`.
 
         Raises:
             NotPortableError: what the model computes cannot be named for another process, such as under a hook.
@@ -361,8 +359,8 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
     below = None
     if disk_folder is not None:
         conditioning.is_shared = True
-        sharing = Sharing(conditioning.roots, conditioning.shared_identity, conditioning.shared_identities)
-        below = DiskTier(disk_folder, options.disk_bytes, sharing, options.disk_mode)
+        sharing = Sharing(conditioning.roots, conditioning.shared_identities)
+        below = DiskTier(disk_folder, options.disk_bytes, sharing)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
 

@@ -26,9 +26,6 @@ class CacheStats:
             they were evicted and came again before as many others were evicted as there are blocks. The estimate is for
             all calls of the store, and generated blocks that came again count, too. None for a cache with a salt.
         num_bypassed_calls: number of calls that were unusual, or became so: from then on they reused and kept nothing.
-        saved_seconds: seconds that the tokens reused and shared would have taken, at what a token took in the last
-            forwards of 8 blocks (128 tokens) or more. None before there was such a forward; on an accelerator the first
-            one does not count.
         num_blocks: most blocks that there can be. None, too, before the first forward if neither `num_blocks` nor
             `max_bytes` is given.
         num_free_blocks: number of blocks that hold nothing that could be reused. None where `num_blocks` is None.
@@ -79,7 +76,6 @@ class CacheStats:
     snapshot_bytes: int = 0
     static_bytes: int | None = 0
     num_graphs: int | None = 0
-    saved_seconds: float | None = None
     tiers: "tuple[TierStats, ...]" = ()
     hit_rate_with_twice: float | None = None
     computed_because: tuple[tuple[str, int], ...] = ()
@@ -105,10 +101,7 @@ class TierStats:
         num_down: number of contents that the tier was given; window blocks and snapshots count as blocks do.
         num_up: number of contents that were read back from the tier.
         num_dropped: number of contents that the tier gave up for others.
-        num_refused: number of contents that the tier had no room for, or that were not worth keeping.
-        read_ms: milliseconds to read a block back, as measured lately; None: not measured yet.
-        compute_ms: milliseconds to compute a block.
-        is_worth_it: True if blocks move to the tier and from it: they do not where reading takes longer than computing.
+        num_refused: number of contents that the tier had no room for, or that it may not keep.
 
     Examples:
         >>> tiered = PagedPrefixCache(model, disk_folder=folder, disk_bytes=2**20)
@@ -124,24 +117,14 @@ class TierStats:
     num_up: int | None = None
     num_dropped: int | None = None
     num_refused: int | None = None
-    read_ms: float | None = None
-    compute_ms: float | None = None
-    is_worth_it: bool | None = None
 
     def __str__(self) -> str:
         if self.num_bytes is None:
             return f"{self.name} tier: {self.num_blocks:,} blocks"
         most = "" if self.max_bytes is None else f" of {_readable('max_bytes', self.max_bytes, of_a_salt=False)}"
-        times = [
-            f"{what} a block {number:.2f} ms"
-            for what, number in (("reading", self.read_ms), ("computing", self.compute_ms))
-            if number is not None
-        ]
         return (
             f"{self.name} tier: {self.num_blocks:,} blocks, {_readable('num_bytes', self.num_bytes, of_a_salt=False)}{most}; "
             f"{self.num_down:,} down, {self.num_up:,} up, {self.num_dropped:,} dropped, {self.num_refused:,} refused"
-            + "".join(f"; {each}" for each in times)
-            + ("" if self.is_worth_it else "; not worth it now")
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from os import PathLike, fspath
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
-from .blocks.arguments import check_eviction, file_mode, int_of_at_least, num_bytes_of
+from .blocks.arguments import check_eviction, int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
 _OF_CACHES = ("cache_salt", "capture")  # options of a cache alone
@@ -32,7 +32,6 @@ class StoreSizes(TypedDict, total=False):
     host_bytes: int | str
     disk_folder: str | PathLike[str] | None
     disk_bytes: int | str | None
-    disk_mode: int | None
     eviction: str
     trust_hooks: bool
 
@@ -44,7 +43,6 @@ _DEFAULTS: StoreSizes = {
     "host_bytes": 0,
     "disk_folder": None,
     "disk_bytes": None,
-    "disk_mode": None,
     "eviction": "reuse",
     "trust_hooks": False,
 }
@@ -59,7 +57,6 @@ class StoreOptions(NamedTuple):
     host_bytes: int
     disk_folder: str | PathLike[str] | None
     disk_bytes: int | None
-    disk_mode: int
     eviction: str
     trust_hooks: bool
 
@@ -120,7 +117,7 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
     """
     given: Any = {**_DEFAULTS, **given_sizes(sizes)}
     num_blocks, max_bytes, disk_folder = given["num_blocks"], given["max_bytes"], given["disk_folder"]
-    disk_bytes, disk_mode = given["disk_bytes"], given["disk_mode"]
+    disk_bytes = given["disk_bytes"]
     check_eviction(given["eviction"])
     int_of_at_least("block_size", given["block_size"], 1, "tokens; 16 suits most models")
     if num_blocks is not None and max_bytes is not None:
@@ -136,7 +133,6 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
         num_bytes_of("host_bytes", given["host_bytes"], 0),
         disk_folder,
         None if disk_bytes is None else num_bytes_of("disk_bytes", disk_bytes, 1),
-        file_mode("disk_mode", disk_mode),
         given["eviction"],
         given["trust_hooks"],
     )
@@ -144,6 +140,4 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
         raise CacheArgumentError(f"trust_hooks is {options.trust_hooks!r}; give True or False")
     if disk_folder is None and disk_bytes is not None:
         raise CacheArgumentError(f"disk_bytes is {disk_bytes} without disk_folder; say in which folder they are")
-    if disk_folder is None and disk_mode is not None:
-        raise CacheArgumentError(f"disk_mode is {disk_mode:#o} without disk_folder; say of which folder's files")
     return options

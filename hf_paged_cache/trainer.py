@@ -17,8 +17,7 @@ class PrefixCacheCallback(TrainerCallback):
     """`PrefixCacheCallback` adds to each entry of a trainer's log what was reused since the entry before.
 
     `prefix_cache/hit_rate` is the share of prompt tokens that were cached before their call. `prefix_cache/shared_rate`
-    is the share that was computed once for several rows, such as the samples of a prompt. `prefix_cache/saved_seconds`
-    comes once it is known what a token takes (see `CacheStats`).
+    is the share that was computed once for several rows, such as the samples of a prompt.
 
     `GRPOTrainer(..., callbacks=[PrefixCacheCallback()])` puts them into `trainer.state.log_history` and into what is
     printed; a callback added by `trainer.add_callback(...)` runs after the printing. Callbacks that report elsewhere
@@ -70,9 +69,6 @@ class PrefixCacheCallback(TrainerCallback):
                 "prefix_cache/hit_rate": num_reused / num_tokens,
                 "prefix_cache/shared_rate": num_shared / num_tokens,
             }
-            if now.saved_seconds is not None:
-                share = (num_reused + num_shared) / max(1, now.reused_tokens + now.shared_tokens)
-                added["prefix_cache/saved_seconds"] = now.saved_seconds * share
             logs.update(added)
             if state.log_history:
                 state.log_history[-1].update(added)

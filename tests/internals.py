@@ -38,7 +38,7 @@ from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
-from hf_paged_cache.tiers.saved_file import write_saved_file
+from hf_paged_cache.tiers.saved_file import encoded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -434,9 +434,10 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
                         rows.zero_()
         elif isinstance(tier, DiskTier):
             tier.join()
-            for run in tier._runs:
+            for run in tier._runs.values():
                 for chunk in (chunk for of_kind in (run._chunks or {}).values() for chunk in of_kind):
-                    chunk.wait()
+                    for event in chunk.arrival:
+                        event.synchronize()
                     for rows in chunk.rows:
                         rows.zero_()
                 if run.file is not None:  # with checksums that are right
@@ -447,23 +448,10 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
                         ]
                         for content in run.file.contents
                     }
-                    run.file = write_saved_file(run.file, zeros)
+                    run.file, data = encoded(run.file, zeros)
+                    run.path.write_bytes(data)
 
 
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:
     """Evicted contents that have not been copied out of the pool."""
     return len(_blocks(cache_or_store).tiers._evicted)
-
-
-def always_worth_it(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
-    """Whatever is measured: tiny models compute a block in less time than it takes to open a file."""
-    for worth in _blocks(cache_or_store).tiers.worth.values():
-        worth.is_worth_it = lambda: True  # type: ignore[method-assign]
-
-
-def pretend_times(cache_or_store: PagedPrefixCache | PrefixStore, *, read: float, computed: float) -> None:
-    """Let it be measured that a block takes so many seconds to read back, and to compute."""
-    tiers = _blocks(cache_or_store).tiers
-    tiers.compute.seconds = computed
-    for worth in tiers.worth.values():
-        worth.read.seconds = read

@@ -33,7 +33,6 @@ PAGES = [
             "security",
             "neighbours",
             "run",
-            "tiers",
         )
     ),
 ]

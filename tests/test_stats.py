@@ -38,7 +38,6 @@ STATS = CacheStats(
     kv_bytes=3 * 2**19,
     peak_kv_bytes=2**31,
     pool_bytes=0,
-    saved_seconds=1.25,
     hit_rate_with_twice=0.98,
     backend="flash_of_cpu",
 )
@@ -311,15 +310,13 @@ def test_pins_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCausalLM)
     assert (other.num_calls, other.prompt_tokens, other.peak_kv_bytes) == (0, 0, 0)
 
 
-def test_seconds_saved_and_reasons_follow_from_what_was_computed() -> None:
+def test_reasons_follow_from_what_was_computed() -> None:
     model = tiny("llama")
     cache = PagedPrefixCache(model)
-    assert cache.stats().saved_seconds is None
-    for seed in (1, 2, 1):  # of at least 128 tokens, which show what one costs
+    for seed in (1, 2, 1):
         run(model, cache, input_ids=torch.tensor([row((seed, 150))]))
     stats = cache.stats()
     assert stats.reused_tokens == 144
-    assert 0 < stats.saved_seconds < 60
     reasons = dict(stats.computed_because)
     assert sum(reasons.values()) == stats.computed_tokens
     assert reasons["no cached block has these first 16 tokens under the same conditions"] == 150

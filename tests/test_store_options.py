@@ -37,8 +37,6 @@ def test_an_option_of_before_is_refused_by_its_name_and_with_what_to_do(name: st
         ({"max_bytes": "4 gigs"}, "max_bytes is '4 gigs'; give a number of bytes"),
         ({"host_bytes": "-1"}, "host_bytes is '-1'; give a number of bytes"),
         ({"disk_bytes": "4GB"}, "disk_bytes is 4GB without disk_folder"),
-        ({"disk_mode": 0o660}, "disk_mode is 0o660 without disk_folder"),
-        ({"disk_folder": "a", "disk_mode": 660}, "disk_mode is 660; give permissions"),
         ({"disk_folder": ""}, "disk_folder is ''; give a folder's path"),
         ({"disk_folder": 3}, "disk_folder is 3; give a folder's path"),
     ],

@@ -47,7 +47,7 @@ def tiers(bench: Bench, repeat: Repeat) -> Lines:
         )
         measured.hit_rate = share_not_computed(with_tier.last_call)
         (tier,) = with_tier.stats().tiers
-        details = {"read_ms": tier.read_ms, "compute_ms": tier.compute_ms, "bytes": tier.num_bytes}
+        details = {"bytes": tier.num_bytes}
         yield (
             "tiers",
             measured.line(

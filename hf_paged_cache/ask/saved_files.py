@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import CacheArgumentError, SavedBlocksError
 from ..store.saving import folder_of
-from ..tiers.saved_file import read_rows, read_saved_file, saved_paths
+from ..tiers.saved_file import read_saved_file, read_to_the_end, saved_paths
 
 
 class SavedFileReport(NamedTuple):
@@ -60,8 +60,7 @@ def _reports(folder: Path) -> Iterator[SavedFileReport]:
     for path in saved_paths(folder):
         try:
             file = read_saved_file(path)
-            for content in file.contents:
-                read_rows(file, content.kind, [(0, len(content.blocks))])
+            read_to_the_end(file)
         except (SavedBlocksError, OSError) as error:
             yield SavedFileReport(path, str(error))
             continue

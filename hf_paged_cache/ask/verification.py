@@ -110,7 +110,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     if not is_equal:
         store.conditioning.suspect()
         with store.blocks.lock:
-            store.blocks.tiers.distrust()
+            store.blocks.tiers.forget_files()
     return Verified(len(look.seen), len(known) - len(look.seen) + num_others, tuple(look.differing))
 
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 from ..blocks import HashChain
-from ..kv.stopwatch import Stopwatch
 from ..rows.shared import Seen
 from ..stats import RowCount
 from .limits import CallLimits
@@ -20,7 +19,6 @@ class CallState:
         was_alone: True if nobody could change the model as the call's rows began.
         counts: counts of each row of the batch.
         counts_more: True if forwards after the first may be of a prompt, too.
-        stopwatch: stopwatch of a long forward of a prompt, the forward's tokens, and whether it is the store's first.
         kv_bytes: bytes of the call's rows, as of its last forward of a prompt.
         peak_kv_bytes: most bytes that blocks in use and rows took.
         captured: how the call's forwards ran, as text.
@@ -51,7 +49,6 @@ class CallState:
         self.chunked: Any = None
         self.images: Any = None
         self.deltas: Any = None
-        self.stopwatch: tuple[Stopwatch, int, bool] | None = None
 
     def copy(self) -> "CallState":
         """Return the state of rows that go on beside these."""

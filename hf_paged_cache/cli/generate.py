@@ -15,14 +15,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..blocks.arguments import file_mode_of_text
 from ..errors import CacheArgumentError
 from ..jobs.journal import finished_before, journal_of, note_command, require_writable
 from ..jobs.rows import digest_of, opened, require_prompts
 from ..jobs.summary import BatchSummary
 from ..store_options import StoreOptions, store_options
 from . import loading
-from .command import DiskFolder, MaxBytes, Mode, terminated_as_interrupted
+from .command import DiskFolder, MaxBytes, terminated_as_interrupted
 from .hub import known_folder
 from .loading import Device, Dtype, Revision
 
@@ -71,7 +70,6 @@ def generate(
         str | None,
         typer.Option(metavar="SIZE", help="The most there; half of what is free, if not given.", show_default=False),
     ] = None,
-    disk_mode: Mode = None,
     eviction: Annotated[
         Literal["reuse", "lru"],
         typer.Option(help="What is evicted first: what is seldom used again, or what is least recently used."),
@@ -101,8 +99,6 @@ def generate(
                 raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
             if address is not None and workers is None:
                 raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
-            if disk_mode is not None:
-                given["disk_mode"] = file_mode_of_text("--disk-mode", disk_mode)
             store_options(**{name: given[name] for name in StoreOptions._fields if name in given})
             require_writable(out, prompts)
             finished = None if overwrite else finished_before(out)

@@ -52,8 +52,6 @@ def save(
     were = "was" if saved.num_known == 1 else "were"
     known = f"; {counted(saved.num_known, 'block')} {were} there already" if saved.num_known else ""
     print(f"wrote {counted(saved.num_blocks, 'block')}, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
-    for problem in saved.replaced.values():
-        print(f"replaced: {problem}")
     _print_rest("not saved", saved.not_saved)
 
 

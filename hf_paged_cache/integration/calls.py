@@ -364,13 +364,7 @@ class Calls:
             if not self.store.is_settled and rows.why_bypassed is None:
                 with contextlib.suppress(torch.OutOfMemoryError):  # without memory nothing is kept
                     lay_out(self.store, rows)
-            stopwatch, state.stopwatch = state.stopwatch, None
-            if stopwatch is not None:
-                stopwatch[0].stop()
             with self.store.lock:
-                if stopwatch is not None:
-                    self.store.tiers.record_computed(stopwatch[0], stopwatch[1], warms_up=stopwatch[2])
-                self.store.has_run = True
                 bypassed = rows.why_bypassed is not None
                 self.counters.add_forward(state, new, begins=begins, bypassed=bypassed)
                 in_use = self.store.kv_bytes_in_use(self.salt)

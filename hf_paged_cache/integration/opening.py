@@ -16,7 +16,6 @@ from ..call.limits import UNLIMITED
 from ..call.match import Known
 from ..call.record import count_bypassed, count_prompt
 from ..call.request import ForwardRequest, RowInput
-from ..kv.stopwatch import Stopwatch
 from ..model.cache_adapters import own_cache_class
 from ..model.support import cache_layers
 from ..rows.kinds import kinds_of
@@ -254,11 +253,6 @@ class Opening:
             held = state.chains.get(row.chain.root)
             if held is None or len(held) < len(row.chain):
                 state.chains[row.chain.root] = row.chain
-        with self.store.lock:
-            is_warm, num_new = self.store.has_run, request.num_new_columns - start
-            if self.store.tiers.is_telling(num_new) and (is_warm or not self.store.pool.accelerators):
-                # the first forward warms up, which takes long on an accelerator
-                state.stopwatch = Stopwatch(self.store.pool.accelerators), num_new * len(prompt.running), not is_warm
         rows.prompt_end = request.num_new_columns if rows.in_generate else 0
         if state.chunked is not None and not math.isinf(state.limits.num_prompt_columns):
             rows.prompt_end = int(state.limits.num_prompt_columns)

@@ -47,21 +47,22 @@ def parts_of_pool(pool: BlockPool) -> list[Part]:
     for name, group in pool.groups.items():
         kind: Literal["blocks", "window"] = "blocks" if name is None else "window"
         shapes = [(key, tensor.device, tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in group.named().items()]
-        parts += _parts(kind, name, shapes)
+        parts += laid_out(kind, name, shapes)
     return parts
 
 
 def parts_of_states(states: States) -> list[Part]:
     """Return the parts of the states of one row."""
     shapes = [(key, held.device, tuple(held.shape[1:]), held.dtype) for key, held in states.items()]
-    return _parts("states", None, shapes)
+    return laid_out("states", None, shapes)
 
 
-def _parts(
+def laid_out(
     kind: Literal["blocks", "window", "states"],
     window: int | str | None,
     shapes: Iterable[tuple[Key, torch.device, tuple[int, ...], torch.dtype]],
 ) -> list[Part]:
+    """The parts of tensors, given by name, device, shape of a block or a row's state, and dtype: one for each device."""
     pieces: dict[torch.device, list[Piece]] = {}
     ends: dict[torch.device, int] = {}
     for key, device, shape, dtype in shapes:
@@ -161,6 +162,16 @@ def to_device(part: Part, fragments: Iterable[Tensor]) -> Tensor:
         rows[start : start + len(fragment)].copy_(fragment, non_blocking=True)
         start += len(fragment)
     return rows
+
+
+def events_on(devices: Iterable[torch.device]) -> list[torch.Event]:
+    """Events that come when all that was launched so far on these devices is done; none of a host."""
+    events = []
+    for device in dict.fromkeys(device for device in devices if device.type not in _UNPINNED):
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        events.append(event)
+    return events
 
 
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:

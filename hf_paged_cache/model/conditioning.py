@@ -158,10 +158,6 @@ class Conditioning:
         identity = self._identities.get(look.digest) if self.is_shared else None
         return look.digest if identity is None else identity.digest
 
-    def shared_identity(self, digest: bytes) -> ModelIdentity | None:
-        """Return what a digest means to other processes; None: nothing."""
-        return next((identity for identity in self.shared_identities() if identity.digest == digest), None)
-
     def shared_identities(self) -> list[ModelIdentity]:
         """Return the identities that rows were computed under."""
         return [identity for identity in [*self._identities.values()] if identity is not None]

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from ..locks import new_lock
 from .options import RunOptions
-from .summary import Account, ModelRun, report, say
+from .summary import ModelRun, report, say
 
 if TYPE_CHECKING:
     from ..cache import PagedPrefixCache
@@ -145,7 +145,7 @@ class Program:
             if bracket is not None:
                 bracket.new_cache = partial(PagedPrefixCache, store, **of_caches)
                 bracket.on_refusal = partial(self._count_refusal, run)
-            run.accounts.append(Account(store.blocks.call_totals, store.blocks.tiers.compute, store.blocks.block_size))
+            run.accounts.append(store.blocks.call_totals)
             return run
 
 

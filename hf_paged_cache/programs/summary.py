@@ -9,22 +9,13 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..store.call_totals import CallTotals
-from ..tiers.read_or_compute import Rate
 from ..wording import counted
 from .options import RunOptions
 
 _MOST_REASONS = 3
-
-
-class Account(NamedTuple):
-    """What is counted of a store, without its blocks."""
-
-    totals: CallTotals
-    compute: Rate  # of a block
-    block_size: int
 
 
 @dataclass
@@ -35,40 +26,31 @@ class ModelRun:
         name: its class, and where its weights are from.
         refused: why it has no cache; "": it has one, or was not asked for any.
         without: why a `generate` ran without a cache -> how many did.
-        accounts: of its stores.
+        accounts: what is counted of its stores, without their blocks.
     """
 
     name: str
     refused: str = ""
     without: Counter[str] = field(default_factory=Counter)
-    accounts: list[Account] = field(default_factory=list)
+    accounts: list[CallTotals] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Its counts, named as in `CacheStats`."""
-        metrics = [each.totals.metrics for each in self.accounts]
+        metrics = [each.metrics for each in self.accounts]
         prompt, reused = sum(each.num_queried_tokens for each in metrics), sum(each.num_hit_tokens for each in metrics)
         shared = sum(each.num_shared_tokens for each in metrics)
         return {
             "model": self.name,
             "refused": self.refused,
-            "num_calls": sum(each.totals.num_calls for each in self.accounts),
-            "num_bypassed_calls": sum(each.totals.num_bypassed_calls for each in self.accounts),
+            "num_calls": sum(each.num_calls for each in self.accounts),
+            "num_bypassed_calls": sum(each.num_bypassed_calls for each in self.accounts),
             "prompt_tokens": prompt,
             "computed_tokens": prompt - reused - shared,
             "reused_tokens": reused,
             "shared_tokens": shared,
-            "saved_seconds": None if (seconds := self._seconds_of_a_token()) is None else (reused + shared) * seconds,
-            "computed_because": dict(sum((each.totals.computed_because for each in self.accounts), Counter())),
+            "computed_because": dict(sum((each.computed_because for each in self.accounts), Counter())),
             "calls_without_cache": dict(self.without),
         }
-
-    def _seconds_of_a_token(self) -> float | None:
-        """What one took in its last long forwards."""
-        for _, compute, block_size in reversed(self.accounts):
-            compute.settle()
-            if compute.rough_seconds is not None:
-                return compute.rough_seconds / block_size
-        return None
 
 
 def report(options: RunOptions, models: Sequence[ModelRun], advice: Sequence[str]) -> None:
@@ -107,13 +89,11 @@ def say(what: str) -> None:
 def _say_of_model(counts: dict[str, Any]) -> None:
     name = counts["model"]
     if counts["num_calls"]:
-        saved, shared = counts["saved_seconds"], counts["shared_tokens"]
+        shared = counts["shared_tokens"]
         of_rows = f", {shared:,} computed once for several rows" if shared else ""
-        num_saved = counts["reused_tokens"] + shared
-        about = f"; up to {saved:,.1f} s saved, at {1000 * saved / num_saved:.2f} s for 1,000 tokens" if saved else ""
         say(
             f"{name}: {counted(counts['num_calls'], 'call')}, {counts['prompt_tokens']:,} prompt tokens: "
-            f"{counts['reused_tokens']:,} reused{of_rows}, {counts['computed_tokens']:,} computed{about}"
+            f"{counts['reused_tokens']:,} reused{of_rows}, {counts['computed_tokens']:,} computed"
         )
         reasons = Counter(counts["computed_because"]).most_common(_MOST_REASONS)
         for why, num_tokens in reasons:

@@ -104,7 +104,6 @@ class BlockStore:
         self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
         self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
-        self.has_run = False  # a forward has returned
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # None: of all salts
         self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie

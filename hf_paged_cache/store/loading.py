@@ -1,6 +1,6 @@
 """Reads saved blocks into the pool: which files are of this model, what their blocks are called here, and as many as there is room for.
 
-Blocks are loaded as from any lower tier; whatever holds for cached blocks holds for them.
+A folder is attached as a disk tier, and blocks are loaded as from any lower tier; whatever holds for cached blocks holds for them.
 """
 
 from bisect import bisect_right
@@ -12,16 +12,13 @@ from typing import NamedTuple
 
 from ..blocks import BlockHash
 from ..blocks.hashing import tokens_of
-from ..errors import SavedBlocksError
 from ..tiers.base import STATES, Name
-from ..tiers.disk import FileTier
-from ..tiers.folders import SharedFolder
-from ..tiers.run_files import Run
-from ..tiers.saved_file import SavedFile, read_saved_file, saved_paths
-from ..tiers.sharing import renamed, why_not
+from ..tiers.disk import DiskTier
+from ..tiers.saved_file import SavedFile
+from ..tiers.sharing import Sharing, renamed, why_not
 from .block_store import BlockStore
 from .saving import Model
-from .tier_load import Wanted
+from .tier_load import TierLoad, Wanted
 
 _NO_ROOM = "there is no room for them in the pool"
 _NO_STATE = "no state was saved after which they could be resumed"
@@ -68,91 +65,54 @@ def load_blocks(
     Raises:
         OSError: there is no such folder, or it cannot be read.
     """
-    not_loaded: dict[str, int] = {}
-    layout, fitting = blocks.tiers.layout, list[SavedFile]()
-    files = _files(folder, lambda file: why_not(file, blocks.block_size, [model.identity]), not_loaded)
+    tier = DiskTier(folder, 0, Sharing(model.roots, lambda: [model.identity]))
+    runs = {run: run.file for run in tier.look() if run.file is not None}
+    not_loaded = dict.fromkeys(tier.problems.values(), 0)
+    if not runs and not not_loaded:
+        not_loaded[f"{folder} holds no saved blocks"] = 0
+    layout, left_out = blocks.tiers.layout, Counter[str]()
+    for run, file in [*runs.items()]:
+        if (why := why_not(file, blocks.block_size, [model.identity])) is not None:
+            left_out[why] += len(runs.pop(run).blocks)
     with blocks.lock:
-        are_known = [layout.learn(file, blocks.make_room) for file in files]
+        are_known = [layout.learn(file, blocks.make_room) for file in runs.values()]
     if any(are_known):
         blocks.read_budget()
     with blocks.lock:
         blocks.settle()
         blocks.settle_budget()
-        for file in files:
-            if None in layout.parts_here(file, blocks.first_device()).values():
-                _leave_out(file, _OTHERWISE, not_loaded)
-            else:
-                fitting.append(file)
-        found = _named_here(model, fitting)
-        tier = _attached(blocks, folder, fitting, found)
+        parts_of = {run: layout.parts_here(file, blocks.first_device()) for run, file in runs.items()}
+        for run, parts in parts_of.items():
+            if None in parts.values():
+                left_out[_OTHERWISE] += len(runs.pop(run).blocks)
+        found = _named_here(model, [*runs.values()])
+        for run in runs:
+            tier.adopt(
+                run, parts_of[run], lambda saved: Name(found[saved.digest], b"") if saved.digest in found else None
+            )
         known = _cached(blocks, found)
         num_left = blocks.num_obtainable_blocks()
-    num_strays = len({block.digest for file in fitting for block in file.blocks}) - len(found)
-    if num_strays:
-        not_loaded[_NO_PARENT] = num_strays
-    sequences = _sequences(blocks, fitting, found)
+    left_out[_NO_PARENT] = len({block.digest for file in runs.values() for block in file.blocks}) - len(found)
+    sequences = _sequences(blocks, [*runs.values()], found)
     for number, sequence in enumerate(sequences):
         num_left -= _load_path(blocks, tier, sequence, num_left)
         progress(number + 1, len(sequences))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
     num_new = len(found) - len(known) - len(missing)
-    for path, why in tier.damaged.items():
-        lost = missing & {block.digest for file in fitting if str(file.path) == path for block in file.blocks}
-        not_loaded[why] = len(lost)
-        missing -= lost
-    if missing:
-        not_loaded[_NO_STATE if blocks.states and num_left >= len(missing) else _NO_ROOM] = len(missing)
-    return Loaded(num_new, len(known), tier.num_read_bytes, not_loaded)
-
-
-def _files(
-    folder: Path, why_left_out: Callable[[SavedFile], str | None], not_loaded: dict[str, int]
-) -> list[SavedFile]:
-    """Those that can be read, and are not left out."""
-    files, paths = [], saved_paths(folder)
-    if not paths:
-        not_loaded[f"{folder} holds no saved blocks"] = 0
-    for path in paths:
-        try:
-            file = read_saved_file(path)
-        except SavedBlocksError as error:
-            not_loaded[str(error)] = 0
-        except OSError as error:
-            not_loaded[f"{path} cannot be read: {error}"] = 0
-        else:
-            if (why := why_left_out(file)) is None:
-                files.append(file)
-            else:
-                _leave_out(file, why, not_loaded)
-    return files
-
-
-def _leave_out(file: SavedFile, why: str, not_loaded: dict[str, int]) -> None:
-    not_loaded[why] = not_loaded.get(why, 0) + len(file.blocks)
+    for file in runs.values():
+        if (problem := tier.problems.get(str(file.path))) is not None:
+            lost = missing & {block.digest for block in file.blocks}
+            not_loaded[problem] = len(lost)
+            missing -= lost
+    left_out[_NO_STATE if blocks.states and num_left >= len(missing) else _NO_ROOM] = len(missing)
+    return Loaded(num_new, len(known), tier.num_read_bytes, not_loaded | +left_out)
 
 
 def _named_here(model: Model, files: Sequence[SavedFile]) -> dict[bytes, BlockHash]:
     """Digest in files -> block, of all that begin from a root; parents before their children."""
     roots = {root.root(): model.roots.of(root._replace(digest=model.digest)) for file in files for root in file.roots}
     return renamed((block for file in files for block in file.blocks), roots)
-
-
-def _attached(
-    blocks: BlockStore, folder: Path, files: Sequence[SavedFile], found: Mapping[bytes, BlockHash]
-) -> FileTier:
-    """The files as a tier, by the names that this process has for their blocks. The store's lock is held."""
-    tier, home = FileTier(), SharedFolder(folder)
-
-    def name_of(block: BlockHash) -> Name | None:
-        here = found.get(block.digest)
-        return None if here is None else Name(here, b"")
-
-    for file in files:
-        parts = blocks.tiers.layout.parts_here(file, blocks.first_device())
-        tier.attach(run := Run.found(file, home))
-        tier.adopt(run, parts, name_of)
-    return tier
 
 
 def _cached(blocks: BlockStore, found: Mapping[bytes, BlockHash]) -> set[bytes]:
@@ -184,18 +144,17 @@ def _sequences(
     return sequences
 
 
-def _load_path(blocks: BlockStore, tier: FileTier, path: Sequence[BlockHash], num_left: float) -> int:
+def _load_path(blocks: BlockStore, tier: DiskTier, path: Sequence[BlockHash], num_left: float) -> int:
     """Have a sequence cached as far as it is whole and there is room for so many new blocks; returns how many came."""
     with blocks.lock:
         new = [not blocks.allocator.match_prefix((block_hash,), b"") for block_hash in path]
-    num_new = list(accumulate(new))
-    length = bisect_right(num_new, num_left)
+    length = bisect_right([*accumulate(new)], num_left)
     if not length:
         return 0
     tokens = tokens_of(b"".join(block_hash.token_bytes for block_hash in path[:length]))
     row = Wanted(path[0].parent, b"", tokens, len(tokens))
-    num_damaged = -1
-    while len(tier.damaged) > num_damaged:  # what is left of it is looked for again
-        num_damaged = len(tier.damaged)
-        loaded = blocks.tiers.load_from(tier, row)
+    num_problems = -1
+    while len(tier.problems) > num_problems:  # what is left of it is looked for again
+        num_problems = len(tier.problems)
+        loaded = TierLoad(blocks, blocks.tiers.layout, [tier]).load([row])
     return len(loaded)

@@ -4,7 +4,7 @@ An evicted block's content is in the pool until the next write; what was evicted
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakMethod, ref
@@ -12,14 +12,10 @@ from weakref import WeakMethod, ref
 import torch
 
 from ..blocks import BlockHash
-from ..blocks.hashing import digest_behind
-from ..kv.contents import Part
 from ..kv.states import States
-from ..kv.stopwatch import Stopwatch
 from ..stats import TierStats
 from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from ..tiers.disk import DiskTier
-from ..tiers.read_or_compute import Rate, Worth
 from ..tiers.run_files import Run
 from ..tiers.sharing import why_not
 from .content_layout import ContentLayout
@@ -29,7 +25,6 @@ logger = logging.getLogger("hf_paged_cache")
 
 _MOST_ROOTS = 2**17  # of blocks, remembered
 _MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
-_LEAST_BLOCKS = 8  # of a forward that is measured
 
 
 class _Evicted(NamedTuple):
@@ -46,22 +41,17 @@ class LowerTiers:
         tiers: from the nearest to the furthest. What is evicted goes into the first.
 
     Attributes:
-        compute: seconds to compute a block.
         layout: of contents.
     """
 
     def __init__(self, store: Room, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
         self._disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
-        self._sharing = None if self._disk is None else self._disk.sharing
-        # digest -> root of the sequences that it is in, b"" where it is not shared
-        self._roots: dict[bytes, bytes] = {}
+        self._roots: dict[bytes, bytes] = {}  # digest of a block -> root of its sequence
         self._strangers: list[Run] = []  # files of other models
         self._num_models = 0  # states of the model, when those were looked at last
         self._told: set[str] = set()  # why files are not used
         self._must_settle = False  # files have shown what a block takes
-        self.compute = Rate()
-        self.worth = {tier.name: Worth(self.compute) for tier in tiers}
         self._store = ref(store)  # which owns this
         self._allocator = store.allocator
         self._windows = store.windows
@@ -98,59 +88,42 @@ class LowerTiers:
             self._evicted.append(_Evicted(STATES, self._name(*found), states))
 
     def _name(self, block_hash: BlockHash, namespace: bytes) -> Name:
-        """By what a content is found; with its root, where other processes may find it, too."""
-        if self._sharing is None or namespace:
+        """By what a content is found; with the root of its sequence, where it may be written into a file."""
+        if self._disk is None or namespace:
             return Name(block_hash, namespace)
-        return Name(block_hash, namespace, self._root_of(block_hash))
+        if len(self._roots) > _MOST_ROOTS:
+            self._roots.clear()
+        path, parent = [block_hash.digest], block_hash.parent
+        while parent not in self._roots and (before := self._allocator.hash_of_digest(parent)) is not None:
+            path.append(parent)
+            parent = before[0].parent
+        root = self._roots.get(parent, parent)
+        self._roots.update(dict.fromkeys(path, root))
+        return Name(block_hash, namespace, root)
 
-    def _root_of(self, block_hash: BlockHash) -> bytes:
-        """The root of a block's sequence; b"" where the block depends on more than tokens."""
-        roots, path = self._roots, [block_hash]
-        if len(roots) > _MOST_ROOTS:
-            roots.clear()
-        while path[-1].digest not in roots:
-            before = self._allocator.hash_of_digest(path[-1].parent)
-            if before is None:
-                break
-            path.append(before[0])
-        last = path[-1]
-        root = roots.get(last.digest, last.parent)
-        for each in reversed(path):
-            if each.digest not in roots and digest_behind(each.parent, each.token_bytes) != each.digest:
-                root = b""
-            roots[each.digest] = root
-        return root
-
-    def _refresh(self) -> None:
+    def _find_files(self, disk: DiskTier) -> None:
         """Find what other processes have written. The store's lock is held."""
-        store, disk, sharing = self._store(), self._disk, self._sharing
-        if store is None or disk is None or sharing is None:
-            return
-        new, models = disk.look(), sharing.identities()
+        store = self._store()
+        assert store is not None  # it asks
+        new, models = disk.look(), disk.sharing.identities()
         if len(models) != self._num_models:
             self._num_models = len(models)
             new, self._strangers = [*self._strangers, *new], []
         for run in new:
-            file = run.file
-            assert file is not None  # it was found
+            if (file := run.file) is None:
+                continue
             why = why_not(file, self._allocator.block_size, models)
             if why is None:
                 self._must_settle |= self.layout.learn(file, store.make_room)
                 parts = self.layout.parts_here(file, store.first_device())
                 disk.adopt(run, parts, lambda block: Name(block, b""))
-                if None not in parts.values():
-                    continue
-                why = "layers lie on other devices, or have other tensors, than where it was computed"
+                if None in parts.values():
+                    why = "layers lie on other devices, or have other tensors, than where it was computed"
             else:
                 self._strangers.append(run)
-            if why not in self._told:
+            if why is not None and why not in self._told:
                 self._told.add(why)
                 logger.info("a file in disk_folder is not used, as others like it: %s: %s", run.path.name, why)
-
-    def distrust(self) -> None:
-        """What was computed may have been wrong all along: other processes are not to find it. The store's lock is held."""
-        if self._disk is not None:
-            self._disk.distrust()
 
     def offload(self, *, may_wait: bool) -> None:
         """Copy out what was evicted since, before anything is written. Where there is no memory for that, it is lost.
@@ -158,92 +131,63 @@ class LowerTiers:
         Args:
             may_wait: a prompt runs, not a token that is generated.
         """
-        evicted = self._evicted[:]
+        evicted, tier = self._evicted[:], self.tiers[0]
         if not evicted:
             return
-        tier = self.tiers[0]
-        if self.worth[tier.name].is_worth_it():
-            of_kind: dict[Kind, dict[Name, Any]] = {}
-            for kind, name, source in evicted:
-                of_kind.setdefault(kind, {})[name] = source
-                if kind == STATES:
-                    self.layout.see_states(source)
-            parts = self.layout.parts()
-            if self._sharing is not None and parts.get(BLOCKS):
-                self._add_what_is_before(tier, of_kind)
-            for kind, sources in of_kind.items():
-                tier.touch(kind, [name for name in sources if tier.has(kind, name)])
-                new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
-                if parts.get(kind):
-                    with suppress(torch.OutOfMemoryError):
-                        self._put(tier, kind, parts[kind], new, may_wait=may_wait)
-        else:
-            tier.counts.num_refused += len(evicted)
+        of_kind: dict[Kind, dict[Name, Any]] = {}
+        for kind, name, source in evicted:
+            of_kind.setdefault(kind, {})[name] = source
+            if kind == STATES:
+                self.layout.see_states(source)
+        parts = self.layout.parts()
+        if self._disk is not None and parts.get(BLOCKS):
+            self._add_what_is_before(tier, of_kind)
+        for kind, sources in of_kind.items():
+            tier.touch(kind, [name for name in sources if tier.has(kind, name)])
+            new = {name: source for name, source in sources.items() if not tier.has(kind, name)}
+            names, of_kind_parts = list(new), parts.get(kind) or []
+            step = max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in of_kind_parts)))
+            with suppress(torch.OutOfMemoryError):
+                for start in range(0, len(names) if of_kind_parts else 0, step):
+                    some = names[start : start + step]
+                    rows = self.layout.rows_of(kind, [new[name] for name in some])
+                    tier.put(kind, of_kind_parts, some, rows, may_wait=may_wait)
         del self._evicted[: len(evicted)]
 
     def _add_what_is_before(self, tier: Tier, of_kind: dict[Kind, dict[Name, Any]]) -> None:
         """Blocks that others may find are offloaded with those before them, without which nobody finds them."""
         sources = of_kind.setdefault(BLOCKS, {})
-        for name in [name for names in list(of_kind.values()) for name in list(names)]:
-            if not name.root:
-                continue
+        for name in [name for names in of_kind.values() for name in names if name.root]:
             parent = name.block_hash.parent
             while (found := self._allocator.hash_of_digest(parent)) is not None:
-                before = self._name(*found)
+                before = Name(*found, name.root)
                 at = self._allocator.match_prefix(found[:1], before.namespace)
                 if not at or before in sources or tier.has(BLOCKS, before):
                     break
                 sources[before] = at[0]
                 parent = found[0].parent
 
-    def _put(self, tier: Tier, kind: Kind, parts: list[Part], sources: Mapping[Name, Any], *, may_wait: bool) -> None:
-        names, step = list(sources), max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
-        for start in range(0, len(names), step):
-            chunk = names[start : start + step]
-            rows = self.layout.rows_of(kind, [sources[name] for name in chunk])
-            tier.put(kind, parts, chunk, rows, may_wait=may_wait)
-
     def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
         """See `TierLoad.load`."""
         if (store := self._store()) is None:
             return {}
-        if self._sharing is not None:
+        if self._disk is not None:
             with store.lock:
-                self._refresh()
+                self._find_files(self._disk)
                 must_settle, self._must_settle = self._must_settle, False
             if must_settle:
                 store.read_budget()
                 with store.lock:
                     store.settle_budget()
-        return TierLoad(store, self.layout, self.tiers, self.worth).load(rows)
-
-    def load_from(self, tier: Tier, row: Wanted) -> dict[int, str]:
-        """`load` of one row from a tier that is none of these, whatever it costs; no lock is held."""
-        if (store := self._store()) is None:
-            return {}
-        return TierLoad(store, self.layout, [tier], {tier.name: Worth(Rate())}).load([row])
+        return TierLoad(store, self.layout, self.tiers).load(rows)
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
         """See `TierLoad.look_up`."""
         if not self.tiers or (store := self._store()) is None:
             return None
-        self._refresh()
-        return TierLoad(store, self.layout, self.tiers, self.worth).look_up(row)
-
-    def is_telling(self, num_columns: int) -> bool:
-        """Whether a forward of so many columns shows what a block costs; that of fewer costs more than its tokens."""
-        return num_columns >= _LEAST_BLOCKS * self._allocator.block_size
-
-    def record_computed(self, stopwatch: Stopwatch, num_tokens: int, *, warms_up: bool) -> None:
-        """A forward of so many tokens has returned, and is measured; the first of a store `warms_up`."""
-        self.compute.add(stopwatch, num_tokens / self._allocator.block_size, is_rough=warms_up)
-
-    @property
-    def seconds_of_a_token(self) -> float | None:
-        """What computing a token takes in a long forward of a prompt; None: not measured yet."""
-        self.compute.settle()
-        seconds = self.compute.rough_seconds
-        return None if seconds is None else seconds / self._allocator.block_size
+        if self._disk is not None:
+            self._find_files(self._disk)
+        return TierLoad(store, self.layout, self.tiers).look_up(row)
 
     def forget_namespace(self, namespace: bytes) -> None:
         """Nobody finds any content of a namespace."""
@@ -251,10 +195,14 @@ class LowerTiers:
         for tier in self.tiers:
             tier.forget_namespace(namespace)
 
+    def forget_files(self) -> None:
+        """What was computed may have been wrong all along: other processes are not to find it. The store's lock is held."""
+        if self._disk is not None:
+            self._disk.reset()
+
     def reset(self) -> None:
         """Nobody finds any content; memory and files are given back."""
-        self._evicted = []
-        self._strangers = []
+        self._evicted, self._strangers = [], []
         for tier in self.tiers:
             tier.reset()
         self.layout.forget()
@@ -268,18 +216,10 @@ class LowerTiers:
         found = []
         for tier in self.tiers:
             num_blocks = next((number for kind in self.layout.kinds if (number := tier.num_of(kind, salt or None))), 0)
-            if salt:
-                found.append(TierStats(tier.name, num_blocks))
-                continue
-            worth, counts = self.worth[tier.name], tier.counts
-            is_worth_it = worth.is_cheaper
-            read, computed = (
-                None if rate.seconds is None else 1000 * rate.seconds for rate in (worth.read, worth.compute)
-            )
+            counts = tier.counts
             moved = (counts.num_down, counts.num_up, counts.num_dropped, counts.num_refused)
-            found.append(
-                TierStats(tier.name, num_blocks, tier.num_bytes, tier.max_bytes, *moved, read, computed, is_worth_it)
-            )
+            of_all = () if salt else (tier.num_bytes, tier.max_bytes, *moved)
+            found.append(TierStats(tier.name, num_blocks, *of_all))
         return tuple(found)
 
     def check(self) -> None:

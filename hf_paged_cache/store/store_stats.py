@@ -63,7 +63,6 @@ def stats_of(
         snapshot_bytes=num_snapshots * store.states.rules.num_bytes,
         static_bytes=None if salt else static.num_bytes,
         num_graphs=None if salt else static.num_graphs,
-        saved_seconds=None if salt or (price := store.tiers.seconds_of_a_token) is None else num_saved * price,
         tiers=store.tiers.stats(salt),
         hit_rate_with_twice=None if salt else num_hit / max(1, of_all.num_queried_tokens),
         computed_because=tuple(totals.computed_because.most_common()),

@@ -6,7 +6,8 @@ A block that is loaded is committed under its hash like any other; whatever hold
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, islice
 from threading import RLock
 from typing import NamedTuple, Protocol
@@ -20,7 +21,6 @@ from ..blocks import (
     Group,
     HashChain,
     PrefixCachingBlockAllocator,
-    WindowBlocks,
     resumable_where,
 )
 from ..blocks.allocation import Resumption
@@ -29,10 +29,8 @@ from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import BlockPool
 from ..kv.contents import states_of_row, to_device, write_blocks
-from ..kv.stopwatch import Stopwatch
-from ..tiers.base import BLOCKS, STATES, Hold, Kind, Name, Tier
+from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
 from ..tiers.host import HostTier
-from ..tiers.read_or_compute import Worth
 from .content_layout import ContentLayout
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
@@ -92,13 +90,12 @@ class _Prefix(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Contents that a tier has, as many as are copied at once."""
+    """Contents of a prefix that a tier has, as many as are copied at once."""
 
     tier: Tier
     kind: Kind
     names: list[Name]  # as they lie there
     rows: list[list[Tensor]] | None = None  # None: read with the lock held, for the device alone reads them
-    seconds: float = 0.0  # that it took to read them
 
 
 class TierLoad:
@@ -108,62 +105,47 @@ class TierLoad:
         store: whose pool it is.
         layout: of contents.
         tiers: from the nearest to the furthest.
-        worth: of each tier, by name.
     """
 
-    def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier], worth: Mapping[str, Worth]) -> None:
-        self._store = store
+    def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier]) -> None:
+        self._store, self._layout, self._tiers = store, layout, tiers
         self._allocator = store.allocator
-        self._layout = layout
-        self._tiers = tiers
-        self._worth = worth
-
-    @property
-    def _windows(self) -> list[WindowBlocks]:
-        return self._store.windows.groups  # others while no lock was held
 
     def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
-        """Have the blocks cached that these rows begin with, as far as a tier has them, it pays, and there is room.
-
-        A prefix that several rows have is loaded once. No lock is held while
-        files are read.
+        """Have the blocks cached that these rows begin with, as far as a tier has them and there is room; rows with one prefix find it
+        when the first has it. No lock is held while files are read.
 
         Returns:
             block id -> name of the tier that it came from.
         """
-        with self._store.lock:
-            tiers = [tier for tier in self._tiers if self._has_any(tier) and self._worth[tier.name].is_worth_it()]
-            prefixes = [prefix for row in rows if (prefix := self._missing(row, tiers)) is not None]
-            found, holds = self._where(prefixes, tiers)
-        if not prefixes:
-            return {}
-        found = [self._read(each) for each in found]
-        try:
+        loaded: dict[int, str] = {}
+        for row in rows:
             with self._store.lock:
-                return self._take_in(prefixes, found)
-        except torch.OutOfMemoryError:  # not even for what is copied at once: the prompt is computed
-            return {}
-        finally:
+                prefix = self._missing(row)
+                found, holds = ([], []) if prefix is None else self._where(prefix)
+            if prefix is not None:
+                found = [self._read(each) for each in found]
+                # where there is no memory, not even for what is copied at once, the prompt is computed
+                with suppress(torch.OutOfMemoryError, OutOfBlocksError), self._store.lock:
+                    loaded |= self._take_in(prefix, found)
             del holds
+        return loaded
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
-        """Of a row's leading tokens, how many would be known if all were loaded that pays, and from which tier the furthest of it.
+        """Of a row's leading tokens, how many would be known if all were loaded, and from which tier the furthest of it.
 
         Effects: none. None where tiers have no more than is cached.
         """
-        tiers = [tier for tier in self._tiers if self._has_any(tier) and self._worth[tier.name].is_cheaper]
-        prefix = self._missing(row, tiers)
+        prefix, tiers = self._missing(row), self._tiers
         if prefix is None:
             return None
         names = [(kind, prefix.name(index)) for kind, index in prefix.missing]
         at = max((next(n for n, tier in enumerate(tiers) if tier.has(*content)) for content in names), default=None)
         return len(prefix.hashes) * self._allocator.block_size, None if at is None else tiers[at].name
 
-    def _has_any(self, tier: Tier) -> bool:
-        return any(tier.num_of(kind) for kind in self._layout.kinds)
-
-    def _missing(self, row: Wanted, tiers: Sequence[Tier]) -> _Prefix | None:
+    def _missing(self, row: Wanted) -> _Prefix | None:
         """What tiers have of a row's prefix, beyond what is cached; None where they have no more."""
+        tiers = [tier for tier in self._tiers if any(tier.num_of(kind) for kind in self._layout.kinds)]
         if not tiers or (self._store.windows.layers and not self._store.pool.layer_indices):
             return None
         size = self._allocator.block_size
@@ -219,77 +201,58 @@ class TierLoad:
             missing += [(BLOCKS, index) for index, at in enumerate(ids[:end]) if at is None]
         return _Prefix(known[:end], namespace, ids[:end], missing)
 
-    def _where(self, prefixes: Sequence[_Prefix], tiers: Sequence[Tier]) -> tuple[list[_Found], list[Hold]]:
+    def _where(self, prefix: _Prefix) -> tuple[list[_Found], list[object]]:
         """In which tier each content is, once; and what keeps them there meanwhile."""
-        wanted: dict[Kind, dict[Name, None]] = {}
-        for prefix in prefixes:
-            for kind, index in prefix.missing:
-                wanted.setdefault(kind, {})[prefix.name(index)] = None
         found: list[_Found] = []
-        holds: list[Hold] = []
-        for kind, names in wanted.items():
-            for tier in tiers:
+        holds: list[object] = []
+        for kind in dict.fromkeys(kind for kind, _ in prefix.missing):
+            names = [prefix.name(index) for of_kind, index in prefix.missing if of_kind == kind]
+            for tier in self._tiers:
                 here, parts = tier.in_order(kind, names), tier.parts_of(kind)
                 if here and self._layout.is_now(kind, parts):
                     step = max(1, _MOST_STAGED_BYTES // sum(part.num_bytes for part in parts))
                     found += [_Found(tier, kind, here[at : at + step]) for at in range(0, len(here), step)]
                     holds.append(tier.hold(kind, here))
-                    for name in here:
-                        del names[name]
+                    names = [name for name in names if not tier.has(kind, name)]
         return found, holds
 
     def _read(self, found: _Found) -> _Found:
         """Read files. Contents in memory stay where they are."""
         if isinstance(found.tier, HostTier):
             return found
-        stopwatch = Stopwatch(())
         try:
-            rows = found.tier.load(found.kind, found.names)
+            return found._replace(rows=found.tier.load(found.kind, found.names))
         except OSError as error:
             logger.warning("PagedPrefixCache: blocks could not be read back, and are computed: %s", error)
             return found._replace(names=[], rows=[])
-        stopwatch.stop()
-        return found._replace(rows=rows, seconds=stopwatch.seconds() or 0.0)
 
-    def _take_in(self, prefixes: Sequence[_Prefix], found: Sequence[_Found]) -> dict[int, str]:
-        """Take blocks for what was found, as far as they can be had, let them hold it, and commit them.
-
-        What was loaded for one row is held until all have theirs.
-        """
+    def _take_in(self, prefix: _Prefix, found: Sequence[_Found]) -> dict[int, str]:
+        """Take blocks for what was found, as far as they can be had now, let them hold it, and commit them."""
         has = {(each.kind, name) for each in found for name in each.names if each.tier.has(each.kind, name)}
-        loaded: dict[int, str] = {}
-        held: list[Allocation] = []
         self._store.pool.join_streams()
-        try:
-            for prefix in prefixes:
-                now = self._available(prefix, has)
-                if not now.is_cached and self._make_room(now):
-                    held.append(self._allocator.allocate(namespace=prefix.namespace))
-                    loaded |= self._load_into(held[-1], now, found)
-        except OutOfBlocksError:  # there was no memory for so many
-            pass
-        finally:
-            groups = self._windows
-            with Changing(groups):
-                for allocation in held:
-                    block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
-                    allocation.free()
-                    for group in groups:
-                        group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
-        return loaded
-
-    def _available(self, prefix: _Prefix, has: Collection[tuple[Kind, Name]]) -> _Prefix:
-        """How much of a prefix can be had now."""
         hashes, most = prefix.hashes, self._store.num_obtainable_blocks()
-        return self._reach(
+        now = self._reach(
             lambda start: hashes[start:], prefix.namespace, len(hashes), lambda *content: content in has, most
         )
+        if now.is_cached or not self._make_room(now):
+            return {}
+        allocation, groups = self._allocator.allocate(namespace=prefix.namespace), self._store.windows.groups
+        try:
+            return self._load_into(allocation, now, found)
+        finally:
+            with Changing(groups):
+                block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
+                allocation.free()
+                for group in groups:
+                    group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
 
     def _make_room(self, prefix: _Prefix) -> bool:
         """Have memory for what a prefix needs beside what is cached; whether all of it can be had."""
         num_lacking = Counter(kind for kind, _ in prefix.missing)
-        self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.name] for group in self._windows)]))
-        for group in self._windows:
+        self._store.make_room(
+            max([prefix.ids.count(None), *(num_lacking[group.name] for group in self._store.windows.groups)])
+        )
+        for group in self._store.windows.groups:
             ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * self._allocator.block_size)]
             held = [at for at in ids if at is not None and at in group.places]
             num_needed = group.num_to_take(held) + num_lacking[group.name]
@@ -302,7 +265,7 @@ class TierLoad:
 
         Interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
         """
-        allocator, groups = self._allocator, self._windows
+        allocator, groups = self._allocator, self._store.windows.groups
         with Changing(groups):
             allocator.allocate_immutable(allocation, prefix.hashes)  # holds what is cached before it takes others
             block_ids = allocation.block_ids
@@ -332,12 +295,11 @@ class TierLoad:
     def _fill(self, found: Sequence[_Found], targets: Mapping[tuple[Kind, Name], int]) -> dict[tuple[Kind, Name], str]:
         """Copy contents into blocks and window blocks, or keep a snapshot; says from which tier each came."""
         tier_of: dict[tuple[Kind, Name], str] = {}
-        for tier, kind, all_names, read, seconds in found:
+        for tier, kind, all_names, read in found:
             at = [index for index, name in enumerate(all_names) if (kind, name) in targets]
             if not at:
                 continue
             names, parts = [all_names[index] for index in at], tier.parts_of(kind)
-            stopwatch = Stopwatch(part.device for part in parts)
             if read is None:
                 read = tier.load(kind, names)
             elif len(at) < len(all_names):
@@ -349,9 +311,6 @@ class TierLoad:
             else:
                 for part, fragments in zip(parts, read, strict=True):
                     write_blocks(self._store.pool, part, ids, to_device(part, fragments))
-            stopwatch.stop()
             tier.touch(kind, names)
-            if kind == BLOCKS or (kind != STATES and not self._layout.has_tensors):
-                self._worth[tier.name].read.add(stopwatch, len(names), seconds)
             tier_of.update({(kind, name): tier.name for name in names})
         return tier_of

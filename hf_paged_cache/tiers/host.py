@@ -5,17 +5,17 @@ with the host's own instructions asks whether it has arrived.
 """
 
 import logging
-from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from ..errors import BlockStateError
-from ..kv.contents import Part, new_rows, runs
-from ..kv.stopwatch import events_on
-from .base import Kind, Name, Rows, Shelf, Tier
+from ..kv.contents import Part, events_on, new_rows, runs
+from .base import Kind, Name, Rows, Tier
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -46,19 +46,29 @@ class _Place(NamedTuple):
         return all(event.query() for event in self.arrival)
 
 
-class _HostShelf(Shelf[_Place]):
-    """Slots of one size, in slabs that are taken as they are needed.
+class Hold:
+    """Contents that keep their places as long as this object lives: who holds them may be interrupted anywhere."""
+
+    def __init__(self, names: Iterable[Name]) -> None:
+        self.digests = {name.digest for name in names}
+
+
+class _Shelf:
+    """The contents of one kind, the least recently used first, in slots of one size; slabs of these are taken as they are needed.
 
     Args:
+        parts: what a row is made of.
         max_bytes: of all slabs.
     """
 
     def __init__(self, parts: Sequence[Part], max_bytes: int) -> None:
-        super().__init__(parts)
+        self.parts = tuple(parts)
         self.row_bytes = sum(part.num_bytes for part in parts)
         self.max_bytes = max_bytes
+        self.entries: OrderedDict[bytes, tuple[Name, _Place]] = OrderedDict()
+        self.free: deque[int] = deque()  # slots, in the order in which they are taken
+        self.holds: WeakSet[Hold] = WeakSet()
         self._slabs: list[_Slab] = []
-        self.free: deque[int] = deque()  # in the order in which they are taken
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +107,7 @@ class _HostShelf(Shelf[_Place]):
 
     def derive(self) -> None:
         """What is free."""
-        used = {place.position for _, place in self}
+        used = {place.position for _, place in self.entries.values()}
         self.free = deque(slot for slot in self._slots() if slot not in used)
 
     def rows_at(self, part: int, slot: int, num_slots: int) -> Tensor:
@@ -106,7 +116,7 @@ class _HostShelf(Shelf[_Place]):
         return slab.rows[part][slot - slab.first : slot - slab.first + num_slots]
 
     def check(self) -> None:
-        used, slots = [place.position for _, place in self], self._slots()
+        used, slots = [place.position for _, place in self.entries.values()], self._slots()
         if sorted([*used, *self.free]) != slots:
             raise BlockStateError(
                 f"slots must be free or have one content: {used} used, {list(self.free)} free of {slots}"
@@ -124,13 +134,11 @@ class HostTier(Tier):
     """
 
     name = "host"
-    max_bytes: int
 
     def __init__(self, max_bytes: int, below: Tier | None = None) -> None:
-        super().__init__()
-        self.max_bytes = max_bytes
+        super().__init__(max_bytes)
         self._below = below
-        self._shelves: dict[Kind, _HostShelf] = {}
+        self._shelves: dict[Kind, _Shelf] = {}
 
     def __repr__(self) -> str:
         return f"HostTier({self.num_bytes} of {self.max_bytes} bytes)"
@@ -146,13 +154,20 @@ class HostTier(Tier):
         self._shelves = {
             kind: kept[kind]
             if kind in kept and kept[kind].parts == made
-            else _HostShelf(made, int(self.max_bytes * shares[kind]))
+            else _Shelf(made, int(self.max_bytes * shares[kind]))
             for kind, made in layout.items()
         }
 
-    def _derive(self) -> None:
-        for shelf in self._shelves.values():
-            shelf.derive()
+    def entries(self, kind: Kind) -> Mapping[bytes, tuple[Name, _Place]]:
+        return self._shelves[kind].entries if kind in self._shelves else {}
+
+    def parts_of(self, kind: Kind) -> tuple[Part, ...]:
+        return self._shelves[kind].parts if kind in self._shelves else ()
+
+    def hold(self, kind: Kind, names: Iterable[Name]) -> object:
+        hold = Hold(names)
+        self._shelves[kind].holds.add(hold)
+        return hold
 
     @property
     def num_bytes(self) -> int:
@@ -160,7 +175,8 @@ class HostTier(Tier):
 
     def touch(self, kind: Kind, names: Iterable[Name]) -> None:
         for name in names:
-            self._shelf(kind).touch(name)
+            if self.has(kind, name):
+                self._shelves[kind].entries.move_to_end(name.digest)
 
     def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool) -> None:
         shelf = self._shelves.get(kind)
@@ -168,8 +184,8 @@ class HostTier(Tier):
             self._pass_on(kind, parts, names, rows, may_wait)
             return
         self.touch(kind, names)
-        new = [index for index, name in enumerate(names) if not shelf.has_digest(name)]
-        with self._changing():
+        new = [index for index, name in enumerate(names) if name.digest not in shelf.entries]
+        try:
             slots = self._take(kind, shelf, len(new), may_wait=may_wait)
             indices = new[len(new) - len(slots) :]  # those that were used last
             for number, of_part in enumerate(rows):
@@ -180,7 +196,10 @@ class HostTier(Tier):
                         target.copy_(of_part[indices[at] : indices[at] + count], non_blocking=True)
             arrival = events_on(part.device for part in parts)
             for index, slot in zip(indices, slots, strict=True):
-                shelf.add(names[index], _Place(slot, arrival))
+                shelf.entries[names[index].digest] = names[index], _Place(slot, arrival)
+        except BaseException:  # such as an interrupt: no slot is lost
+            shelf.derive()
+            raise
         self.counts.num_down += len(slots)
         if refused := new[: len(new) - len(slots)]:
             self._pass_on(kind, parts, [names[index] for index in refused], [each[refused] for each in rows], may_wait)
@@ -191,27 +210,29 @@ class HostTier(Tier):
         if self._below is not None:
             self._below.put(kind, parts, names, rows, may_wait=may_wait)
 
-    def _take(self, kind: Kind, shelf: _HostShelf, number: int, *, may_wait: bool) -> list[int]:
+    def _take(self, kind: Kind, shelf: _Shelf, number: int, *, may_wait: bool) -> list[int]:
         """Up to so many slots; what was used least goes for them, but for what is held."""
         slots: list[int] = []
         held: set[bytes] | None = None
         while len(slots) < number:
             slot = shelf.take()
             if slot is None:
-                held = shelf.held() if held is None else held
-                oldest = shelf.oldest(held)
+                if held is None:
+                    held = {digest for hold in shelf.holds for digest in hold.digests}
+                oldest = next((entry for digest, entry in shelf.entries.items() if digest not in held), None)
                 if oldest is None:
                     break
-                self._send_below(kind, shelf, oldest, may_wait=may_wait)
+                self._send_below(kind, shelf, *oldest, may_wait=may_wait)
                 self.counts.num_dropped += 1
-                slot = shelf.remove(oldest).position
+                slot = oldest[1].position
+                del shelf.entries[oldest[0].digest]
             slots.append(slot)
         return sorted(slots)
 
-    def _send_below(self, kind: Kind, shelf: _HostShelf, name: Name, *, may_wait: bool) -> None:
+    def _send_below(self, kind: Kind, shelf: _Shelf, name: Name, place: _Place, *, may_wait: bool) -> None:
         """The tier below copies a content before its slot is written anew; one that has not arrived is waited for, or is lost."""
-        below, place = self._below, shelf.get(name)
-        if below is None or place is None:
+        below = self._below
+        if below is None:
             return
         if below.has(kind, name):
             below.touch(kind, (name,))
@@ -227,26 +248,24 @@ class HostTier(Tier):
     def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
         """Of each part, rows in the order of the names, where they lie: to be copied from, by the device alone."""
         shelf = self._shelves[kind]
-        slots = [place.position for name in names if (place := shelf.get(name)) is not None]  # all are held
+        slots = [shelf.entries[name.digest][1].position for name in names]  # all are held
         self.counts.num_up += len(names)
         return [
             [shelf.rows_at(number, slots[start], length) for start, length in runs(slots)]
             for number in range(len(shelf.parts))
         ]
 
-    def forget(self, names: Collection[Name]) -> None:
-        with self._changing():
-            for shelf in self._shelves.values():
-                for name in names:
-                    if shelf.get(name) is not None:
-                        shelf.free.append(shelf.remove(name).position)
+    def forget_namespace(self, namespace: bytes) -> None:
+        for shelf in self._shelves.values():
+            for digest in [digest for digest, (name, _) in shelf.entries.items() if name.namespace == namespace]:
+                del shelf.entries[digest]
+            shelf.derive()
 
     def reset(self) -> None:
         self._shelves = {}
 
     def check(self) -> None:
         """Prove that each slot is free or has one content, and that budgets are kept, or raise BlockStateError."""
-        self._settle()
         for shelf in self._shelves.values():
             shelf.check()
         if self.num_bytes > self.max_bytes:

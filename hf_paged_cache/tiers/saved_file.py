@@ -1,16 +1,14 @@
-"""Owns the format of a file of saved blocks: how it is written, and what is checked before anything of it is used.
+"""Owns the format of a file of blocks, which `save` and the disk tier write: its bytes, and what is checked before any of it is used.
 
 A file is in the safetensors format: for each kind of content, and each part of it, one tensor of bytes, [N, bytes of a row], a row
-for each block. Its header says what the rows are: see `SavedFile`. A file is whole as soon as it has its name, and no other file
-ever gets this name.
+for each block. Its manifest, JSON in the metadata, says what the rows are: see `SavedFile`.
 """
 
-import contextlib
 import hashlib
 import json
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
@@ -18,23 +16,19 @@ from uuid import uuid4
 import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
-from ..blocks.arguments import OWNERS_ALONE
-from ..blocks.hashing import TOKEN_BYTES, BlockHash, digest_behind, tokens_of
+from ..blocks.hashing import BlockHash, bytes_of, digest_behind, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
-from ..kv.contents import Part, Piece
+from ..kv.contents import Part, laid_out, runs
 from ..kv.states import StateKey
-from .base import STATES, Kind
+from .base import BLOCKS, STATES, Kind
 
-VERSION = 1
-SUFFIX = ".safetensors"
-_OWN_NAME = re.compile(r"[0-9a-f]{32}(-[0-9a-f]{8})?\.safetensors")
-_FORMAT = "hf_paged_cache blocks"
-ROWS_DAMAGED = "blocks are not what was written"
-_MANIFEST, _CHECKSUM = "manifest", "xxh3_128"
+VERSION = 2
+_OWN_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
+_FORMAT, _MANIFEST, _CHECKSUM = "hf_paged_cache blocks", "manifest", "xxh3_128"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
 
 
@@ -42,18 +36,14 @@ class DamagedFileError(SavedBlocksError):
     """Raised for a file that one of us has written, and that is no longer what was written."""
 
 
-class ModelFacts(Protocol):
-    """A model, told so that it means the same everywhere."""
+class Identity(Protocol):
+    """A model, told so that it means the same everywhere; see `ModelIdentity`."""
 
     @property
     def facts(self) -> Mapping[str, str]: ...
 
     @property
     def settings(self) -> Mapping[str, str]: ...
-
-
-class Identity(ModelFacts, Protocol):
-    """See `ModelIdentity`."""
 
     @property
     def digest(self) -> bytes: ...
@@ -74,7 +64,7 @@ class SavedContents(NamedTuple):
     kind: Kind
     parts: tuple[Part, ...]
     blocks: tuple[int, ...]
-    checksums: tuple[tuple[str, ...], ...]
+    checksums: tuple[tuple[str, ...], ...] = ()
 
 
 class SavedFile(NamedTuple):
@@ -111,53 +101,45 @@ def facts_digest(facts: Mapping[str, str]) -> bytes:
 
 def new_path(folder: Path) -> Path:
     """Of a file that is not there yet."""
-    return folder / f"{uuid4().hex}{SUFFIX}"
+    return folder / f"{uuid4().hex}.safetensors"
 
 
-def write_saved_file(
-    file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]], mode: int = OWNERS_ALONE, *, outlives: bool = True
-) -> SavedFile:
-    """Write a file whole, or not at all.
+def saved_paths(folder: Path) -> list[Path]:
+    """Files that may hold saved blocks, in the order of their names."""
+    return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" and not path.name.startswith("."))
+
+
+def encoded(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> tuple[SavedFile, bytes]:
+    """A file with checksums and size, and its bytes.
 
     Args:
-        file: what it says; checksums and size are not looked at.
+        file: what it says.
         rows: kind -> of each part, [N, bytes].
-        mode: its permissions, whatever the umask is.
-        outlives: it is for other processes, and must be whole after a power cut, too.
-
-    Returns:
-        The same with checksums and size.
-
-    Raises:
-        OSError: the disk is full, or the folder cannot be written; nothing is left of it.
     """
     tensors: dict[str, Tensor] = {}
     contents = []
     for content in file.contents:
         of_parts = [part_rows.cpu().contiguous() for part_rows in rows[content.kind]]
-        tensors |= {_tensor(content.kind, number): part_rows for number, part_rows in enumerate(of_parts)}
+        tensors |= {f"{content.kind}.{number}": part_rows for number, part_rows in enumerate(of_parts)}
         checksums = tuple(tuple(_checksum(row) for row in part_rows) for part_rows in of_parts)
         contents.append(content._replace(checksums=checksums))
-    file = file._replace(contents=tuple(contents))
-    manifest = json.dumps(_manifest(file))
-    metadata = {"format": _FORMAT, _MANIFEST: manifest, _CHECKSUM: xxhash.xxh3_128_hexdigest(manifest.encode())}
-    unfinished = file.path.with_name(f".{uuid4().hex}.unfinished")
-    try:
-        os.close(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-        try:
-            save_file(tensors, unfinished, metadata)
-        except SafetensorError as error:
-            raise OSError(f"{unfinished} could not be written: {error}") from error
-        os.chmod(unfinished, mode)
-        if outlives:
-            with open(unfinished, "rb") as written:
-                os.fsync(written.fileno())
-        os.replace(unfinished, file.path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise
-    return file._replace(num_bytes=file.path.stat().st_size)
+    manifest = json.dumps(
+        {
+            "version": VERSION,
+            "block_size": file.block_size,
+            "model": {"facts": dict(file.facts), "settings": dict(file.settings)},
+            "roots": [[root.regime.hex(), *root[3:]] for root in file.roots],
+            "blocks": [[block.parent.hex(), [*tokens_of(block.token_bytes)]] for block in file.blocks],
+            "contents": [[each.kind, [*map(_pieces, each.parts)], each.blocks, each.checksums] for each in contents],
+        }
+    )
+    checksum = xxhash.xxh3_128_hexdigest(manifest.encode())
+    data = save(tensors, {"format": _FORMAT, _MANIFEST: manifest, _CHECKSUM: checksum})
+    return file._replace(num_bytes=len(data), contents=tuple(contents)), data
+
+
+def _pieces(part: Part) -> list[Any]:
+    return [[piece.key, piece.shape, str(piece.dtype).removeprefix("torch.")] for piece in part.pieces]
 
 
 def read_saved_file(path: Path) -> SavedFile:
@@ -172,26 +154,58 @@ def read_saved_file(path: Path) -> SavedFile:
         with _opened(path) as opened:
             metadata = opened.metadata() or {}
             if metadata.get("format") != _FORMAT:
-                is_ours = _OWN_NAME.fullmatch(path.name) and {_MANIFEST, _CHECKSUM} & metadata.keys()
-                kind = DamagedFileError if is_ours else SavedBlocksError
-                raise kind(f"{path} {'is damaged: it says that it ' if is_ours else ''}holds no saved blocks")
-            manifest = metadata.get(_MANIFEST, "")
-            if xxhash.xxh3_128_hexdigest(manifest.encode()) != metadata.get(_CHECKSUM):
-                raise DamagedFileError(f"{path} is damaged: its header is not what was written")
-            file = _of_json(path, num_bytes, json.loads(manifest))
+                raise ValueError("it does not say that it holds blocks")
+            manifest = metadata[_MANIFEST]
+            if xxhash.xxh3_128_hexdigest(manifest.encode()) != metadata[_CHECKSUM]:
+                raise ValueError("its header is not what was written")
+            said = json.loads(manifest)
+            if said["version"] != VERSION:
+                raise SavedBlocksError(
+                    f"{path.parent} has files of version {said['version']} of the format, and this is version {VERSION}: read them "
+                    "with the hf_paged_cache that has written them, or save the blocks again, into another folder"
+                )
+            file = _decoded(path, num_bytes, said)
             for content in file.contents:
                 for number, part in enumerate(content.parts):
-                    held = opened.get_slice(_tensor(content.kind, number))
+                    held = opened.get_slice(f"{content.kind}.{number}")
                     if held.get_dtype() != "U8" or held.get_shape() != [len(content.blocks), part.num_bytes]:
-                        raise DamagedFileError(f"{path} is damaged: a tensor has another shape than its header says")
-    except SavedBlocksError:
-        raise
-    except (SafetensorError, ArithmeticError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+                        raise ValueError("a tensor has another shape than its header says")
+    except (SafetensorError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
         if not path.exists():
             raise FileNotFoundError(f"{path} has gone") from error
-        kind = DamagedFileError if _OWN_NAME.fullmatch(path.name) else SavedBlocksError
-        raise kind(f"{path} is damaged, or no file of saved blocks: {error}") from error
+        if _OWN_NAME.fullmatch(path.name):
+            raise DamagedFileError(f"{path} is damaged: {error}") from error
+        raise SavedBlocksError(f"{path} holds no saved blocks, or is damaged: {error}") from error
     return file
+
+
+def _decoded(path: Path, num_bytes: int, said: Any) -> SavedFile:
+    """A manifest, read. Whatever is not as `encoded` writes it raises, of some kind."""
+    block_size = said["block_size"]
+    facts, settings = ({str(k): str(v) for k, v in said["model"][name].items()} for name in ("facts", "settings"))
+    digest, blocks, contents = facts_digest(facts), [], []
+    roots = [RootFacts(digest, b"", bytes.fromhex(regime), *of_row) for regime, *of_row in said["roots"]]
+    for parent_hex, tokens in said["blocks"]:
+        parent, token_bytes = bytes.fromhex(parent_hex), bytes_of(array("q", tokens))
+        blocks.append(BlockHash(digest_behind(parent, token_bytes), token_bytes, parent))
+        if len(tokens) != block_size:
+            raise ValueError("a block has another size than the others")
+    for kind, parts, numbers, checksums in said["contents"]:
+        of_kind = tuple(_part(kind, pieces) for pieces in parts)
+        contents.append(SavedContents(kind, of_kind, tuple(numbers), tuple(map(tuple, checksums))))
+        if [*map(len, checksums)] != [len(numbers)] * len(parts) or not all(0 <= at < len(blocks) for at in numbers):
+            raise ValueError("its header contradicts itself")
+    return SavedFile(path, num_bytes, block_size, facts, settings, tuple(roots), tuple(blocks), tuple(contents))
+
+
+def _part(kind: Kind, pieces: Any) -> Part:
+    of_window, cpu = kind not in (BLOCKS, STATES), torch.device("cpu")
+    shapes = [
+        (StateKey(*key) if kind == STATES else (int(key[0]), str(key[1])), cpu, tuple(map(int, shape)), _DTYPES[dtype])
+        for key, shape, dtype in pieces
+    ]
+    (part,) = laid_out("window" if of_window else kind, kind if of_window else None, shapes)  # type: ignore[arg-type]
+    return part
 
 
 def _opened(path: Path) -> Any:
@@ -202,172 +216,34 @@ def _opened(path: Path) -> Any:
         raise OSError(f"{path} cannot be read: {error}") from error
 
 
-def read_rows(file: SavedFile, kind: Kind, rows: Sequence[tuple[int, int]]) -> list[list[Tensor]]:
-    """Of each part of a kind, the rows `[first, first + number)` for each (first, number), as so many tensors of the host.
+def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
+    """Of each part of a kind, these rows: [N, bytes] of the host.
 
     Raises:
-        SavedBlocksError: a row is not what was written.
+        DamagedFileError: a row is not what was written.
         OSError: the file is not there any more, or cannot be read.
     """
-    loaded, damaged = _read(file, kind, rows)
-    if damaged:
-        raise DamagedFileError(f"{file.path} is damaged: {ROWS_DAMAGED}")
-    return loaded
-
-
-def read_whole_rows(file: SavedFile, kind: Kind) -> tuple[list[int], list[Tensor]]:
-    """Which rows of a kind are what was written, and these, of each part.
-
-    Raises:
-        SavedBlocksError: nothing can be read any more.
-        OSError: the file is not there any more, or cannot be read.
-    """
-    number = len(file.content(kind).blocks)
-    loaded, damaged = _read(file, kind, [(0, number)])
-    whole = [row for row in range(number) if row not in damaged]
-    return whole, [rows[whole] if damaged else rows for (rows,) in loaded]
-
-
-def _read(file: SavedFile, kind: Kind, rows: Sequence[tuple[int, int]]) -> tuple[list[list[Tensor]], set[int]]:
-    """The rows, and the numbers of those that are not what was written."""
-    loaded, damaged = [], set()
+    loaded = []
     try:
         with torch.device("cpu"), _opened(file.path) as opened:  # what is read would go to torch's default device
             for number, checksums in enumerate(file.content(kind).checksums):
-                held = opened.get_slice(_tensor(kind, number))
-                loaded.append([held[first : first + length] for first, length in rows])
-                for fragment, (first, _) in zip(loaded[-1], rows, strict=True):
-                    damaged |= {at for at, row in enumerate(fragment, first) if _checksum(row) != checksums[at]}
+                held = opened.get_slice(f"{kind}.{number}")
+                stretches = [held[rows[start] : rows[start] + length] for start, length in runs(rows)]
+                loaded.append(stretches[0] if len(stretches) == 1 else torch.cat(stretches))
+                if any(_checksum(row) != checksums[at] for row, at in zip(loaded[-1], rows, strict=True)):
+                    raise DamagedFileError(f"{file.path} is damaged: blocks are not what was written")
     except SafetensorError as error:
         if not file.path.exists():
             raise FileNotFoundError(f"{file.path} has gone") from error
         raise DamagedFileError(f"{file.path} is damaged: {error}") from error
-    return loaded, damaged
+    return loaded
 
 
-def saved_paths(folder: Path) -> list[Path]:
-    """Files that may hold saved blocks, in the order of their names."""
-    return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX and not path.name.startswith("."))
-
-
-def remove_unfinished(folder: Path) -> None:
-    """What processes have left that died while they wrote."""
-    for path in folder.glob(".*.unfinished"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+def read_to_the_end(file: SavedFile) -> None:
+    """Read all rows of a file; raises as `read_rows` does."""
+    for content in file.contents:
+        read_rows(file, content.kind, range(len(content.blocks)))
 
 
 def _checksum(row: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(row.numpy().data)
-
-
-def _tensor(kind: Kind, part: int) -> str:
-    return f"{kind}.{part}"
-
-
-def _manifest(file: SavedFile) -> dict[str, Any]:
-    model = {"facts": dict(file.facts), "settings": dict(file.settings)}
-    blocks = [
-        {"digest": each.digest.hex(), "parent": each.parent.hex(), "tokens": [*tokens_of(each.token_bytes)]}
-        for each in file.blocks
-    ]
-    held = {
-        "roots": [_root_as_json(each) for each in file.roots],
-        "blocks": blocks,
-        "contents": _as_json(file.contents),
-    }
-    return {"version": VERSION, "block_size": file.block_size, "model": model, **held}
-
-
-def _root_as_json(root: RootFacts) -> dict[str, Any]:
-    of_row = {name: getattr(root, name) for name in ("adapter", "counted_from", "first_position")}
-    return {"digest": root.root().hex(), "regime": root.regime.hex(), **of_row}
-
-
-def _as_json(value: Any) -> Any:
-    """Tuples with names become objects, all others lists."""
-    match value:
-        case torch.dtype():
-            return str(value).removeprefix("torch.")
-        case SavedContents() | Part() | Piece():
-            return {name: _as_json(each) for name, each in value._asdict().items() if name != "device"}
-        case tuple():
-            return [_as_json(each) for each in value]
-    return value
-
-
-def _of_json(path: Path, num_bytes: int, said: Any) -> SavedFile:
-    """The same from JSON. Whatever is not as `_manifest` writes it raises, of some kind."""
-    if said["version"] != VERSION:
-        raise SavedBlocksError(
-            f"{path} is of version {said['version']} of the format, and this is version {VERSION}: read it with the "
-            "hf_paged_cache that has written it, or save the blocks again"
-        )
-    block_size = _count(said["block_size"], at_least=1)
-    facts, settings = (_texts(said["model"][name]) for name in ("facts", "settings"))
-    roots = tuple(_root(path, facts, root) for root in said["roots"])
-    blocks = tuple(_block(path, block_size, block) for block in said["blocks"])
-    contents = tuple(_contents(path, len(blocks), content) for content in said["contents"])
-    if len({content.kind for content in contents}) < len(contents):
-        raise DamagedFileError(f"{path} is damaged: it holds a kind of content twice")
-    return SavedFile(path, num_bytes, block_size, facts, settings, roots, blocks, contents)
-
-
-def _root(path: Path, facts: Mapping[str, str], said: Any) -> RootFacts:
-    of_row = (_count(said[name]) for name in ("counted_from", "first_position"))
-    root = RootFacts(facts_digest(facts), b"", bytes.fromhex(said["regime"]), str(said["adapter"]), *of_row)
-    if root.root().hex() != said["digest"]:
-        raise DamagedFileError(f"{path} is damaged: a root has another digest than what it stands for")
-    return root
-
-
-def _block(path: Path, block_size: int, said: Any) -> BlockHash:
-    token_bytes = b"".join(int(token).to_bytes(TOKEN_BYTES, "little", signed=True) for token in said["tokens"])
-    block = BlockHash(bytes.fromhex(said["digest"]), token_bytes, bytes.fromhex(said["parent"]))
-    if len(token_bytes) != block_size * TOKEN_BYTES or block.digest != digest_behind(block.parent, token_bytes):
-        raise DamagedFileError(f"{path} is damaged: a block has other tokens than its digest says")
-    return block
-
-
-def _contents(path: Path, num_blocks: int, said: Any) -> SavedContents:
-    kind = said["kind"] if isinstance(said["kind"], str) else _count(said["kind"], at_least=1)
-    blocks = tuple(_count(number) for number in said["blocks"])
-    checksums = tuple(tuple(map(str, of_part)) for of_part in said["checksums"])
-    content = SavedContents(kind, tuple(_parts(kind, said["parts"])), blocks, checksums)
-    is_right = len(set(blocks)) == len(blocks) and all(number < num_blocks for number in blocks)
-    is_right &= len(checksums) == len(content.parts) and all(len(of_part) == len(blocks) for of_part in checksums)
-    for part in content.parts:
-        end = 0
-        for piece in part.pieces:
-            size = torch.Size(piece.shape).numel() * piece.dtype.itemsize
-            is_right &= piece.offset >= end and piece.num_bytes == size
-            end = piece.offset + piece.num_bytes
-        is_right &= end <= part.num_bytes
-    if not is_right:
-        raise DamagedFileError(f"{path} is damaged: its header contradicts itself")
-    return content
-
-
-def _parts(kind: Kind, said: Any) -> Iterator[Part]:
-    for part in said:
-        pieces = tuple(
-            Piece(
-                StateKey(*piece["key"]) if kind == STATES else (_count(piece["key"][0]), str(piece["key"][1])),
-                _count(piece["offset"]),
-                _count(piece["num_bytes"]),
-                tuple(map(_count, piece["shape"])),
-                _DTYPES[piece["dtype"]],
-            )
-            for piece in part["pieces"]
-        )
-        yield Part(part["kind"], part["window"], torch.device("cpu"), _count(part["num_bytes"], at_least=1), pieces)
-
-
-def _count(number: Any, at_least: int = 0) -> int:
-    if not isinstance(number, int) or isinstance(number, bool) or number < at_least:
-        raise ValueError(f"{number!r} is no number of at least {at_least}")
-    return number
-
-
-def _texts(said: Any) -> dict[str, str]:
-    return {str(name): str(value) for name, value in said.items()}

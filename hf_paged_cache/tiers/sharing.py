@@ -15,31 +15,23 @@ class Origin(NamedTuple):
     root: RootFacts
 
 
-class Sharing:
-    """Of one store.
+class Sharing(NamedTuple):
+    """What one store shares.
 
-    Args:
+    Attributes:
         roots: of its rows.
-        identity_of: digest of the model, as roots have it -> what it means to others; None: nothing.
-        identities: all of those.
+        identities: what states of the model mean to others; those are left out that mean nothing.
     """
 
-    def __init__(
-        self,
-        roots: Roots,
-        identity_of: Callable[[bytes], Identity | None],
-        identities: Callable[[], Sequence[Identity]],
-    ) -> None:
-        self.identities = identities
-        self._roots = roots
-        self._identity_of = identity_of
+    roots: Roots
+    identities: Callable[[], Sequence[Identity]]
 
     def origin_of(self, root: bytes) -> Origin | None:
         """Where sequences of this root are from; None where it means nothing to others, or has a salt."""
-        facts = self._roots.facts_of(root)
-        if facts is None or facts.salt or (identity := self._identity_of(facts.digest)) is None:
+        facts = self.roots.facts_of(root)
+        if facts is None or facts.salt:
             return None
-        return Origin(identity, facts._replace(digest=identity.digest))
+        return next((Origin(model, facts) for model in self.identities() if model.digest == facts.digest), None)
 
 
 def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[bytes, BlockHash]:
@@ -50,17 +42,17 @@ def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[b
     Args:
         roots: here -> there.
     """
-    children: dict[bytes, dict[bytes, BlockHash]] = {}
-    for block in blocks:
+    children: dict[bytes, list[BlockHash]] = {}
+    for block in dict.fromkeys(blocks):
         if digest_behind(block.parent, block.token_bytes) == block.digest:
-            children.setdefault(block.parent, {})[block.digest] = block
+            children.setdefault(block.parent, []).append(block)
     found: dict[bytes, BlockHash] = {}
-    waiting = [(block, there) for here, there in roots.items() for block in children.get(here, {}).values()]
+    waiting = [(block, there) for here, there in roots.items() for block in children.get(here, ())]
     while waiting:
         block, parent = waiting.pop()
         there = digest_behind(parent, block.token_bytes)
         found[block.digest] = BlockHash(there, block.token_bytes, parent)
-        waiting += [(child, there) for child in children.get(block.digest, {}).values()]
+        waiting += [(child, there) for child in children.get(block.digest, ())]
     return found
 
 

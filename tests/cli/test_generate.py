@@ -195,8 +195,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--max-bytes", "1GB", "--num-blocks", "9"], "give --num-blocks or --max-bytes, not both"),
     (["--host-bytes", "-1"], "--host-bytes is '-1'; give a number of bytes"),
     (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
-    (["--disk-mode", "660"], "--disk-mode is 0o660 without --disk-folder"),
-    (["--disk-folder", "d", "--disk-mode", "0770"], "--disk-mode is '0770'; give permissions of files"),
     (
         ["--dtype", "int4"],
         "there is no dtype int4; give float32, bfloat16 or float16, or leave it out: a quantized model",

@@ -68,7 +68,7 @@ class Case:
         return [Slot(salt=salt and salt[1]) for salt in salts]
 
     def setup(self) -> str:
-        lines = [self.model, f"store = PrefixStore(model, {self.store})", "always_worth_it(store)"]
+        lines = [self.model, f"store = PrefixStore(model, {self.store})"]
         for i, options in enumerate(self.caches):
             lines += [f"c{i} = PagedPrefixCache(store, {options})", f"r{i} = {FRESH}"]
         return "\n".join(lines)

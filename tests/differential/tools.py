@@ -15,7 +15,6 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 from tests.conformance.image_zoo import prompt as prompt
 from tests.conformance.image_zoo import tiny as tiny
 from tests.differential.kinds import VOCABULARY
-from tests.internals import always_worth_it as always_worth_it
 from tests.internals import (
     failing_modules,
     make_forwards_cheap,

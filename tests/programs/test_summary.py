@@ -12,9 +12,8 @@ from types import ModuleType
 import pytest
 
 from hf_paged_cache.programs.options import RunOptions
-from hf_paged_cache.programs.summary import Account, ModelRun, report
+from hf_paged_cache.programs.summary import ModelRun, report
 from hf_paged_cache.store.call_totals import CallTotals
-from hf_paged_cache.tiers.read_or_compute import Rate
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +23,7 @@ def _without_a_harness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def model_run() -> ModelRun:
-    totals, compute = CallTotals(), Rate()
+    totals = CallTotals()
     totals.record(1_000, 300, 600, num_calls=2)
     reasons = [
         ("no cached block continues with tokens 16 to 31", 100),
@@ -32,21 +31,17 @@ def model_run() -> ModelRun:
     ]
     reasons += [("a {1}; b", 6), ("c", 3), ("d", 1), ("e", 0)]
     totals.record_reasons(reasons)
-    compute.rough_seconds = 0.8
-    return ModelRun(
-        "Model (folder)", without=Counter({"use_cache is False": 2}), accounts=[Account(totals, compute, 16)]
-    )
+    return ModelRun("Model (folder)", without=Counter({"use_cache is False": 2}), accounts=[totals])
 
 
-def test_the_lines_have_counts_seconds_and_the_three_most_frequent_reasons(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_have_counts_and_the_three_most_frequent_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     report(RunOptions({}, None, False, os.getpid()), [model_run()], ["say this"])
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [
         "hf-paged-cache run: " + line
         for line in (
-            "Model (folder): 2 calls, 1,000 prompt tokens: 600 reused, 100 computed once for several rows, 300 computed; "
-            "up to 35.0 s saved, at 50.00 s for 1,000 tokens",
+            "Model (folder): 2 calls, 1,000 prompt tokens: 600 reused, 100 computed once for several rows, 300 computed",
             "  290 tokens computed: no cached block continues with tokens 16 to 31-47",
             "  6 tokens computed: a {1}",
             "  3 tokens computed: c",
@@ -66,13 +61,6 @@ def test_a_harness_that_runs_the_model_of_its_own_hears_of_the_other(
     for models in ([], [model_run()]):  # where it only scores, no model has generated
         report(RunOptions({}, None, False, 0), models, [])
         assert ("--model hf-paged in place of hf" in capsys.readouterr().err) == (not is_ours)
-
-
-def test_seconds_are_not_said_where_nothing_was_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    run = model_run()
-    run.accounts[0].compute.rough_seconds = None
-    report(RunOptions({}, None, False, 0), [run], [])
-    assert "saved" not in capsys.readouterr().err
 
 
 def test_each_process_adds_a_line_of_json_and_says_nothing_when_it_is_quiet(

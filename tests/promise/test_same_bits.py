@@ -14,7 +14,7 @@ from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
 from hf_paged_cache.integration.finding import Finding
 from tests.differential.kinds import build
 
-from ..internals import always_worth_it, reused_of_chunks
+from ..internals import reused_of_chunks
 from ..reference import FROM_5_23, batch, row
 
 SIZE = 16  # of a chunk
@@ -120,7 +120,6 @@ def test_experts_are_reused_in_blocks_of_whole_chunks() -> None:
 def test_chunks_are_found_in_a_saved_file_and_in_a_lower_tier(tmp_path: Path) -> None:
     model = tiny()
     cache = PagedPrefixCache(model, num_blocks=9, disk_folder=tmp_path / "tier")
-    always_worth_it(cache.store)
     logits(model, cache, [PROMPT])
     logits(model, cache, [row((5, 70))])
     assert is_same(model, cache, [PROMPT])

@@ -1,4 +1,4 @@
-"""The format of saved blocks stays: what other code has written as docs/save_and_load.md says is loaded, and so is an older folder."""
+"""The format of saved blocks: what other code has written as docs/save_and_load.md says is loaded, and no damaged byte is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, saved_report
-from hf_paged_cache.model.identity import ModelIdentity
-from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
+from hf_paged_cache.tiers.saved_file import saved_paths
 
 from ..internals import zero_blocks
 from ..reference import assert_same, batch, is_same, row, run
@@ -24,7 +23,7 @@ from ..tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# two blocks of four tokens of a tiny Llama, saved by an earlier state of this package
+# two blocks of four tokens of a tiny Llama, saved in the former format
 OLDER = Path(__file__).parent / "saved_earlier"
 SIZE = 4
 PREFIX = row((1, 40))
@@ -39,7 +38,7 @@ def sha256(*parts: bytes) -> bytes:
     return hashlib.sha256(b"".join(parts)).digest()
 
 
-def write_by_hand(model: Any, folder: Path, **other: Any) -> dict[str, Any]:
+def write_by_hand(model: Any, folder: Path, change: Any = lambda said: None) -> dict[str, Any]:
     """One file with a prefix's blocks, by no code of the package but the model's facts; what it says of itself."""
     identity = new_cache(model).store.conditioning.identity()
     facts = dict(identity.facts)
@@ -49,43 +48,34 @@ def write_by_hand(model: Any, folder: Path, **other: Any) -> dict[str, Any]:
     for start in range(0, len(PREFIX), SIZE):
         tokens = PREFIX[start : start + SIZE]
         digest = sha256(parent, *(token.to_bytes(8, "little", signed=True) for token in tokens))
-        blocks.append({"digest": digest.hex(), "parent": parent.hex(), "tokens": tokens})
+        blocks.append([parent.hex(), tokens])
         parent = digest
     with torch.no_grad():
         layers = model(torch.tensor([PREFIX]), use_cache=True).past_key_values.layers
-    pieces, columns, offset = [], [], 0
+    pieces, columns = [], []
     for layer_idx, layer in enumerate(layers):
         for name, states in (("key", layer.keys), ("value", layer.values)):
             _, heads, _, head_dim = states.shape
             of_blocks = states[0].view(heads, len(blocks), SIZE, head_dim).transpose(0, 1).reshape(len(blocks), -1)
             columns.append(of_blocks.contiguous().view(torch.uint8))
-            pieces.append(
-                {
-                    "key": [layer_idx, name],
-                    "offset": offset,
-                    "num_bytes": columns[-1].shape[1],
-                    "shape": [heads, SIZE, head_dim],
-                    "dtype": "float32",
-                }
-            )
-            offset += columns[-1].shape[1]
+            pieces.append([[layer_idx, name], [heads, SIZE, head_dim], "float32"])
     rows = torch.cat(columns, dim=1)
     manifest = {
-        "version": 1,
+        "version": 2,
         "block_size": SIZE,
         "model": {"facts": facts, "settings": dict(identity.settings)},
-        "roots": [{"digest": root.hex(), "regime": "", "adapter": "", "counted_from": 0, "first_position": 0}],
+        "roots": [["", "", 0, 0]],
         "blocks": blocks,
         "contents": [
-            {
-                "kind": "blocks",
-                "parts": [{"kind": "blocks", "window": None, "num_bytes": offset, "pieces": pieces}],
-                "blocks": [*range(len(blocks))],
-                "checksums": [[xxhash.xxh3_128_hexdigest(each.numpy().tobytes()) for each in rows]],
-            }
+            [
+                "blocks",
+                [pieces],
+                [*range(len(blocks))],
+                [[xxhash.xxh3_128_hexdigest(each.numpy().tobytes()) for each in rows]],
+            ]
         ],
-        **other,
     }
+    change(manifest)
     said = json.dumps(manifest)
     metadata = {
         "format": "hf_paged_cache blocks",
@@ -130,7 +120,7 @@ def test_what_is_written_is_what_the_page_says(tmp_path: Path) -> None:
         metadata = ours.metadata()
         assert metadata.keys() == theirs.metadata().keys()
         manifest = json.loads(metadata["manifest"])
-        for (checksums,) in (said["contents"][0].pop("checksums") for said in (manifest, by_hand)):
+        for (checksums,) in (said["contents"][0].pop() for said in (manifest, by_hand)):
             assert len(checksums) == 10
         assert manifest == by_hand
         assert [*ours.keys()] == [*theirs.keys()] == ["blocks.0"]
@@ -138,43 +128,78 @@ def test_what_is_written_is_what_the_page_says(tmp_path: Path) -> None:
         torch.testing.assert_close(held, expected)
 
 
-def test_another_version_of_the_format_is_refused_by_name_and_nothing_of_it_is_taken(tmp_path: Path) -> None:
+def test_a_folder_of_the_former_format_is_refused_by_name_and_nothing_of_it_is_taken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model, cache = tiny("llama"), new_cache(tiny("llama"))
-    write_by_hand(model, tmp_path, version=0)
+    (older,) = saved_paths(OLDER)
+    path = tmp_path / older.name
+    for copied in (path, tmp_path / "another.safetensors"):
+        copied.write_bytes(older.read_bytes())
     loaded = cache.store.load(tmp_path)
-    assert loaded.num_blocks == 0
-    ((why, _),) = loaded.not_loaded.items()
-    assert "is of version 0 of the format, and this is version 1: read it with the hf_paged_cache that" in why
-    assert [each.problem for each in saved_report(tmp_path)] == [why]
-    before = (tmp_path / "by-hand.safetensors").read_bytes()
+    why = (
+        f"{tmp_path} has files of version 1 of the format, and this is version 2: read them with the hf_paged_cache that has "
+        "written them, or save the blocks again, into another folder"
+    )
+    assert (loaded.num_blocks, loaded.not_loaded) == (0, {why: 0})
+    assert [each.problem for each in saved_report(tmp_path)] == [why, why]
     cache.prefill(PREFIX)
-    assert cache.store.save(tmp_path).replaced == {}
+    assert cache.store.save(tmp_path).num_blocks == 10
     shared = PagedPrefixCache(model, block_size=SIZE, disk_folder=tmp_path)
     assert_same(run(model, **PROMPT), run(model, shared, **PROMPT))
-    assert (tmp_path / "by-hand.safetensors").read_bytes() == before
+    assert shared.last_call.rows[0].disk_tokens == 40
+    assert caplog.text.count(why) == 1
+    assert path.read_bytes() == older.read_bytes()
 
 
-def test_a_folder_that_was_saved_earlier_is_read_to_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    (report,) = saved_report(OLDER)
-    assert (report.problem, report.num_blocks, report.num_tokens) == (None, 2, 8)
-    file = read_saved_file(report.path)
+def set_at(*path: Any, to: Any) -> Any:
+    def change(said: Any) -> Any:
+        for step in path[:-1]:
+            said = said[step]
+        said[path[-1]] = to
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_at("block_size", to=3),
+        set_at("blocks", 1, 1, to=[1, 2]),
+        set_at("blocks", 1, 1, to=[2**70, 2, 3, 4]),
+        set_at("blocks", 1, 0, to="zz"),
+        set_at("contents", 0, 2, to=[0, 1, 50]),
+        set_at("contents", 0, 2, 0, to=-1),
+        set_at("contents", 0, 3, to=[]),
+        set_at("contents", 0, 1, 0, 0, 2, to="object"),
+        set_at("contents", 0, 1, 0, 0, 2, to="float64"),
+        set_at("contents", 0, 1, 0, 0, 1, to=[1, 4, 4]),
+        set_at("roots", to=[{}]),
+        set_at("model", to="M"),
+    ],
+)
+def test_a_manifest_that_says_what_cannot_be_is_refused(change: Any, tmp_path: Path) -> None:
+    model = tiny("llama")
+    write_by_hand(model, tmp_path, change)
+    loaded = new_cache(model).store.load(tmp_path)
+    assert loaded.num_blocks == 0
+    ((why, _),) = loaded.not_loaded.items()
+    assert "by-hand.safetensors holds no saved blocks, or is damaged" in why
+
+
+def test_one_bit_of_any_region_of_a_file_is_seen(tmp_path: Path) -> None:
     cache = new_cache(tiny("llama"))
-    there = cache.store.load(OLDER)
-    if not there.num_blocks:  # by other versions of torch or transformers, or with other weights
-        assert all("it was computed by another model" in why for why in there.not_loaded)
-    as_then = ModelIdentity(file.facts, file.settings)
-    monkeypatch.setattr(type(cache.store.conditioning), "identity", lambda _: as_then)
-    loaded = new_cache(tiny("llama")).store.load(OLDER)
-    assert (loaded.num_blocks, loaded.not_loaded) == (2, {})
-    assert loaded.num_bytes == 2 * 2**11
-
-
-def test_one_bit_of_a_folder_that_was_saved_earlier_is_seen(tmp_path: Path) -> None:
-    (path,) = saved_paths(OLDER)
-    data = bytearray(path.read_bytes())
-    for place in range(8, len(data), 97):
-        data[place] ^= 1
-        (tmp_path / path.name).write_bytes(data)
-        data[place] ^= 1
+    cache.prefill(PREFIX)
+    cache.store.save(tmp_path)
+    (path,) = saved_paths(tmp_path)
+    whole = bytearray(path.read_bytes())
+    end = 8 + int.from_bytes(whole[:8], "little")
+    for place in (*range(8), *range(8, end, 41), *range(end, len(whole), 997), len(whole) - 1):
+        whole[place] ^= 4
+        path.write_bytes(whole)
+        whole[place] ^= 4
         (report,) = saved_report(tmp_path)
         assert report.problem is not None, f"a bit of byte {place} is another one"
+    for cut in (b"", whole[:100], whole[:-100], whole + b"\0", bytes(len(whole))):
+        path.write_bytes(cut)
+        assert "is damaged" in str(saved_report(tmp_path)[0].problem)

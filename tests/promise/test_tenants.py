@@ -36,7 +36,6 @@ STORES_OWN = (
     "pool_bytes",
     "static_bytes",
     "num_graphs",
-    "saved_seconds",
     "hit_rate_with_twice",
     "backend",
 )

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from hf_paged_cache.blocks import BlockHash, root_hash
-from hf_paged_cache.errors import BlockStateError
 from hf_paged_cache.kv.contents import Part, Piece
 from hf_paged_cache.tiers import host as host_module
 from hf_paged_cache.tiers.base import BLOCKS, STATES, Name, Tier
@@ -48,13 +47,6 @@ def read(tier: Tier, *numbers: int) -> list[int]:
     (fragments,) = tier.load(BLOCKS, names)
     found = {each: int(row[0]) for each, row in zip(names, torch.cat(fragments), strict=True)}
     return [found[name(number)] for number in numbers]
-
-
-def test_what_lies_side_by_side_is_one_piece() -> None:
-    tier = tier_of(8)
-    put(tier, *range(8))
-    (fragments,) = tier.load(BLOCKS, tier.in_order(BLOCKS, [name(number) for number in range(2, 7)]))
-    assert [len(fragment) for fragment in fragments] == [5]
 
 
 def test_the_least_recently_used_goes_first_and_one_that_was_touched_stays() -> None:
@@ -107,7 +99,7 @@ def test_forgetting_names_and_namespaces_frees_their_places() -> None:
     tier.forget_namespace(b"tenant")
     tier.check()
     assert (tier.num_of(BLOCKS), tier.num_of(BLOCKS, b"tenant")) == (1, 0)
-    tier.forget({name(0)})
+    tier.forget_namespace(b"")
     put(tier, 5, 6, 7, 8)
     assert held(tier) == [5, 6, 7, 8]
     tier.reset()
@@ -125,23 +117,6 @@ def test_memory_is_taken_as_it_is_needed_and_never_more_than_there_may_be() -> N
     assert tier.num_of(BLOCKS) == 600 // 64
     assert tier.num_of(STATES) == 400 // 128
     assert tier.num_bytes <= 1000
-
-
-def test_contents_that_look_otherwise_are_forgotten() -> None:
-    tier = tier_of(4)
-    put(tier, 0)
-    changed = PART._replace(num_bytes=128)
-    tier.put(BLOCKS, [changed], [name(1)], rows([1], changed), may_wait=True)
-    assert not tier.has(BLOCKS, name(1))
-    tier.lay_out({BLOCKS: [changed]}, {BLOCKS: 1.0})
-    assert held(tier) == []
-
-
-def test_a_slot_that_cannot_be_had_even_once_keeps_nothing() -> None:
-    tier = HostTier(63)
-    tier.lay_out({BLOCKS: [PART]}, {BLOCKS: 1.0})
-    put(tier, 0)
-    assert (held(tier), tier.num_bytes) == ([], 0)
 
 
 def test_where_memory_ends_what_there_is_is_used_and_it_is_said_once(
@@ -178,18 +153,9 @@ def test_an_interrupted_put_loses_no_place(monkeypatch: pytest.MonkeyPatch) -> N
     assert read(tier, 5, 6, 7) == [5, 6, 7]
 
 
-def test_check_finds_a_place_that_two_have() -> None:
-    tier = tier_of(4)
-    put(tier, 0, 1)
-    shelf = tier._shelves[BLOCKS]
-    shelf.free.append(next(iter(shelf))[1].position)
-    with pytest.raises(BlockStateError, match="slots must be free or have one content"):
-        tier.check()
-
-
 def test_random_operations_agree_with_a_naive_order() -> None:
     rng, tier, naive = random.Random(0), tier_of(7), OrderedDict[int, None]()
-    for _ in range(3000):
+    for _ in range(1000):
         numbers = rng.sample(range(20), rng.randrange(1, 9))
         if rng.random() < 0.6:
             put(tier, *numbers)
@@ -201,15 +167,11 @@ def test_random_operations_agree_with_a_naive_order() -> None:
                 naive[number] = None
             while len(naive) > 7:
                 naive.popitem(last=False)
-        elif rng.random() < 0.7:
+        else:
             tier.touch(BLOCKS, [name(number) for number in numbers])
             for number in numbers:
                 if number in naive:
                     naive.move_to_end(number)
-        else:
-            tier.forget({name(number) for number in numbers[:2]})
-            for number in numbers[:2]:
-                naive.pop(number, None)
         tier.check()
-        assert [each for each, _ in tier._shelves[BLOCKS]] == [name(number) for number in naive]
+        assert [each for each, _ in tier.entries(BLOCKS).values()] == [name(number) for number in naive]
         assert not naive or read(tier, *naive) == [*naive]
