@@ -6,9 +6,8 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .cache import PagedPrefixCache
-from .errors import CacheArgumentError, UnsupportedModelError
-from .integration.hooks import bracket_of
-from .model.support import unwrapped
+from .errors import CacheArgumentError
+from .every_generate import every_generate
 from .prefix_store import PrefixStore
 from .stats import CacheStats
 
@@ -25,8 +24,8 @@ class PrefixCacheCallback(TrainerCallback):
     read by these, it must come first: `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
 
     Args:
-        cache: of the trainer's model, or its store; None: the one of `hf-paged-cache run`. Without either nothing is added, and a
-            warning says so.
+        cache: of the trainer's model, or its store; None: the one of `hf-paged-cache run` and `cache_every_generate`. Without either nothing
+            is added, and a warning says so.
 
     Raises:
         CacheArgumentError: it is something else.
@@ -78,10 +77,7 @@ class PrefixCacheCallback(TrainerCallback):
 
 
 def _store_of_run(model: Any) -> PrefixStore | None:
-    """The store that a running program has given to a model, wrapped or not."""
-    try:
-        bracket = None if model is None else bracket_of(unwrapped(getattr(model, "module", model)))
-    except UnsupportedModelError:  # an adapter that does more than change layers
-        return None
-    cache = None if bracket is None or bracket.new_cache is None else bracket.new_cache()
+    """The store that a model has where every `generate` of the process has a cache; the model may be wrapped."""
+    every = every_generate()
+    cache = None if every is None or model is None else every.cache_of(getattr(model, "module", model))
     return None if cache is None else cache.store

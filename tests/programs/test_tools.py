@@ -11,8 +11,7 @@ import torch
 from transformers import DynamicCache, GenerationConfig, Trainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.programs.program import Program
+from hf_paged_cache import EveryGenerate, PagedPrefixCache
 from hf_paged_cache.trainer import PrefixCacheCallback
 
 from ..neighbours.tiny_training import NUM_STEPS, PREAMBLE, QUESTIONS, data, settings
@@ -43,10 +42,10 @@ def trained(kind: str, tokenizer: Any, folder: Path, callbacks: list[Any]) -> Tr
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO", "online DPO"])
 def test_a_trainer_gets_the_same_rewards_and_weights(
-    program: Program, tiny_tokenizer: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    every: EveryGenerate, tiny_tokenizer: Any, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as without:
-        without.setattr(program, "_gives", lambda *_, **__: False)
+        without.setattr(every, "cache_of", lambda model: None)
         plain = trained(kind, tiny_tokenizer, tmp_path, [])
     ours = trained(kind, tiny_tokenizer, tmp_path, [PrefixCacheCallback()])
     for name, weight in plain.model.state_dict().items():
@@ -57,7 +56,7 @@ def test_a_trainer_gets_the_same_rewards_and_weights(
     ]
     assert rewards[0]
     assert rewards[1] == pytest.approx(rewards[0], rel=1e-4, abs=1e-4)
-    found = program._models[0].as_dict()
+    found = every.counts()[-1]
     assert found["num_calls"] == NUM_STEPS
     assert found["computed_tokens"] < found["prompt_tokens"] // 2  # the samples of a prompt run once
     logged = [
@@ -82,7 +81,7 @@ def test_the_callback_adds_nothing_without_a_cache_and_counts_what_is_new_with_o
 
 
 def test_a_chat_of_six_turns_is_reused_by_what_transformers_serve_generates_with(
-    program: Program, tiny_tokenizer: Any
+    every: EveryGenerate, tiny_tokenizer: Any
 ) -> None:
     """`transformers chat` talks to such a server, and runs no model. The rest of the server needs `openai`."""
     from transformers.cli.serving.utils import GenerateManager
@@ -97,6 +96,6 @@ def test_a_chat_of_six_turns_is_reused_by_what_transformers_serve_generates_with
         text, num_prompt, ids = asyncio.run(asked)
         assert ids.equal(plain[0, num_prompt:])
         chat += text
-    found = program._models[0].as_dict()
+    (found,) = every.counts()
     assert found["num_calls"] == 6
     assert found["reused_tokens"] > 0.7 * found["prompt_tokens"]
