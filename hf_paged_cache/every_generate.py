@@ -1,7 +1,7 @@
 """`cache_every_generate`: from then on each `generate` of this process that brings no cache runs on one.
 
-Owns which models have a store, which were refused, and why calls ran without a cache. Each call gets a cache of its own on its model's
-store, as it would get a `DynamicCache`. A store lives as long as its model; what was counted stays.
+Each call gets a cache of its own on its model's store, as it would get a `DynamicCache`. A store lives as long as its model; what was
+counted stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from transformers import GenerationMixin
 
 from .cache import PagedPrefixCache
-from .errors import CacheArgumentError, PagedCacheError
+from .errors import CacheArgumentError, PagedCacheError, UnsupportedModelError
 from .integration.ambient import AmbientScope, ambient_cache, close_scope, open_scope
 from .integration.generate_arguments import functions_of
 from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of
@@ -44,9 +44,6 @@ def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[Store
     Args:
         cache_salt, sizes: of each model's `PagedPrefixCache`.
 
-    Returns:
-        What was done: printed, its summary.
-
     Raises:
         CacheArgumentError: an option is out of its range.
 
@@ -74,7 +71,7 @@ def every_generate() -> EveryGenerate | None:
 
 
 class EveryGenerate:
-    """What the models of a process did in `generate`.
+    """What the models of a process did in `generate`: printed, its summary.
 
     Attributes:
         options: of caches of models that come.
@@ -85,11 +82,11 @@ class EveryGenerate:
         self._counts: list[_Counts] = []
         self._lock = new_lock()  # held to count, and while a model gets its store
 
-    def cache_of(self, model: Any) -> PagedPrefixCache | None:
-        """A new cache on the store that a model has here; None: the model is refused.
+    def cache_of(self, model: Any) -> PagedPrefixCache:
+        """A new cache on the store that a model has here.
 
         Raises:
-            UnsupportedModelError: an adapter that does more than change layers.
+            UnsupportedModelError: it has none, and why.
         """
         model = unwrapped(model)
         with self._lock:
@@ -97,12 +94,13 @@ class EveryGenerate:
             if held.store is None and not held.counts.refused:
                 try:
                     first = PagedPrefixCache(model, **self.options)
-                except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
-                    held.counts.refused = str(error)
-                else:
                     held.store, held.salt = first.store, first.cache_salt or None
                     held.counts.totals = first.store.blocks.call_totals
-        return None if held.store is None else PagedPrefixCache(held.store, cache_salt=held.salt)
+                except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
+                    held.counts.refused = str(error)
+        if held.store is None:
+            raise UnsupportedModelError(held.counts.refused)
+        return PagedPrefixCache(held.store, cache_salt=held.salt)
 
     def in_place_of(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A class's `generate` that has a cache, where it would have none."""
@@ -114,19 +112,20 @@ class EveryGenerate:
                 return plain(
                     model, *args, **kwargs
                 )  # inside `with cache:`, or on the way back from the model's bracket
-            if brought is not None:
-                why = f"brought a {type(brought).__name__}"
-            elif (cache := self.cache_of(model)) is None:
-                why = self._held_by(model).counts.refused
-            else:
-                try:
-                    return self._run_on(cache, model, args, kwargs)
-                except PagedCacheError as error:
-                    if cache.last_call.kind != "none":
-                        raise
-                    why = str(error)  # refused before anything ran
-            self._count(model, why)
-            return plain(model, *args, **kwargs)
+            cache = None
+            try:
+                if brought is not None:
+                    raise CacheArgumentError(f"brought a {type(brought).__name__}")
+                cache = self.cache_of(model)
+                output = _run_on(cache, model, args, kwargs)
+            except PagedCacheError as error:
+                if cache is not None and cache.last_call.kind != "none":
+                    raise
+                self._count(model, str(error))  # nothing has run yet
+                return plain(model, *args, **kwargs)
+            if cache.last_call.kind == "none":
+                self._count(model, _ASKED_FOR_NONE)
+            return output
 
         return generate
 
@@ -136,25 +135,6 @@ class EveryGenerate:
 
     def __str__(self) -> str:
         return "\n".join(line for each in self.counts() for line in _lines(each)) or "no generate was called"
-
-    def _run_on(self, cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
-        """A call of the model's `generate`, whose bracket finds the cache.
-
-        Raises:
-            PagedCacheError: it is refused; where nothing has run, it may run without.
-        """
-        attach(model)
-        bracket, scope = bracket_of(model), AmbientScope(model, cache)
-        if len(functions_of(model)) > 1 or bracket is None or bracket.replaced is not None:
-            raise PagedCacheError(f"{type(model).__name__} has a generate of its own")
-        open_scope(scope)
-        try:
-            output = bracket(*args, **kwargs)
-        finally:
-            close_scope(scope)
-        if cache.last_call.kind == "none":
-            self._count(model, _ASKED_FOR_NONE)
-        return output
 
     def _count(self, model: Any, why: str) -> None:
         with self._lock:
@@ -172,6 +152,23 @@ class EveryGenerate:
 
 
 _every: EveryGenerate | None = None
+
+
+def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
+    """A call of the model's `generate`, whose bracket finds the cache.
+
+    Raises:
+        PagedCacheError: it is refused.
+    """
+    attach(model)
+    bracket, scope = bracket_of(model), AmbientScope(model, cache)
+    if len(functions_of(model)) > 1 or bracket is None or bracket.replaced is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} has a generate of its own")
+    open_scope(scope)
+    try:
+        return bracket(*args, **kwargs)
+    finally:
+        close_scope(scope)
 
 
 @dataclass

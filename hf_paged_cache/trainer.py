@@ -1,12 +1,13 @@
 """A callback for trainers that generate (TRL's GRPO, RLOO, online DPO): what the prefix cache did, in the trainer's own logs."""
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .cache import PagedPrefixCache
-from .errors import CacheArgumentError
+from .errors import CacheArgumentError, UnsupportedModelError
 from .every_generate import every_generate
 from .prefix_store import PrefixStore
 from .stats import CacheStats
@@ -79,5 +80,8 @@ class PrefixCacheCallback(TrainerCallback):
 def _store_of_run(model: Any) -> PrefixStore | None:
     """The store that a model has where every `generate` of the process has a cache; the model may be wrapped."""
     every = every_generate()
-    cache = None if every is None or model is None else every.cache_of(getattr(model, "module", model))
-    return None if cache is None else cache.store
+    if every is None or model is None:
+        return None
+    with suppress(UnsupportedModelError):
+        return every.cache_of(getattr(model, "module", model)).store
+    return None

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
@@ -34,11 +33,9 @@ Mode = Annotated[
     ),
 ]
 
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # what torch says of it, by platform
-
 
 class Command(TyperCommand):
-    """A command that ends with one line where what it runs is refused, cannot be read, or finds no memory.
+    """A command that ends with one line where what it runs is refused or cannot be read.
 
     Exit codes: 2, with that line; else the command's own.
     """
@@ -46,19 +43,10 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (PagedCacheError, OSError, UnicodeDecodeError, RuntimeError) as error:
-            said = str(error)
+        except (PagedCacheError, OSError, UnicodeDecodeError) as error:
+            said = f"the model is not supported: {error}" if isinstance(error, UnsupportedModelError) else str(error)
             for name in (each.name for each in ctx.command.params):
                 said = said.replace(f"{name} is ", f"--{name.replace('_', '-')} is ")  # as it is typed
-            if isinstance(error, UnsupportedModelError):
-                said = f"the model is not supported: {said}"
-            elif isinstance(
-                error, RuntimeError
-            ):  # torch.OutOfMemoryError is one; of a host torch raises no kind of its own
-                if not any(words in said for words in _OUT_OF_MEMORY):
-                    raise
-                said = shorten(said.partition("\n")[0], 200, placeholder=" ...")
-                said = f"there is no memory for it ({said}); take a smaller model or dtype, or another device"
             print(f"hf-paged-cache {ctx.info_name}: {said}", file=sys.stderr)
             raise typer.Exit(2) from error
 

@@ -156,8 +156,6 @@ def _convert(gguf: Path, result: Path) -> None:
     given = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True), "dtype": "float32"}
     AutoModelForCausalLM.from_pretrained(gguf.parent, **given).save_pretrained(result)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(result)
-    for file in result.iterdir():  # whoever may read one of them may read all
-        file.chmod((result / "config.json").stat().st_mode)
 
 
 def _brief(error: Exception) -> str:

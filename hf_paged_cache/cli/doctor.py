@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import platform
 import sys
-from time import perf_counter
 from typing import Annotated
 
 import typer
 
 from . import loading
 from .loading import Device, Dtype, Revision
-
-_PROMPT = 256  # tokens
 
 
 def doctor(
@@ -24,7 +21,7 @@ def doctor(
     device: Device = None,
 ) -> None:
     """Say what is installed and what memory there is; of a model, whether it is supported, and why not, what a token costs,
-    how many tokens fit, and how long a new prompt takes.
+    and how many tokens fit.
 
     Exits with 1 if the model is not supported.
     """
@@ -35,38 +32,27 @@ def doctor(
     _tell_of_machine()
     if model is None:
         return
-    _now(f"loading {model}")
+    print(f"loading {model} ...", file=sys.stderr, flush=True)
     loaded, _ = loading.load_model(model, revision, dtype, device)
-    _now("trying the model with a few short forwards")
+    print("trying it with a few short forwards ...", file=sys.stderr, flush=True)
     report = check_model(loaded)
-    parameters = [*loaded.parameters()]
-    devices = ", ".join(sorted({str(each.device) for each in parameters}))
-    millions = sum(each.numel() for each in parameters) / 1e6
-    kind = str(loaded.dtype).removeprefix("torch.")
-    _tell("model", f"{type(loaded).__name__}, {millions:,.1f} million parameters, {kind} on {devices}")
+    devices = ", ".join(sorted({str(each.device) for each in loaded.parameters()}))
+    parameters = f"{loaded.num_parameters() / 1e6:,.1f} million parameters"
+    _tell("model", f"{type(loaded).__name__}, {parameters}, {str(loaded.dtype).removeprefix('torch.')} on {devices}")
     _tell("attention", loaded.config._attn_implementation)
     for at, line in enumerate(str(report).splitlines()):
         _tell("" if at else "support", line)
     if not report.is_supported:
         raise typer.Exit(1)
     cache = PagedPrefixCache(loaded)
-    size = cache.store.blocks.block_size
-    cache.prefill([0] * (2 * size))  # shows what a block takes, and so how many there can be
+    cache.prefill([0] * 32)  # shows what a block takes, and so how many there can be
     if (num_blocks := cache.stats().num_blocks) is not None:
-        usable = num_blocks - 1  # one is reserved
+        usable, size = num_blocks - 1, cache.store.blocks.block_size  # one is reserved
         _tell("room for", f"{usable * size:,} tokens, in {usable:,} blocks of {size}, with the default num_blocks")
-    _now(f"timing a prompt of {_PROMPT} tokens")
-    start = perf_counter()
-    cache.prefill([1] * _PROMPT)
-    _tell("a new prompt", f"of {_PROMPT} tokens takes {perf_counter() - start:.2f} s")
 
 
 def _tell(name: str, value: object) -> None:
     print(f"{name:13}{value}", flush=True)
-
-
-def _now(what: str) -> None:
-    print(f"{what} ...", file=sys.stderr, flush=True)
 
 
 def _tell_of_machine() -> None:

@@ -10,7 +10,9 @@ import shutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -81,9 +83,12 @@ def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
     Raises:
         CacheArgumentError: there is no such program, or none that runs in this process.
     """
-    path, first, (command, *_) = Path(name), name, [*entry_points(group="console_scripts", name=name), None]
+    path, first, top = Path(name), name, name.replace("-", "_").partition(".")[0]
+    command = next(iter(entry_points(group="console_scripts", name=name)), None)
     if is_module:
         folder = Path.cwd()
+        if find_spec(top) is None and PathFinder.find_spec(top, [str(folder)]) is None:
+            raise CacheArgumentError(f"there is no module {name}")
     elif command is not None:
         first, folder = shutil.which(name) or name, Path(sys.executable).parent
     elif path.suffix == ".py" or path.is_dir():
@@ -103,10 +108,8 @@ def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
         if not sys.flags.safe_path:
             sys.path[0] = str(folder)
         sys.excepthook = sys.__excepthook__  # typer has put its own there
-        if (
-            name.replace("-", "_").partition(".")[0] == "lm_eval"
-        ):  # it knows the models hf-paged and hf-paged-multimodal then
-            import_module("hf_paged_cache.lm_eval")
+        if top == "lm_eval":
+            import_module("hf_paged_cache.lm_eval")  # makes the models hf-paged and hf-paged-multimodal known
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
         elif command is not None:

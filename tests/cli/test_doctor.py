@@ -45,11 +45,10 @@ def test_of_a_supported_model_it_says_what_a_token_costs_and_how_many_fit(model_
     assert int(tokens.replace(",", "")) == 16 * int(blocks.replace(",", "")) > 0
 
 
-def test_it_says_what_a_new_prompt_takes_and_what_it_does_meanwhile(model_folder: str) -> None:
+def test_it_says_what_it_does_meanwhile_and_takes_short_names_of_dtypes(model_folder: str) -> None:
     done = doctor(model_folder, "--dtype", "bf16")
-    assert re.search(r"^a new prompt +of 256 tokens takes [\d.]+ s$", done.stdout, re.MULTILINE)
     assert "bfloat16 on " in done.stdout
-    assert len(re.findall(r"^(?:loading|trying|timing) .* \.\.\.$", done.stderr, re.MULTILINE)) == 3
+    assert len(re.findall(r"^(?:loading|trying) .* \.\.\.$", done.stderr, re.MULTILINE)) == 2
 
 
 def test_of_states_it_says_what_a_snapshot_takes(tmp_path: Path, tiny_tokenizer: Any) -> None:
@@ -99,25 +98,6 @@ def test_what_cannot_be_loaded_is_one_line(command: str, spoil: Any, why: str, m
     assert done.exit_code == 2
     assert isinstance(done.exception, SystemExit)
     assert [line for line in done.stderr.splitlines() if line.startswith(f"hf-paged-cache {command}: ") and why in line]
-
-
-@pytest.mark.parametrize(
-    "error",
-    [torch.OutOfMemoryError("out of memory. Tried to allocate 20 GiB.\nMore of it."), RuntimeError("can't allocate memory: 9 bytes")],
-)  # fmt: skip
-@pytest.mark.parametrize("command", ["doctor", "bench"])
-def test_a_model_for_which_there_is_no_memory_is_one_line(
-    command: str, error: Exception, model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr("hf_paged_cache.PagedPrefixCache", full)
-    done = CliRunner().invoke(app, [command, model_folder])
-    assert done.exit_code == 2
-    (line,) = (line for line in done.stderr.splitlines() if line.startswith(f"hf-paged-cache {command}: "))
-    assert f"there is no memory for it ({str(error).partition(chr(10))[0]})" in line
-    assert "More of it" not in done.stderr
 
 
 def test_a_defect_keeps_its_traceback(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,13 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, EveryGenerate, PagedPrefixCache, cache_every_generate
+from hf_paged_cache import (
+    CacheArgumentError,
+    EveryGenerate,
+    PagedPrefixCache,
+    UnsupportedModelError,
+    cache_every_generate,
+)
 
 from ..reference import IDS, AtStep, assert_same, batch, row, run
 from ..tiny_models import build
@@ -144,9 +150,9 @@ def test_a_cache_of_the_model_is_on_the_store_of_its_calls(every: EveryGenerate)
     model = build("llama")
     run(model, input_ids=IDS)
     cache = every.cache_of(model)
-    assert cache is not None
     assert cache.lookup(IDS).num_tokens == 48
-    assert every.cache_of(build("mamba")) is None
+    with pytest.raises(UnsupportedModelError, match="its scan of several tokens"):
+        every.cache_of(build("mamba"))
 
 
 def test_options_are_those_of_models_that_come_and_bad_ones_change_nothing(every: EveryGenerate) -> None:
@@ -159,7 +165,6 @@ def test_options_are_those_of_models_that_come_and_bad_ones_change_nothing(every
     model = build("llama")
     assert_same(plain, run(model, input_ids=IDS))
     cache = every.cache_of(model)
-    assert cache is not None
     assert (cache.store.blocks.block_size, cache.cache_salt) == (4, b"me")
 
 

@@ -128,6 +128,7 @@ def test_a_quiet_run_says_nothing(start: Start, tmp_path: Path) -> None:
         (["-m"], "Missing argument 'PROGRAM"),
         (["--max_bytes", "4GB", "sh"], "No such option: --max_bytes (Possible options: --max-bytes"),
         (["no/such.py"], "run: there is no file no/such.py"),
+        (["-m", "no_such.module"], "run: there is no module no_such.module"),
         (["no-such-command"], "run: there is no command no-such-command"),
         (["sh"], "/sh cannot run in this process; give a Python script"),
         (["--max-bytes", "much", "."], "run: --max-bytes is 'much'"),
