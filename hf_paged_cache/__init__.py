@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         SavedBlocksError,
         UnsupportedModelError,
     )
-    from .every_generate import EveryGenerate, cache_every_generate
+    from .every_generate import cache_every_generate
     from .integration.prefill import Prefilled
     from .jobs.job import BatchResult, generate_all
     from .jobs.prompts import Prompts, read_prompts
@@ -67,7 +67,6 @@ __all__ = [
     "CacheBusyError",
     "CacheStats",
     "CallStats",
-    "EveryGenerate",
     "Explanation",
     "Loaded",
     "Lookup",

