@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Unpack
 
 from transformers import GenerationMixin
@@ -21,7 +21,6 @@ from .integration.generate_arguments import functions_of
 from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of
 from .locks import new_lock
 from .model.support import unwrapped
-from .prefix_store import PrefixStore
 from .store.call_totals import CallTotals
 from .store_options import StoreSizes, given_sizes, shows_store_options, store_options
 from .wording import counted
@@ -91,16 +90,16 @@ class EveryGenerate:
         model = unwrapped(model)
         with self._lock:
             held = self._held_by(model)
-            if held.store is None and not held.counts.refused:
+            if held.new_cache is None and not held.counts.refused:
                 try:
                     first = PagedPrefixCache(model, **self.options)
-                    held.store, held.salt = first.store, first.cache_salt or None
+                    held.new_cache = partial(PagedPrefixCache, first.store, cache_salt=first.cache_salt or None)
                     held.counts.totals = first.store.blocks.call_totals
                 except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
                     held.counts.refused = str(error)
-        if held.store is None:
+        if held.new_cache is None:
             raise UnsupportedModelError(held.counts.refused)
-        return PagedPrefixCache(held.store, cache_salt=held.salt)
+        return held.new_cache()
 
     def in_place_of(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A class's `generate` that has a cache, where it would have none."""
@@ -109,9 +108,7 @@ class EveryGenerate:
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             brought = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
             if ambient_cache(model) is not None or getattr(brought, "is_paged_prefix_cache", False):
-                return plain(
-                    model, *args, **kwargs
-                )  # inside `with cache:`, or on the way back from the model's bracket
+                return plain(model, *args, **kwargs)  # in `with cache:`, or on the way back from the model's bracket
             cache = None
             try:
                 if brought is not None:
@@ -198,12 +195,11 @@ class _Counts:
 
 
 class _Held:
-    """What a model holds, so that both go together: its counts, its store, and its caches' salt. Copies of it hold nothing."""
+    """What a model holds, so that both go together: its counts, and what makes caches on its store. Copies of it hold nothing."""
 
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts
-        self.store: PrefixStore | None = None
-        self.salt: bytes | None = None
+        self.new_cache: Callable[[], PagedPrefixCache] | None = None
 
     def __reduce__(self) -> Any:
         return type(None), ()

@@ -13,7 +13,6 @@ import transformers
 from transformers import DynamicCache
 from typer.testing import CliRunner
 
-from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.cli.commands import app
 
 from ..tiny_models import build
@@ -49,16 +48,6 @@ def test_it_says_what_it_does_meanwhile_and_takes_short_names_of_dtypes(model_fo
     done = doctor(model_folder, "--dtype", "bf16")
     assert "bfloat16 on " in done.stdout
     assert len(re.findall(r"^(?:loading|trying) .* \.\.\.$", done.stderr, re.MULTILINE)) == 2
-
-
-def test_of_states_it_says_what_a_snapshot_takes(tmp_path: Path, tiny_tokenizer: Any) -> None:
-    model = build("lfm2")
-    model.save_pretrained(tmp_path)
-    tiny_tokenizer.save_pretrained(tmp_path)
-    done = doctor(str(tmp_path))
-    assert done.exit_code == 0, done.output
-    num_bytes = PagedPrefixCache(model).store.blocks.states.rules.num_bytes
-    assert f"of keys and values, a snapshot of its states {num_bytes / 2**20:,.2f} MiB" in done.output
 
 
 def test_of_a_refused_model_it_says_why_and_fails(tmp_path: Path, tiny_tokenizer: Any) -> None:
