@@ -57,7 +57,7 @@ def load_demo_model(
         revision: of a model on the hub: a branch, a tag or a commit; None: its main branch.
         dtype: of the weights; torch.float32 if None, "auto" as they are on the disk.
         device: moved there if given.
-        progress: say on stderr what takes long.
+        progress: say on stderr what takes long; False: transformers' own progress bars are off from then on, too.
 
     Raises:
         ModelLoadError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
@@ -70,7 +70,10 @@ def load_demo_model(
     require_name(name, revision)
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    if not progress:
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     given: Any = {"revision": revision or "main", "trust_remote_code": False}
     what = "config.json"
     try:
