@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         SavedBlocksError,
         UnsupportedModelError,
     )
+    from .every_generate import cache_every_generate
     from .integration.prefill import Prefilled
     from .jobs.job import BatchResult, generate_all
     from .jobs.prompts import Prompts, read_prompts
@@ -55,6 +56,7 @@ _HOMES = (
     ".jobs.prompts",
     ".jobs.job",
     ".jobs.workers",
+    ".every_generate",
 )  # have all public names; the first two import no torch
 
 __all__ = [
@@ -88,6 +90,7 @@ __all__ = [
     "Verified",
     "WorkersLostError",
     "__version__",
+    "cache_every_generate",
     "check_model",
     "generate_all",
     "generate_all_on_ray",

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from .ask.scoring import Tokens, may_score_together, score_contexts
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
+from .every_generate import every_generate
 from .model.probing import measure_bytes_per_token
-from .programs.program import running_program
 from .store.memory_budget import free_bytes
 from .store_options import StoreOptions, require_not_gone, store_options
 
@@ -67,8 +67,8 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
             raise CacheArgumentError(
                 f"hf-paged is for causal models, and the backend is {self.backend}; use --model hf"
             )
-        program = running_program()
-        cache = None if program is None else program.cache_of(self.model)
+        every = every_generate()
+        cache = None if every is None else every.cache_of(self.model)
         if cache is not None and sizes:
             raise CacheArgumentError(
                 f"{', '.join(sizes)} cannot be given here: the store is that of hf-paged-cache run"
@@ -151,8 +151,6 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         if len(long) < 8 or 2 * sum(one == next_one for one, next_one in pairwise(long)) >= len(long) - 1:
             return
         logger.warning(_BEGIN_OTHERWISE)
-        if (program := running_program()) is not None:
-            program.advise(_BEGIN_OTHERWISE)
 
 
 @register_model("hf-paged-multimodal")

@@ -1,14 +1,14 @@
 """Writes what the prefix cache did into the logs of trainers that generate (TRL's GRPO, RLOO, online DPO)."""
 
 import warnings
+from contextlib import suppress
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, UnsupportedModelError
-from .integration.hooks import bracket_of
-from .model.support import unwrapped
+from .every_generate import every_generate
 from .prefix_store import PrefixStore
 from .stats import CacheStats
 
@@ -25,8 +25,8 @@ class PrefixCacheCallback(TrainerCallback):
     `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
 
     Args:
-        cache: cache of the trainer's model, or its store; None: the cache of `hf-paged-cache run`. Without either
-            nothing is added, and a warning says so.
+        cache: cache of the trainer's model, or its store; None: the cache of `hf-paged-cache run` and of
+            `cache_every_generate`. Without either nothing is added, and a warning says so.
 
     Raises:
         CacheArgumentError: `cache` is something else.
@@ -75,10 +75,10 @@ class PrefixCacheCallback(TrainerCallback):
 
 
 def _store_of_run(model: Any) -> PrefixStore | None:
-    """Return the store that a running program has given to a model, wrapped or not; None: it has given none."""
-    try:
-        bracket = None if model is None else bracket_of(unwrapped(getattr(model, "module", model)))
-    except UnsupportedModelError:  # the model has an adapter that does more than change layers
+    """Return the store of a model, wrapped or not, if every `generate` of the process has a cache; else None."""
+    every = every_generate()
+    if every is None or model is None:
         return None
-    cache = None if bracket is None or bracket.new_cache is None else bracket.new_cache()
-    return None if cache is None else cache.store
+    with suppress(UnsupportedModelError):
+        return every.cache_of(getattr(model, "module", model)).store
+    return None

@@ -37,8 +37,7 @@ LEVELS = [
         "ask",
         "store_options",
     ],
-    ["jobs", "__init__"],
-    ["programs"],
+    ["jobs", "every_generate", "__init__"],
     ["lm_eval", "trainer"],
     ["cli"],
     ["__main__"],
@@ -49,6 +48,7 @@ SIDE_BY_SIDE = {LEVEL["cache"], LEVEL["__init__"]}
 IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cache",
     "prefix_store",
+    "every_generate",
     "trainer",
     "ask.model_check",
     "ask.stored",
@@ -56,7 +56,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "jobs.job",
     "jobs.options",
     "jobs.prompts",
-    "cli.demo",
     "cli.demo_model",
     "cli.comparing",
     "cli.doctor",
@@ -80,7 +79,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
 WITHOUT_TORCH = {
     *("errors", "stats", "locks", "wording", "blocks", "__init__", "__main__"),
     *("jobs.rows", "jobs.order", "jobs.journal", "jobs.summary", "jobs.progress"),
-    *("programs.options", "programs.startup", "programs.program"),
 }
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py
@@ -162,7 +160,7 @@ def test_torch_is_not_imported_where_integers_are_enough() -> None:
 
 def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arguments() -> None:
     commands = [module for module in FILES if unit(module) == "cli"]
-    others = {"cli", "jobs", "programs", "store_options", "wording"}
+    others = {"cli", "jobs", "store_options", "wording"}
     used = {
         name
         for module in commands

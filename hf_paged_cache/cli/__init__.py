@@ -18,9 +18,11 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2)
-    if sys.argv[1:2] == ["run"]:
-        from .run import app
-    else:
-        from .commands import app
+    from .commands import app
+    from .run import ProgramStart
 
-    app(prog_name="hf-paged-cache")
+    try:
+        app(prog_name="hf-paged-cache")
+    except ProgramStart as given:
+        start = given.start
+    start()

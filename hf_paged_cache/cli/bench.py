@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-import time
 import warnings
 from pathlib import Path
+from time import perf_counter
 from typing import Annotated
 
 import typer
@@ -28,7 +28,7 @@ def bench(
         str, typer.Option(help="Where the prompt is: a text, or a chat as a list of messages.")
     ] = "prompt",
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest answer.")] = 16,
-    seconds: Annotated[float, typer.Option(min=1, help="About how long to measure.")] = 60,
+    seconds: Annotated[float, typer.Option(min=1, help="How long to measure; two prompts at least.")] = 60,
     revision: Revision = None,
     dtype: Dtype = None,
     device: Device = None,
@@ -43,8 +43,6 @@ def bench(
         require_prompts(prompts, column)
     loading.require_model(model, revision, dtype)
 
-    import torch
-
     from hf_paged_cache import PagedPrefixCache, read_prompts
 
     print(f"loading {model} ...", file=sys.stderr, flush=True)
@@ -52,24 +50,23 @@ def bench(
     cache = PagedPrefixCache(loaded)
     texts = prompts or [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
     read = read_prompts(texts, tokenizer, column=column, model=loaded, max_new_tokens=max_new_tokens)
-    num_prompts = len(read.token_ids)
-    numbered = ((str(number), ids) for number, ids in enumerate(read.token_ids))
-    started, answered = time.perf_counter(), []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # one after the other, and no chat
-        for each in compare(loaded, tokenizer, cache, numbered, max_new_tokens):
-            answered.append(each)
-            reused = f"reused {each.paged.reused_tokens} of {each.paged.prompt_tokens}"
-            line = f"{len(answered)}/{num_prompts}  first token {each.speedup:.1f}x  {reused}"
-            print(line, file=sys.stderr, flush=True)
-            if time.perf_counter() - started > seconds and len(answered) > 1:  # the first fills the cache
-                break
-    spent = time.perf_counter() - started
-    print(f"{len(answered)} of {num_prompts} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
+    num_prompts, answered, ends = len(read.token_ids), [], [perf_counter()]
+    print("warming up ...", file=sys.stderr, flush=True)
+    warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # one after the other, and no chat
+    for each in compare(cache, tokenizer, read.token_ids, max_new_tokens=max_new_tokens):
+        answered.append(each)
+        ends.append(perf_counter())
+        line = (
+            f"first token {each['first_token_speedup']:.1f}x  reused {each['reused_tokens']} of {each['prompt_tokens']}"
+        )
+        print(f"{len(answered)}/{num_prompts}  {line}", file=sys.stderr, flush=True)
+        if 2 * ends[-1] - ends[-2] - ends[0] > seconds and len(answered) > 1:  # the next one would end too late
+            break
+    spent, share = ends[-1] - ends[0], read.num_shared_tokens / read.num_tokens
+    why = f", longer than {seconds:.0f} s: a warm-up and two prompts are the least" if spent > seconds else ""
+    print(f"{len(answered)} of {num_prompts} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s{why}.")
     print(summary(answered, "prompt"))
-    share = read.num_shared_tokens / read.num_tokens
-    print(
-        f"Of the {read.num_tokens:,} tokens of all prompts, {read.num_shared_tokens:,} ({share:.0%}) stand at the beginning of another one, too, in whole blocks."
-    )
-    if loaded.dtype == torch.float32 and not all(each.same_tokens for each in answered):
+    of_all = f"{read.num_shared_tokens:,} ({share:.0%}) stand at the beginning of another one, too, in whole blocks"
+    print(f"Of the {read.num_tokens:,} tokens of all prompts, {of_all}.")
+    if str(loaded.dtype) == "torch.float32" and not all(each["same_tokens"] for each in answered):
         raise typer.Exit(1)

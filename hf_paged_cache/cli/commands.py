@@ -14,7 +14,9 @@ from .generate import ANY_OPTION, generate
 from .run import TAKES_A_PROGRAM, run
 from .saved import load, save
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown"
+)
 for each in (demo, doctor, bench, save, load):
     app.command(cls=Command)(each)
 app.command(cls=Command, context_settings=ANY_OPTION)(generate)

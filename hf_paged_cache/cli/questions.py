@@ -7,24 +7,13 @@ from pathlib import Path
 
 _DATA = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
-SHOTS: list[tuple[str, str]] = [(question, answer) for question, answer in _DATA["shots"]]
-"""About 1,000 tokens as SmolLM2 counts them, with the instruction."""
-
+SHOTS: list[tuple[str, str]] = [(question, answer) for question, answer in _DATA["shots"]]  # about 1,000 tokens
 QUESTIONS: list[str] = _DATA["questions"]
 
 
 def few_shot_prompt(num_shots: int) -> str:
-    """The instruction and the first `num_shots` solved examples: what all questions share.
-
-    Examples:
-        >>> print(few_shot_prompt(1))
-        Answer each question in one short sentence.
-        Question: What is the capital of Spain?
-        Answer: The capital of Spain is Madrid, a city on the river Manzanares.
-        <BLANKLINE>
-    """
-    shots = "".join(f"{ask(question)} {answer}\n" for question, answer in SHOTS[:num_shots])
-    return f"Answer each question in one short sentence.\n{shots}"
+    """The instruction and the first `num_shots` solved examples: what all questions share."""
+    return "Answer each question in one short sentence.\n" + "".join(f"{ask(q)} {a}\n" for q, a in SHOTS[:num_shots])
 
 
 def ask(question: str) -> str:

@@ -1,102 +1,134 @@
-"""`run`: becomes a program whose models have prefix caches, without a changed line of it."""
+"""`run`: runs a program of somebody else's in this process, with a prefix cache for each of its models."""
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
+import runpy
 import shutil
 import sys
-from difflib import get_close_matches
-from inspect import signature
+from collections.abc import Callable
+from importlib import import_module
+from importlib.machinery import PathFinder
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..errors import CacheArgumentError
-from ..programs.options import RunOptions
 from ..store_options import store_options
-from .command import Command, DiskFolder, MaxBytes
+from .command import DiskFolder, MaxBytes
 
-TAKES_A_PROGRAM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+TAKES_A_PROGRAM = {"allow_interspersed_args": False}  # what follows PROGRAM is its own
+_NOTHING_RAN = (
+    "no generate call was seen in this process. Plain forwards, generate_batch and vLLM run without this cache; so do processes "
+    "that it starts, unless their code calls hf_paged_cache.cache_every_generate()"
+)
+
+
+class ProgramStart(Exception):  # noqa: N818  # nothing is wrong
+    """Carries a program out of the command line's own handling of errors: its errors and its exit code stay its own."""
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        self.start = start
 
 
 def run(
     program: Annotated[
-        list[str] | None,
+        list[str],
         typer.Argument(
             metavar="PROGRAM",
-            show_default=False,
-            help="A Python script, an installed command (lm_eval, accelerate, trl, transformers), or -m MODULE; then its own "
-            "arguments.",
+            help="A Python script, or a console command of this Python (lm_eval, trl, transformers); then its own arguments.",
         ),
-    ] = None,
+    ],
+    module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as of python -m.")] = False,
     max_bytes: MaxBytes = None,
     disk_folder: DiskFolder = None,
     cache_salt: Annotated[
         str | None, typer.Option(help="Of all blocks: a run with another one finds none of them.", show_default=False)
     ] = None,
     stats: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write counts there, a line of JSON for each process.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Write counts there, as a line of JSON.", show_default=False)
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing at the end.")] = False,
 ) -> None:
     """Run a program as ever, but with a prefix cache for each of its models.
 
-    Options of this command come before PROGRAM. Each generate that brings no cache gets one, in this process and in every Python
-    that it starts. What was reused, and why no more, is said on stderr at the end.
+    Options of this command come before PROGRAM. Each generate that brings no cache gets one. What was reused, and why no more, is
+    said on stderr at the end. Processes that the program starts have no cache, unless their code calls
+    hf_paged_cache.cache_every_generate().
 
     Exits as the program does; with 2 where it cannot be run.
     """
-    sizes = {"max_bytes": max_bytes, "disk_folder": disk_folder and str(disk_folder.absolute())}
-    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
-    store_options(**given)
-    if cache_salt == "":
-        raise CacheArgumentError("cache_salt is empty; leave it out")
-    command = _command_line(program or [])
+    folder = disk_folder and disk_folder.absolute()
+    store_options(max_bytes=max_bytes, disk_folder=folder)  # refused before torch is imported
+    start = _program(*program, is_module=module)
     if stats is not None:
-        try:
-            stats.write_text("", encoding="utf-8")
-        except OSError as error:
-            raise CacheArgumentError(f"--stats {stats} cannot be written: {error.strerror}") from error
-    given |= {} if cache_salt is None else {"cache_salt": cache_salt}
-    options = RunOptions(given, None if stats is None else str(stats.absolute()), quiet, os.getpid())
-    sys.stdout.flush()
-    os.execvpe(command[0], command, options.environment(os.environ))
+        stats = stats.absolute()
+        stats.write_text("", encoding="utf-8")
+
+    from hf_paged_cache import cache_every_generate
+
+    every = cache_every_generate(max_bytes=max_bytes, disk_folder=folder, cache_salt=cache_salt)
+    atexit.register(_tell, every, os.getpid(), stats, quiet)
+    raise ProgramStart(start)
 
 
-def _command_line(given: list[str]) -> list[str]:
-    """The command line of a program: scripts and modules are of this Python, and so are commands that it has.
+def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
+    """What runs a program, whose arguments and import path are the process's from then on.
 
     Raises:
-        CacheArgumentError: there is no such program.
+        CacheArgumentError: there is no such program, or none that runs in this process.
     """
-    name, others = (given[0], given[1:]) if given else ("-m", [])
-    if name == "-m" and others:
-        return [sys.executable, *given]
-    if name.startswith("-"):
-        if name != "-m":
-            options = [f"--{each.replace('_', '-')}" for each in signature(run).parameters if each != "program"]
-            close = get_close_matches(name, options, 1, cutoff=0.8)
-            raise CacheArgumentError(
-                f"there is no option {name}{f'; did you mean {close[0]}?' if close else '.'} See --help"
-            )
-        raise CacheArgumentError("give a program to run: a Python script, an installed command, or -m MODULE")
-    if Path(name).suffix == ".py" or Path(name).is_dir():
-        if not Path(name).exists():
+    path, first, top = Path(name), name, name.replace("-", "_").partition(".")[0]
+    command = next(iter(entry_points(group="console_scripts", name=name)), None)
+    if is_module:
+        folder = Path.cwd()
+        if find_spec(top) is None and PathFinder.find_spec(top, [str(folder)]) is None:
+            raise CacheArgumentError(f"there is no module {name}")
+    elif command is not None:
+        first, folder = shutil.which(name) or name, Path(sys.executable).parent
+    elif path.suffix == ".py" or path.is_dir():
+        folder = path if path.is_dir() else path.resolve().parent
+        if not path.exists():
             raise CacheArgumentError(f"there is no file {name}")
-        return [sys.executable, name, *others]
-    found = shutil.which(name, path=Path(sys.executable).parent) or shutil.which(name)
-    if found is None:
+    elif found := name if path.exists() else shutil.which(name):
+        raise CacheArgumentError(
+            f"{found} cannot run in this process; give a Python script (its name ends in .py), a console command that is "
+            "installed for this Python, or -m MODULE"
+        )
+    else:
         raise CacheArgumentError(f"there is no command {name}; a Python script has a name in .py")
-    return [found, *others]
+
+    def start() -> None:
+        sys.argv[:] = [first, *arguments]
+        if not sys.flags.safe_path:
+            sys.path[0] = str(folder)
+        sys.excepthook = sys.__excepthook__  # typer has put its own there
+        if top == "lm_eval":
+            import_module("hf_paged_cache.lm_eval")  # makes the models hf-paged and hf-paged-multimodal known
+        if is_module:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+        elif command is not None:
+            sys.exit(command.load()())
+        else:
+            runpy.run_path(name, run_name="__main__")
+
+    return start
 
 
-# alone: programs do not wait for other commands
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-app.command(cls=Command, context_settings=TAKES_A_PROGRAM)(run)
-
-
-@app.callback()
-def _alone() -> None:
-    """Makes it a subcommand."""
+def _tell(every: Any, pid: int, stats: Path | None, quiet: bool) -> None:
+    """Say on stderr, and write, what was done; not in a fork, which has the counts of its parent."""
+    if os.getpid() != pid:
+        return
+    models = every.counts()
+    lines = str(every).splitlines() if models else [_NOTHING_RAN]
+    if not models and "lm_eval" in sys.modules:
+        lines.append("lm_eval: --model hf scores by plain forwards; --model hf-paged reuses their contexts")
+    if stats is not None:
+        stats.write_text(json.dumps({"arguments": sys.argv, "models": models}) + "\n", encoding="utf-8")
+    if not quiet:
+        print(*(f"hf-paged-cache run: {line}" for line in lines), sep="\n", file=sys.stderr, flush=True)

@@ -7,7 +7,7 @@ and pickled with the model.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..call.limits import UNLIMITED
-from ..errors import CacheArgumentError, PagedCacheError
+from ..errors import CacheArgumentError
 from ..locks import new_lock
 from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
-from ..model.conditioning import code_of_others
 from ..rows.rows import Rows
 from .ambient import ambient_cache
 from .capturing import detach_forward
@@ -36,18 +35,10 @@ class GenerateBracket:
     """`GenerateBracket` stands in a model's `__dict__` for `generate`, and runs each call on the cache that it brings.
 
     A `generate` that somebody else had put on the instance is wrapped, and put back by `detach`.
-
-    Attributes:
-        new_cache: makes a cache for a call that brings none and is in no block, unless code of others is on the model;
-            None: such a call runs without a cache of ours. `new_cache` lives as long as the model, whose copies do not
-            get it.
-        on_refusal: is told why a cache of `new_cache` refused its call, which then runs without it.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.new_cache: Callable[[], Any] | None = None
-        self.on_refusal: Callable[[str], None] | None = None
         self.replaced = model.__dict__.get("generate")  # None: the class's own `generate` was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
@@ -56,11 +47,9 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = _paged(kwargs)
-        cache, is_new = brought, False
+        cache = brought
         if kwargs.get("past_key_values") is None and kwargs.get("cache_params") is None:
             cache = ambient_cache(self.model)
-            if cache is None and self.new_cache is not None and code_of_others(self.model) is None:
-                cache, is_new = self.new_cache(), True
         is_round = self.replaced is not None or len(functions_of(self.model)) > 1
         if cache is None or (brought is None and is_round and not self._takes_cache()):
             return self._generate()(*args, **kwargs)
@@ -79,7 +68,6 @@ class GenerateBracket:
             return self._generate()(*args, **kwargs)
         if brought is None and cache.is_generating:
             cache = cache.sibling()
-        whole = kwargs
         if self.replaced is None:
             images = cache.images_of_generate(self.model, given.passed)
             if images is not None:
@@ -87,34 +75,18 @@ class GenerateBracket:
                 kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}
         name = cache_argument(self.model)
         with ExitStack() as stack:
-            try:
-                if is_round:
-                    stack.enter_context(cache.around(self.model, given))
-                    passed = cache
-                else:
-                    passed = cache.begin_rows(self.model, given)
-                    stack.enter_context(cache.running(passed))
-            except PagedCacheError as error:
-                if not is_new:
-                    raise
-                refused = str(error)
+            if is_round:
+                stack.enter_context(cache.around(self.model, given))
+                passed = cache
             else:
-                output = self._generate()(*args, **kwargs, **{name: passed})
-                if not is_round:
-                    if not passed.is_open:
-                        passed.calls.note_elsewhere(passed, given)
-                    passed.escaped = passed.escaped or getattr(output, name, None) is passed
-                return output
-        return self._without_cache(refused, args, whole)
-
-    def _without_cache(self, refused: str, args: Any, kwargs: Any) -> Any:
-        """Run a call without the cache that refuses it: nobody has asked for this cache."""
-        if self.on_refusal is not None:
-            self.on_refusal(refused)
-        return self._generate()(*args, **kwargs)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "new_cache": None, "on_refusal": None}
+                passed = cache.begin_rows(self.model, given)
+                stack.enter_context(cache.running(passed))
+            output = self._generate()(*args, **kwargs, **{name: passed})
+            if not is_round:
+                if not passed.is_open:
+                    passed.calls.note_elsewhere(passed, given)
+                passed.escaped = passed.escaped or getattr(output, name, None) is passed
+            return output
 
     @property
     def __signature__(self) -> inspect.Signature:

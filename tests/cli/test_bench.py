@@ -12,8 +12,6 @@ from typer.testing import CliRunner
 
 from hf_paged_cache.cli import bench as module
 from hf_paged_cache.cli.commands import app
-from hf_paged_cache.cli.demo_model import load_demo_model
-from hf_paged_cache.jobs.order import num_shared_tokens
 
 SHARED = "What is one and one? " * 4
 
@@ -42,13 +40,17 @@ def test_own_prompts_are_answered_twice_and_counted(model_folder: str, prompt_fi
     assert f"Of the {total} tokens of all prompts, {3 * shared} (" in done.stdout
 
 
-def test_when_time_is_over_it_ends_after_two_prompts(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "number", "why"), [("50", 2, "longer than 50 s"), ("450", 4, "in 400 s.")])
+def test_no_prompt_begins_that_would_end_too_late_and_too_long_a_run_is_said(
+    seconds: str, number: int, why: str, model_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "SHOTS", module.SHOTS[:1])
     times = iter(range(0, 10_000, 100))
-    monkeypatch.setattr(module.time, "perf_counter", lambda: next(times))
-    done = bench(model_folder, "--seconds", "50")
+    monkeypatch.setattr(module, "perf_counter", lambda: next(times))
+    done = bench(model_folder, "--seconds", seconds)
     assert done.exit_code == 0, done.output
-    assert f"2 of {len(module.QUESTIONS)} prompts" in done.stdout
+    assert f"{number} of {len(module.QUESTIONS)} prompts" in done.stdout
+    assert why in done.stdout
 
 
 def test_prompts_that_cannot_be_used_are_one_line(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
@@ -59,27 +61,3 @@ def test_prompts_that_cannot_be_used_are_one_line(model_folder: str, prompt_file
     assert "is empty" in bench(model_folder, str(tmp_path / "empty.jsonl")).stderr
     assert bench(model_folder, str(tmp_path / "none.jsonl")).exit_code == 2
     assert "is a folder; give MODEL first" in bench(prompt_file, str(tmp_path)).stderr
-
-
-def test_a_prompt_may_be_as_long_as_the_model_has_positions(model_folder: str, tmp_path: Path) -> None:
-    model, tokenizer = load_demo_model(model_folder)
-    limit = model.config.max_position_embeddings
-    text = "What is one and one? " * limit
-    while (length := len(tokenizer(text).input_ids)) > limit:
-        text = text[: len(text) * limit // length]
-    while len(tokenizer(text).input_ids) < limit:
-        text += "?"
-    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": text}))
-    done = bench(model_folder, str(tmp_path / "long.jsonl"), "--max-new-tokens", "1")
-    assert done.exit_code == 0, done.output
-
-
-def test_what_is_shared_is_counted_as_a_naive_count_does() -> None:
-    prompts = [[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7], [1, 2, 3, 4], [9, 9]]
-    seen: set[tuple[int, ...]] = set()
-    shared = 0
-    for prompt in prompts:
-        prefixes = [tuple(prompt[:end]) for end in range(1, len(prompt) + 1)]
-        shared += max((len(each) for each in prefixes if each in seen), default=0)
-        seen.update(prefixes)
-    assert num_shared_tokens(prompts, block_size=1) == shared

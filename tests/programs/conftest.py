@@ -1,18 +1,17 @@
-"""A program that `hf-paged-cache run` has started, in this process."""
+"""A process in which every `generate` has a cache, in this process for the time of a test."""
 
 from __future__ import annotations
 
 import pytest
 from transformers import GenerationMixin
 
-from hf_paged_cache.programs import program as running
-from hf_paged_cache.programs.options import RunOptions
-from hf_paged_cache.programs.program import Program
+from hf_paged_cache import cache_every_generate
+from hf_paged_cache import every_generate as module
+from hf_paged_cache.every_generate import EveryGenerate
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Program:
-    of_this_test = Program(RunOptions({}, None, True, 0))
-    monkeypatch.setattr(running, "_running", of_this_test)
-    monkeypatch.setattr(GenerationMixin, "generate", of_this_test.with_caches(GenerationMixin.generate))
-    return of_this_test
+def every(monkeypatch: pytest.MonkeyPatch) -> EveryGenerate:
+    monkeypatch.setattr(module, "_every", None)
+    monkeypatch.setattr(GenerationMixin, "generate", GenerationMixin.generate)  # put back after the test
+    return cache_every_generate()

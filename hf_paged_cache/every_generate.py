@@ -1,0 +1,222 @@
+"""`cache_every_generate`: from then on each `generate` of this process that brings no cache runs on one.
+
+Each call gets a cache of its own on its model's store, as it would get a `DynamicCache`. A store lives as long as its model; what was
+counted stays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Unpack
+
+from transformers import GenerationMixin
+
+from .cache import PagedPrefixCache
+from .errors import CacheArgumentError, PagedCacheError, UnsupportedModelError
+from .integration.ambient import AmbientScope, ambient_cache, close_scope, open_scope
+from .integration.generate_arguments import functions_of
+from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of
+from .locks import new_lock
+from .model.support import unwrapped
+from .store.call_totals import CallTotals
+from .store_options import StoreSizes, given_sizes, shows_store_options, store_options
+from .wording import counted
+
+_MOST_REASONS = 3
+_ASKED_FOR_NONE = "asked for none (use_cache), for another kind (cache_implementation), or drafted for another model"
+_HELD = "_held_by_every_generate"  # the attribute of a model with its `_Held`
+
+
+@shows_store_options
+def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[StoreSizes]) -> EveryGenerate:
+    """From here on each `generate` in this process that brings no cache has one, whichever model it is called on.
+
+    `hf-paged-cache run` calls this. A process that a program starts (`accelerate launch`, `torchrun`, `multiprocessing`) has caches
+    if its own code calls it.
+
+    Effects: replaces `GenerationMixin.generate`. Called again, it returns the same object; its options are then those of models that
+    have generated nothing yet.
+
+    Args:
+        cache_salt, sizes: of each model's `PagedPrefixCache`.
+
+    Raises:
+        CacheArgumentError: an option is out of its range.
+
+    Examples:
+        >>> from hf_paged_cache import cache_every_generate
+        >>> every = cache_every_generate(max_bytes="8GB")  # doctest: +SKIP
+        >>> output = model.generate(**inputs, max_new_tokens=8)  # doctest: +SKIP
+        >>> print(every)  # doctest: +SKIP
+        LlamaForCausalLM: 1 call, 81 prompt tokens: 0 reused, 0 shared, 81 computed
+    """
+    global _every
+    store_options(**sizes)
+    if cache_salt == "":
+        raise CacheArgumentError("cache_salt is empty; leave it out")
+    if _every is None:
+        _every = EveryGenerate()
+        GenerationMixin.generate = _every.in_place_of(GenerationMixin.generate)  # type: ignore[method-assign]
+    _every.options |= given_sizes(sizes) | ({} if cache_salt is None else {"cache_salt": cache_salt})
+    return _every
+
+
+def every_generate() -> EveryGenerate | None:
+    """What `cache_every_generate` has returned in this process; None: nobody has called it."""
+    return _every
+
+
+class EveryGenerate:
+    """What the models of a process did in `generate`: printed, its summary.
+
+    Attributes:
+        options: of caches of models that come.
+    """
+
+    def __init__(self) -> None:
+        self.options: dict[str, Any] = {}
+        self._counts: list[_Counts] = []
+        self._lock = new_lock()  # held to count, and while a model gets its store
+
+    def cache_of(self, model: Any) -> PagedPrefixCache:
+        """A new cache on the store that a model has here.
+
+        Raises:
+            UnsupportedModelError: it has none, and why.
+        """
+        model = unwrapped(model)
+        with self._lock:
+            held = self._held_by(model)
+            if held.new_cache is None and not held.counts.refused:
+                try:
+                    first = PagedPrefixCache(model, **self.options)
+                    held.new_cache = partial(PagedPrefixCache, first.store, cache_salt=first.cache_salt or None)
+                    held.counts.totals = first.store.blocks.call_totals
+                except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
+                    held.counts.refused = str(error)
+        if held.new_cache is None:
+            raise UnsupportedModelError(held.counts.refused)
+        return held.new_cache()
+
+    def in_place_of(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A class's `generate` that has a cache, where it would have none."""
+
+        @wraps(plain)
+        def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+            brought = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
+            if ambient_cache(model) is not None or getattr(brought, "is_paged_prefix_cache", False):
+                return plain(model, *args, **kwargs)  # in `with cache:`, or on the way back from the model's bracket
+            cache = None
+            try:
+                if brought is not None:
+                    raise CacheArgumentError(f"brought a {type(brought).__name__}")
+                cache = self.cache_of(model)
+                output = _run_on(cache, model, args, kwargs)
+            except PagedCacheError as error:
+                if cache is not None and cache.last_call.kind != "none":
+                    raise
+                self._count(model, str(error))  # nothing has run yet
+                return plain(model, *args, **kwargs)
+            if cache.last_call.kind == "none":
+                self._count(model, _ASKED_FOR_NONE)
+            return output
+
+        return generate
+
+    def counts(self) -> list[dict[str, Any]]:
+        """Of each model what its calls did, named as in `CacheStats`."""
+        return [each.as_dict() for each in self._counts]
+
+    def __str__(self) -> str:
+        return "\n".join(line for each in self.counts() for line in _lines(each)) or "no generate was called"
+
+    def _count(self, model: Any, why: str) -> None:
+        with self._lock:
+            self._held_by(model).counts.without[why] += 1
+
+    def _held_by(self, model: Any) -> _Held:
+        with self._lock:
+            held: _Held | None = getattr(model, _HELD, None)
+            if held is None:
+                path = getattr(getattr(model, "config", None), "_name_or_path", "")
+                held = _Held(_Counts(f"{type(model).__name__} ({path})" if path else type(model).__name__))
+                setattr(model, _HELD, held)
+                self._counts.append(held.counts)
+            return held
+
+
+_every: EveryGenerate | None = None
+
+
+def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
+    """A call of the model's `generate`, whose bracket finds the cache.
+
+    Raises:
+        PagedCacheError: it is refused.
+    """
+    attach(model)
+    bracket, scope = bracket_of(model), AmbientScope(model, cache)
+    if len(functions_of(model)) > 1 or bracket is None or bracket.replaced is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} has a generate of its own")
+    open_scope(scope)
+    try:
+        return bracket(*args, **kwargs)
+    finally:
+        close_scope(scope)
+
+
+@dataclass
+class _Counts:
+    """What was done of one model, which it outlives: why it has no store, and why calls ran without a cache -> how many did."""
+
+    name: str
+    refused: str = ""
+    without: Counter[str] = field(default_factory=Counter)
+    totals: CallTotals = field(default_factory=CallTotals)
+
+    def as_dict(self) -> dict[str, Any]:
+        totals, metrics = self.totals, self.totals.metrics
+        prompt, reused, shared = metrics.num_queried_tokens, metrics.num_hit_tokens, metrics.num_shared_tokens
+        return {
+            "model": self.name,
+            "refused": self.refused,
+            "num_calls": totals.num_calls,
+            "num_bypassed_calls": totals.num_bypassed_calls,
+            "prompt_tokens": prompt,
+            "reused_tokens": reused,
+            "shared_tokens": shared,
+            "computed_tokens": prompt - reused - shared,
+            "computed_because": dict(totals.computed_because),
+            "calls_without_cache": dict(self.without),
+        }
+
+
+class _Held:
+    """What a model holds, so that both go together: its counts, and what makes caches on its store. Copies of it hold nothing."""
+
+    def __init__(self, counts: _Counts) -> None:
+        self.counts = counts
+        self.new_cache: Callable[[], PagedPrefixCache] | None = None
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _lines(counts: dict[str, Any]) -> list[str]:
+    """A model's counts in words."""
+    name, lines = counts["model"], []
+    if counts["num_calls"]:
+        tokens = ", ".join(f"{counts[f'{kind}_tokens']:,} {kind}" for kind in ("reused", "shared", "computed"))
+        lines.append(
+            f"{name}: {counted(counts['num_calls'], 'call')}, {counts['prompt_tokens']:,} prompt tokens: {tokens}"
+        )
+        for why, number in Counter(counts["computed_because"]).most_common(_MOST_REASONS):
+            lines.append(f"  {counted(number, 'token')} computed: {why}")
+        if counts["num_bypassed_calls"]:
+            lines.append(f"  {counted(counts['num_bypassed_calls'], 'call')} reused and kept nothing")
+    for why, number in counts["calls_without_cache"].items():
+        lines.append(f"{name}: {counted(number, 'call')} without a cache: {why}")
+    return lines
