@@ -131,13 +131,9 @@ def generate_all(
             nothing has run.
 
     Examples:
-        >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
-        >>> len(
-        ...     generate_all(
-        ...         model, tokenizer, [shared + "Question: What is ice?", shared], max_new_tokens=4
-        ...     ).completions
-        ... )
-        2
+        >>> result = generate_all(model, tokenizer, ["What is one and one?", "What is one?"], max_new_tokens=4)
+        >>> len(result.completions), result.summary.num_prompts
+        (2, 2)
     """
     how = How(out, column, batch_size, max_new_tokens, seed, overwrite, progress, options)
     with _calls_on(model, tokenizer, cache, how) as calls:

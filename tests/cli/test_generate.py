@@ -199,13 +199,6 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_prompts_come_before_options_of_generate(prompts: Path, tmp_path: Path) -> None:
-    given = ["--do-sample", str(prompts), "--model", "no-model", "--out", str(tmp_path / "out.jsonl")]
-    done = CliRunner().invoke(app, ["generate", *given])
-    assert done.exit_code == 2
-    assert "give PROMPTS before options of transformers' generate, such as --do-sample" in done.stderr
-
-
 def test_a_model_that_is_refused_is_called_unsupported(
     prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,14 +209,6 @@ def test_a_model_that_is_refused_is_called_unsupported(
     done = generate(prompts, model_folder, tmp_path / "out.jsonl")
     assert done.exit_code == 2
     assert "hf-paged-cache generate: the model is not supported: SomeModel: it keeps" in done.stderr
-
-
-def test_a_file_without_rows_and_a_folder_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text("text,id\n")
-    done = generate(tmp_path / "p.csv", "no-model", tmp_path / "out.jsonl")
-    assert done.stderr == f"hf-paged-cache generate: {tmp_path / 'p.csv'} holds no rows\n"
-    done = generate(tmp_path, "no-model", tmp_path / "out.jsonl")
-    assert done.stderr == f"hf-paged-cache generate: {tmp_path} is a folder; give a file\n"
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def local_ray() -> Iterator[None]:
 def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: str, tmp_path: Path) -> None:
     alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions
     out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
-    loads, options = partial(load, model_folder, str(deadly)), {"max_new_tokens": 4, "batch_size": 2}
+    loads, options = partial(load, model_folder, str(deadly), 1, 12), {"max_new_tokens": 4, "batch_size": 2}
     result = generate_all_on_ray(
         loads, PROMPTS, num_workers=2, out=out, **options, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB", trust_hooks=True
     )  # fmt: skip
