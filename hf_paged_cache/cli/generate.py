@@ -105,11 +105,11 @@ def generate(
         said = re.sub(r"\boption (\w+):", lambda name: f"{_dashed(name[1])}:", str(error))
         raise CacheArgumentError(said) from error
     except KeyboardInterrupt:
-        how_on = "the same command without --overwrite" if overwrite else "the same command"
-        print(f"hf-paged-cache generate: stopped. What is done is in {out}; {how_on} resumes.", file=sys.stderr)
+        again = "the same command without --overwrite" if overwrite else "the same command"
+        done = f" What is done is in {out}; {again} resumes." if out.exists() else ""
+        print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
-    is_done = summary.num_prompts == summary.num_done_before
-    print(f"{out}: {'done already: ' if is_done else ''}{summary}")
+    print(f"{out}: {summary}")
 
 
 def _load(model: str, revision: str | None, dtype: str | None, device: str | None, options: tuple[str, ...]) -> Any:

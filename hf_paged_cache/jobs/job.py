@@ -66,8 +66,8 @@ class BatchSummary:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        if self.num_prompts == self.num_done_before:
-            return counted(self.num_prompts, "prompt")
+        if self.num_prompts == self.num_done_before > 0:
+            return f"done already: {counted(self.num_prompts, 'prompt')}"
         before = f", {self.num_done_before:,} of them done before" if self.num_done_before else ""
         reused = f"{self.reused_tokens:,} reused ({self.reused_tokens / max(1, self.prompt_tokens):.0%})"
         tokens = f"{counted(self.prompt_tokens, 'prompt token')}, {reused}; {counted(self.new_tokens, 'new token')}"
@@ -234,7 +234,8 @@ def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any,
 
 def _bar(total: int, initial: int, wanted: bool | None, seconds_before: float) -> Any:
     """A bar of prompts, begun so many seconds before; where stderr is no terminal, it is printed anew only now and then."""
-    seconds = 0.1 if sys.stderr.isatty() or "notebook" in tqdm.__module__ else _SECONDS_BETWEEN_LINES
+    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # importing it would import IPython
+    seconds = 0.1 if is_notebook or sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
     bar = tqdm(total=total, initial=initial, unit="prompt", mininterval=seconds, disable=wanted is False)
     if not bar.disable:
         bar.start_t -= seconds_before

@@ -129,25 +129,29 @@ def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict
 
     running: dict[Any, dict[int, Row]] = {start(rows): rows for rows in stretches}
     num_deaths = 0
-    while running:
-        ready: Any = ray.wait([*running], num_returns=1)[0][0]
-        left = running[ready]
-        try:
-            record: Record = ray.get(next(ready))
-        except StopIteration:
-            del running[ready]
-            continue
-        except RayTaskError as error:  # the worker's own error
-            raise (error.cause if isinstance(error.cause, PagedCacheError) else error) from None
-        except RayError as error:  # the worker has died: by itself, for want of memory, or with its machine
-            num_deaths += 1
-            if num_deaths == _MOST_DEATHS:
-                said = f"{num_deaths} workers died one after another ({str(error).strip().splitlines()[0]})"
-                raise WorkersLostError(f"{said}; give smaller batches, or a machine with more memory") from error
-            del running[ready]
-            running[start(left)] = left
-            continue
-        num_deaths = 0
-        for number in record.rows:
-            del left[number]
-        yield record
+    try:
+        while running:
+            ready: Any = ray.wait([*running], num_returns=1)[0][0]
+            left = running[ready]
+            try:
+                record: Record = ray.get(next(ready))
+            except StopIteration:
+                del running[ready]
+                continue
+            except RayTaskError as error:  # the worker's own error
+                raise (error.cause if isinstance(error.cause, PagedCacheError) else error) from None
+            except RayError as error:  # the worker has died: by itself, for want of memory, or with its machine
+                num_deaths += 1
+                if num_deaths == _MOST_DEATHS:
+                    said = f"{num_deaths} workers died one after another ({str(error).strip().splitlines()[0]})"
+                    raise WorkersLostError(f"{said}; give smaller batches, or a machine with more memory") from error
+                del running[ready]
+                running[start(left)] = left
+                continue
+            num_deaths = 0
+            for number in record.rows:
+                del left[number]
+            yield record
+    finally:
+        for each in running:  # where one has failed
+            ray.cancel(each)
