@@ -32,9 +32,8 @@ if TYPE_CHECKING:
     )
     from .every_generate import cache_every_generate
     from .integration.prefill import Prefilled
-    from .jobs.job import BatchResult, generate_all
+    from .jobs.job import BatchResult, BatchSummary, generate_all
     from .jobs.prompts import Prompts, read_prompts
-    from .jobs.summary import BatchSummary
     from .jobs.workers import WorkersLostError, generate_all_on_ray
     from .prefix_store import PrefixStore
     from .stats import CacheStats, CallStats, RowStats, TierStats
@@ -52,7 +51,6 @@ _HOMES = (
     ".ask.saved_files",
     ".ask.scoring",
     ".ask.verification",
-    ".jobs.summary",
     ".jobs.prompts",
     ".jobs.job",
     ".jobs.workers",

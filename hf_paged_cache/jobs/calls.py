@@ -13,52 +13,37 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import DynamicCache
+from transformers.generation import logits_process, stopping_criteria
 
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
 from ..model.identity import sampled_digest
-from ..model.placeholders import Placeholders
 from ..model.probing import input_device
 from ..model.support import unwrapped
 from ..prefix_store import PrefixStore
-from .journal import Completion, Record
 from .options import REPLACED, How, generation_config
-from .pictures import FIRST_NAME, ChatTokens, chat_inputs
+from .prompts import require_positions
+from .rows import RowError
+
+Completion = str | list[str]  # several where `num_return_sequences` says so
 
 
-class Described(NamedTuple):
-    """What a job must know of its model.
+class Record(NamedTuple):
+    """Rows that are done, by their numbers, and name -> what was counted; see `BatchSummary`."""
 
-    Attributes:
-        config: the model's.
-        placeholders: the model's token ids that are no text.
-        generation_config: what its calls go by.
-    """
-
-    tokenizer: Any
-    config: Any
-    placeholders: Placeholders
-    generation_config: GenerationConfig
-    block_size: int
+    rows: list[int]
+    completions: list[Completion]
+    counts: dict[str, float]
 
 
 class Answered(NamedTuple):
-    """What a call of `generate` gave: new tokens and text of each sequence, its times, and its decode steps."""
+    """What a call of `generate` gave: new tokens and text of each sequence, and its times."""
 
     token_ids: list[list[int]]
     texts: list[str]
     first_token_seconds: float
     seconds: float
-    num_steps: int
 
 
 class BatchCalls:
@@ -75,39 +60,42 @@ class BatchCalls:
     def __init__(
         self, model: Any, tokenizer: Any, how: How, cache: PagedPrefixCache | PrefixStore | None = None
     ) -> None:
-        self._config = config = generation_config(unwrapped(model), how.generation)
+        self.config = config = generation_config(unwrapped(model), how.generation)
         if not isinstance(cache, PagedPrefixCache):
             cache = PagedPrefixCache(model if cache is None else cache, **how.of_cache)
-        self.cache = cache
-        self._model: Any = self.cache.store.model
-        self._processor, self._seed = tokenizer, how.seed
-        self._tokenizer = tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        self._samples = bool(config.do_sample)
-        self._num_returned = config.num_return_sequences or 1
+        self.model: Any = cache.store.model
+        self.cache, self.tokenizer, self._seed = cache, tokenizer, how.seed
+        self._words = words = getattr(tokenizer, "tokenizer", tokenizer)
         eos, pad = config.eos_token_id, config.pad_token_id
         self._ends = {eos} if isinstance(eos, int) else set(eos or ())
         is_token = isinstance(pad, int) and pad >= 0
         padding = pad if is_token else max(0, min(self._ends, default=0))
         self._options = {**how.generation, **REPLACED, "pad_token_id": padding}
-        self._stop: StopStringCriteria | None = None
+        self._stop: stopping_criteria.StopStringCriteria | None = None
         if config.stop_strings:
-            self._stop = StopStringCriteria(tokenizer, config.stop_strings)
-            self._options |= {"tokenizer": tokenizer, "stopping_criteria": StoppingCriteriaList([_PadsWhatHasEnded()])}
+            self._stop = stopping_criteria.StopStringCriteria(words, config.stop_strings)
+            self._options |= {
+                "tokenizer": words,
+                "stopping_criteria": stopping_criteria.StoppingCriteriaList([_PadsWhatHasEnded()]),
+            }
 
-    def describe(self) -> Described:
-        """The model, as the job must know it."""
-        store = self.cache.store
-        return Described(self._processor, self._model.config, store.placeholders, self._config, store.blocks.block_size)
+    def named(self) -> dict[str, str]:
+        """By what the model is known again."""
+        return {"model": self.model.config.name_or_path, "weights": sampled_digest(self.model)[:16]}
 
-    def digest(self) -> str:
-        """Of the model; see `sampled_digest`."""
-        return sampled_digest(self._model)
+    def require_room(self, prompts: Mapping[int, Sequence[int]]) -> None:
+        """Refuse prompts that the model has no positions for, or that hold placeholders of images, which nothing fills.
+
+        Raises:
+            RowError: of the first.
+        """
+        require_positions(self.model.config, prompts, self._options["max_new_tokens"])
+        for number, tokens in prompts.items():
+            if why := self.cache.store.placeholders.why_no_text(tokens):
+                raise RowError(number, f"its prompt {why}")
 
     def try_out(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Make one call of two new tokens at most, so that options which `generate` refuses are refused before anything is written.
-
-        Args:
-            prompts: token ids of two rows at most, and of no more than a batch has; the first two tokens of each run.
+        """Make one call of two new tokens on the first two tokens of two rows at most, before anything is written.
 
         Raises:
             CacheArgumentError: `generate` takes the options not, or not for so many rows.
@@ -116,37 +104,25 @@ class BatchCalls:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of least lengths, which are longer than this call
             try:
-                self._generate([0], _padded([_first_text(each) for each in prompts]), None, max_new_tokens=num_new)
+                self._generate([0], _padded([each[:2] for each in prompts]), None, max_new_tokens=num_new)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # transformers looks at options where it uses them, and raises whatever comes
                 said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
                 raise CacheArgumentError(f"generate cannot run so: {shorten(said, 300, placeholder=' ...')}") from error
 
-    def reads_once(self, one: int, other: int) -> bool:
-        """Whether the model's attention reads once what rows share, as two short rows show, in a store of their own.
-
-        Args:
-            one, other: two token ids.
-        """
-        cache = PagedPrefixCache(self._model, block_size=4, num_blocks=64)
+    def reads_once(self) -> bool:
+        """Whether the model's attention reads once what rows share, as two short rows show, in a store of their own."""
+        cache = PagedPrefixCache(self.model, block_size=4, num_blocks=64)
         cache.store.looks.weighs_launches = False
-        cache.prefill([one] * 8)
+        cache.prefill([1] * 8)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # as in `try_out`
-            self._generate([0], _padded([[one] * 9, [one] * 8 + [other]]), cache, max_new_tokens=1)
-        call = cache.last_call
-        return call.read_once_tokens > 0 and not call.dense
+            self._generate([0], _padded([[1] * 9, [1] * 8 + [2]]), cache, max_new_tokens=1)
+        return cache.last_call.read_once_tokens > 0 and not cache.last_call.dense
 
-    def run(
-        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], done: frozenset[int] = frozenset()
-    ) -> Iterator[Record]:
+    def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[Record]:
         """The completions of rows, in one record, or in several where they do not fit into one call.
-
-        Args:
-            rows: their numbers.
-            prompts: token ids of each.
-            done: of the rows, those that were done in an earlier run, in parts: the others run in the parts that are left.
 
         Raises:
             torch.OutOfMemoryError: a row does not fit by itself.
@@ -154,77 +130,59 @@ class BatchCalls:
         waiting = [(list(rows), list(prompts))]
         while waiting:
             numbers, tokens = waiting.pop()
-            if done.issuperset(numbers):
-                continue
             half = len(numbers) // 2
-            if done.isdisjoint(numbers):
-                try:
-                    yield self._run(numbers, tokens)
-                    continue
-                except torch.OutOfMemoryError:
-                    if not half:
-                        raise
-            waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
+            try:
+                yield self._run(numbers, tokens)
+            except torch.OutOfMemoryError:
+                if not half:
+                    raise
+                waiting += [(numbers[half:], tokens[half:]), (numbers[:half], tokens[:half])]
 
     def _run(self, rows: list[int], prompts: list[Sequence[int]]) -> Record:
-        cache = self.cache
-        num_bypassed = cache.stats().num_bypassed_calls
+        cache, count = self.cache, self.config.num_return_sequences or 1
+        num_bypassed, num_tokens = cache.stats().num_bypassed_calls, sum(map(len, prompts))
         done = self.answer(rows, prompts, cache)
-        texts, count = done.texts, self._num_returned
-        num_tokens = sum(map(len, prompts))
-        is_bypassed = cache.stats().num_bypassed_calls > num_bypassed
         counts = {
             "prompt_tokens": num_tokens,
-            "computed_tokens": min(num_tokens, cache.last_call.computed_tokens),
+            "reused_tokens": max(0, num_tokens - cache.last_call.computed_tokens),
             "new_tokens": sum(map(len, done.token_ids)),
+            "num_batches": 1,
+            "num_bypassed": len(rows) * (cache.stats().num_bypassed_calls > num_bypassed),
             "seconds": done.seconds,
-            "prefill_seconds": done.first_token_seconds,
-            "decode_steps": done.num_steps,
-            "bypassed": len(rows) * is_bypassed,
         }
-        completions: list[Completion] = [*texts]
-        if count > 1:
-            completions = [texts[start : start + count] for start in range(0, len(texts), count)]
-        return Record(rows, completions, counts)
+        groups = [done.texts[start : start + count] for start in range(0, len(done.texts), count)]
+        return Record(rows, [each if count > 1 else each[0] for each in groups], counts)
 
     def answer(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], cache: PagedPrefixCache | None, **options: Any
     ) -> Answered:
-        """One call of `generate`, timed; on a `DynamicCache` if `cache` is None.
-
-        Args:
-            options: of `generate`, in place of the job's.
-        """
-        first = prompts[0]
-        inputs = chat_inputs(self._processor, first.chat) if isinstance(first, ChatTokens) else _padded(prompts)
-        clock = _FirstTokenClock()
+        """One call of `generate`, timed; on a `DynamicCache` if `cache` is None. `options` stand in place of the job's."""
+        inputs, clock = _padded(prompts), _FirstTokenClock()
         started = time.perf_counter()
-        output = self._generate(rows, inputs, cache, logits_processor=LogitsProcessorList([clock]), **options)
+        output = self._generate(
+            rows, inputs, cache, logits_processor=logits_process.LogitsProcessorList([clock]), **options
+        )
         new = [self._cut(row, inputs["input_ids"].shape[1]) for row in output.cpu()]  # waits for the device
         seconds = time.perf_counter() - started
-        texts = [str(self._tokenizer.decode(each, skip_special_tokens=True)) for each in new]
-        return Answered(new, texts, (clock.first_at or started) - started, seconds, max(0, clock.num_steps - 1))
+        texts = [str(self._words.decode(each, skip_special_tokens=True)) for each in new]
+        return Answered(new, texts, (clock.first_at or started) - started, seconds)
 
     def _generate(
-        self, rows: Sequence[int], inputs: Mapping[str, Any], cache: PagedPrefixCache | None, **options: Any
+        self, rows: Sequence[int], inputs: dict[str, Tensor], cache: PagedPrefixCache | None, **options: Any
     ) -> Tensor:
-        device = input_device(self._model)
+        device = input_device(self.model)
         with self._seeded(rows):
-            output: Tensor = self._model.generate(
-                **{name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()},
-                past_key_values=DynamicCache(config=self._model.config) if cache is None else cache,
+            output: Tensor = self.model.generate(
+                **{name: value.to(device) for name, value in inputs.items()},
+                past_key_values=DynamicCache(config=self.model.config) if cache is None else cache,
                 **{**self._options, **options},
             )
         return output
 
     def _cut(self, row: Tensor, num_prompt: int) -> list[int]:
-        """The tokens that a row has generated: to its first end of sequence, or to where a stop string ends.
+        """The tokens that a padded row has generated after `num_prompt`: to its first end, or to where a stop string ends.
 
         After that `generate` pads, with a token that the model may have generated itself in another row.
-
-        Args:
-            row: [T], the padded prompt and what came after it.
-            num_prompt: tokens of the padded prompt.
         """
         new: list[int] = row[num_prompt:].tolist()
         length = next((place + 1 for place, token in enumerate(new) if token in self._ends), len(new))
@@ -238,7 +196,7 @@ class BatchCalls:
     @contextmanager
     def _seeded(self, rows: Sequence[int]) -> Iterator[None]:
         """Samples that follow from the seed and the rows; afterwards torch continues as if none had been drawn."""
-        if not self._samples:
+        if not self.config.do_sample:
             yield
             return
         digest = hashlib.sha256(f"{self._seed}: {[*rows]}".encode()).digest()
@@ -247,10 +205,6 @@ class BatchCalls:
         with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             yield
-
-
-def _first_text(tokens: Sequence[int]) -> list[int]:
-    return [token for token in tokens if token < FIRST_NAME][:2] or [0]
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -264,7 +218,7 @@ def _padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     return {"input_ids": torch.tensor(ids, device="cpu"), "attention_mask": torch.tensor(mask, device="cpu")}
 
 
-class _PadsWhatHasEnded(StoppingCriteria):
+class _PadsWhatHasEnded(stopping_criteria.StoppingCriteria):
     """Stops nothing. Where no criterion names an end of sequence, `generate` continues rows that have come to a stop string."""
 
     eos_token_id = None
@@ -273,15 +227,12 @@ class _PadsWhatHasEnded(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-class _FirstTokenClock(LogitsProcessor):
-    """Notes when the logits of the first new token were there, and how often there were any; changes none."""
+class _FirstTokenClock(logits_process.LogitsProcessor):
+    """Notes when the logits of the first new token were there; changes none."""
 
-    def __init__(self) -> None:
-        self.first_at: float | None = None
-        self.num_steps = 0
+    first_at: float | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.num_steps += 1
         if self.first_at is None:
             if scores.device.type != "cpu":
                 getattr(torch, scores.device.type).synchronize()

@@ -1,63 +1,79 @@
 """`generate_all`: completions of many prompts, with what they share computed once, in the order of their prefix tree.
 
-Owns the job from its prompts to its summary: what is refused before anything runs, and what is kept where.
+Owns the job from its prompts to its summary: what is refused before anything runs. Imports torch where a model is needed.
 """
 
-import json
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig, PreTrainedModel
+from tqdm.auto import tqdm
 
-from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
-from ..integration.hooks import left_as_it_was
-from ..model.support import require_supported, unwrapped
-from ..prefix_store import PrefixStore
 from ..store_options import shows_store_options
-from .calls import BatchCalls, Described
-from .journal import (
-    Completion,
-    Finished,
-    Journal,
-    Output,
-    Record,
-    claimed,
-    finished_before,
-    journal_of,
-    note_finished,
-    record_of,
-    require_same,
-    require_writable,
-)
-from .options import NO_OPTIONS, How, tokens_seen
-from .order import NUM_UNSHARED, Limits, batches, build_prefix_tree, limits_that_pay, ordered, partition
-from .pictures import ChatTokens
-from .progress import progress_bar, warn_of_bypassed
-from .prompts import require_positions, require_text, tokenized
-from .rows import Row, digest_of, opened, require_room
-from .summary import BatchSummary, Tally
+from ..wording import counted
+from .answers import Answers
+from .options import How, tokens_seen
+from .order import NUM_UNSHARED, Limits, batches, build_prefix_tree, limits_that_pay, ordered
+from .prompts import tokenized
+from .rows import COMPLETION, INDEX, Row, digest_of, opened, prompt_of
 
-_Prompts = str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ..cache import PagedPrefixCache
+    from ..prefix_store import PrefixStore
+    from .calls import BatchCalls, Completion, Record
+
+logger = logging.getLogger("hf_paged_cache")
+
+_SECONDS_BETWEEN_LINES = 30.0  # of progress, where stderr is no terminal
 
 
-class Batch(NamedTuple):
-    """Rows that run in one call, if they fit.
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """What a run of a job has done, besides the `num_done_before` of its `num_prompts`. `print` shows it in a line.
 
     Attributes:
-        rows: their numbers.
-        prompts: token ids of each.
-        done: of the rows, those that an earlier run of the job has done.
+        prompt_tokens: without padding.
+        reused_tokens: of these, those that did not run through the model.
+        num_batches: calls of `generate`.
+        num_bypassed: prompts of calls that reused and kept nothing, such as under a hook.
+        seconds: that the calls took; loading and tokenizing are not in it.
+
+    Examples:
+        >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
+        >>> summary.num_prompts, summary.num_batches
+        (2, 1)
     """
 
-    rows: list[int]
-    prompts: "list[array[int]]"
-    done: frozenset[int] = frozenset()
+    num_prompts: int
+    num_done_before: int
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    new_tokens: int = 0
+    num_batches: int = 0
+    num_bypassed: int = 0
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        if self.num_prompts == self.num_done_before > 0:
+            return f"done already: {counted(self.num_prompts, 'prompt')}"
+        before = f", {self.num_done_before:,} of them done before" if self.num_done_before else ""
+        reused = f"{self.reused_tokens:,} reused ({self.reused_tokens / max(1, self.prompt_tokens):.0%})"
+        tokens = f"{counted(self.prompt_tokens, 'prompt token')}, {reused}; {counted(self.new_tokens, 'new token')}"
+        bypassed = f"; {counted(self.num_bypassed, 'prompt')} reused and kept nothing" if self.num_bypassed else ""
+        ran = f"{counted(self.num_batches, 'batch')} in {self.seconds:,.1f} s"
+        return f"{counted(self.num_prompts, 'prompt')}{before}; {ran}; {tokens}{bypassed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +85,7 @@ class BatchResult:
             went into a file.
 
     Examples:
-        >>> result = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2)
-        >>> len(result.completions)
+        >>> len(generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).completions)
         2
     """
 
@@ -82,12 +97,10 @@ class BatchResult:
 def generate_all(
     model: PreTrainedModel,
     tokenizer: Any,
-    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
+    prompts: str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row],
     *,
-    out: "str | PathLike[str] | None" = None,
+    out: str | PathLike[str] | None = None,
     column: str = "prompt",
-    image_column: str | None = None,
-    order: Literal["given", "done"] = "given",
     batch_size: int | None = None,
     max_new_tokens: int = 128,
     cache: PagedPrefixCache | PrefixStore | None = None,
@@ -98,209 +111,133 @@ def generate_all(
 ) -> BatchResult:
     """Complete many prompts, each as `model.generate` would: what they share is computed once, and is there when it is needed.
 
-    Prompts run in the order of their prefix tree, in batches of rows of about the same length. With greedy search each
-    completion is that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a row, with any cache. Samples (`do_sample`, here or in the model's `generation_config`) are
-    drawn a batch at a time: they follow from `seed` and the batch, so the same job has the same ones, interrupted or not, if
-    there is memory for as many rows; a prompt alone has others. A batch for which there is no memory runs in halves.
-
-    With `out`, each batch that is done is in a journal beside that file (`OUT.journal`) before the next one runs. The same
-    call resumes where an earlier one was interrupted or killed: no prompt runs twice, and none is lost. When all are done the journal
-    goes, and a record (`OUT.done`) says whose output it is: by it the same call, made again, finds that nothing is left to do.
-
-    Where calls reuse and keep nothing, as under a hook, a line in the log (`hf_paged_cache`, WARNING) says so at once.
+    With greedy search each completion is that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a
+    row, with any cache. Samples are drawn a batch at a time, from `seed` and the batch. Where calls reuse and keep nothing, as under
+    a hook, a line in the log says so.
 
     Args:
-        tokenizer: the model's; for images its processor. A chat goes through the chat template, with the beginning of an answer.
-        prompts: a file (JSON lines, JSON, CSV or Parquet); or a list of texts, of chats (lists of messages), or of rows with a
-            `column`, such as a `datasets.Dataset`.
-        out: a file of JSON lines: each row with its `completion`. It grows while the job runs.
-        column: where the prompt is, in a row. A chat's messages may have image parts, as a processor takes them.
-        image_column: where the images are that a text asks about: a path, a URL or a picture, or a list of such.
-        order: of the rows in `out`: as they were given, or as they are done.
-        batch_size: prompts of a `generate` at most; None: as many as pay, and 1 with images. That is 8 that share nothing; of prompts behind a common
-            prefix, where the model reads that once, up to 64 in the same memory.
+        prompts: a file (.jsonl, .csv, .parquet); or a list of texts, of chats (lists of messages), or of rows with a `column`, such
+            as a `datasets.Dataset`.
+        out: a file of JSON lines: each row as it was, with its `index` and its `completion`, written when its batch is done. The same
+            call, made again, runs what is not there yet.
+        batch_size: prompts of a `generate` at most; None: as many as pay.
         cache: to run on, or a store to make one of; None: a new one for this job.
-        overwrite: remove an `out`, a journal and a record that are there; without it an `out` of another job is refused, and this
-            job's is resumed.
-        progress: a bar on stderr, or where that is no terminal a line every 30 seconds and 5 % of the prompts, whichever is later;
-            False: neither.
-        options: of `generate` by name, such as `do_sample=True`, `num_beams=4`, `stop_strings=["\\n"]`.
+        overwrite: begin `out` anew; without it an `out` of another job is refused, and this job's is resumed.
+        progress: False: no bar on stderr.
+        options: of `generate` by name, such as `num_beams=4`, and of a new cache.
 
     Raises:
-        CacheArgumentError: a row that has no prompt, a prompt that is longer than the model's positions, options that do not fit, an
-            `out` that another job has written; nothing has run.
-        UnsupportedModelError: see `PagedPrefixCache`.
+        CacheArgumentError: a row without a prompt, one that is too long, options that do not fit, or an `out` of another job;
+            nothing has run.
 
     Examples:
-        >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
-        >>> result = generate_all(
-        ...     model, tokenizer, [shared + "Question: What is ice?\\nAnswer:", shared], max_new_tokens=4
-        ... )
+        >>> result = generate_all(model, tokenizer, ["What is one and one?", "What is one?"], max_new_tokens=4)
         >>> len(result.completions), result.summary.num_prompts
         (2, 2)
     """
-    how = How(
-        out=out,
-        column=column,
-        image_column=image_column,
-        order=order,
-        batch_size=batch_size,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        overwrite=overwrite,
-        progress=progress,
-        options=options,
-    )
+    how = How(out, column, batch_size, max_new_tokens, seed, overwrite, progress, options)
+    with _calls_on(model, tokenizer, cache, how) as calls:
+        named = how if out is None else replace(how, model=calls.named())
+        return run_job(partial(complete, calls, how), prompts, named)
+
+
+@contextmanager
+def _calls_on(model: Any, tokenizer: Any, cache: Any, how: How) -> Iterator[BatchCalls]:
+    """Calls on a model of the caller's, which is left as it was."""
+    from ..cache import PagedPrefixCache
+    from ..integration.hooks import left_as_it_was
+    from ..model.support import require_supported, unwrapped
+    from ..prefix_store import PrefixStore
+    from .calls import BatchCalls
+
     if not callable(tokenizer):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's")
-    inside = unwrapped(model)
-    require_supported(inside)
+    require_supported(unwrapped(model))
     if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
         kind = type(cache).__name__
         raise CacheArgumentError(f"cache is of type {kind}; give a PagedPrefixCache or a PrefixStore of this model")
     if isinstance(cache, PagedPrefixCache) and how.of_cache:
         given = " and ".join(how.of_cache)
         raise CacheArgumentError(f"{given}: of the cache, which is there already; give it to PagedPrefixCache")
-    with ExitStack() as stack:
-        stack.enter_context(left_as_it_was(inside))
+    with left_as_it_was(unwrapped(model)):
         calls = BatchCalls(model, tokenizer, how, cache)
-        if calls.cache.store.model is not inside:
+        if calls.model is not unwrapped(model):
             raise CacheArgumentError("cache is of another model than the one given")
-        stack.callback(calls.cache.reset)
-        return run_job(Crew(calls), prompts, how)
+        try:
+            yield calls
+        finally:
+            calls.cache.reset()
 
 
-class Crew:
-    """What runs the batches of a job: this process; or workers, as a class that derives from this one."""
+def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
+    """`complete` on a model that is loaded for it."""
+    from .calls import BatchCalls
 
-    num_workers = 1
-
-    def __init__(self, calls: BatchCalls) -> None:
-        self._calls = calls
-
-    def ask(self, question: str, *given: Any) -> Any:
-        """What the method `question` of `BatchCalls` answers."""
-        return getattr(self._calls, question)(*given)
-
-    def run(self, queues: list[list[Batch]]) -> Iterator[Record]:
-        """Run the batches of each worker, each queue in its order, and yield what is done as it comes."""
-        for batch in queues[0]:
-            yield from self._calls.run(*batch)
+    loaded = load()
+    if not isinstance(loaded, tuple | list) or len(loaded) != 2:
+        kind = type(loaded).__name__
+        raise CacheArgumentError(f"load returned {kind}; it is to return a model and its tokenizer")
+    model, tokenizer = loaded
+    yield from complete(BatchCalls(model, tokenizer, how), how, rows)
 
 
-def run_job(crew: Crew, prompts: _Prompts, how: How) -> BatchResult:
-    """A job on whatever runs its batches; see `generate_all` for what is refused."""
-    described: Described = crew.ask("describe")
-    if described.generation_config.prompt_lookup_num_tokens and (how.batch_size or 1) > 1:
+def complete(calls: BatchCalls, how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
+    """Run rows, by their numbers, in the order of their prefix tree; what can be refused is refused before the first."""
+    numbers, config = [*rows], calls.config
+    tokens = [*tokenized(rows, how.column, calls.tokenizer)]
+    calls.require_room(dict(zip(numbers, tokens, strict=True)))
+    limits = Limits(how.batch_size or 1)
+    if config.prompt_lookup_num_tokens and limits.num_prompts > 1:
         alone = f"give batch_size=1, not {how.batch_size}"
         raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
-    path = None if how.out is None else Path(how.out)
-    finished: Finished | None = None
-    job: dict[str, Any] = {}
+    runs_alone = how.batch_size == 1 or config.prompt_lookup_num_tokens
+    calls.try_out(tokens[: 1 if runs_alone else 2])
+    if how.batch_size is None and not runs_alone:
+        reads_once = len(tokens) > NUM_UNSHARED and calls.reads_once()
+        num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
+        limits = limits_that_pay([*map(len, tokens)], how.max_new_tokens, num_sequences, read_once=reads_once)
+    tree = build_prefix_tree(tokens, block_size=calls.cache.store.blocks.block_size)
+    order = [*ordered(tree, [*map(len, tokens)])]
+    for batch in batches(order, limits, how.max_new_tokens, tokens_seen(config)):
+        yield from calls.run([numbers[at] for at in batch], [tokens[at] for at in batch])
+
+
+def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How) -> BatchResult:
+    """A job on what makes records of its rows; see `generate_all` for what is refused."""
     with ExitStack() as stack:
-        if path is not None:
-            require_writable(path, prompts)
-            stack.enter_context(claimed(path))
-            finished = None if how.overwrite else finished_before(path)
         rows = stack.enter_context(opened(prompts, how.column))
-        kinds = described.placeholders.kinds
-        tokens = [
-            *tokenized(rows, how.column, described.tokenizer, image_column=how.image_column, placeholders=kinds.keys())
-        ]
-        require_positions(described.config, tokens, how.max_new_tokens)
-        require_text(described.placeholders, tokens)
-        if path is not None:
-            require_room(rows)
-            job = {
-                "model": crew.ask("digest"),
-                "prompts": digest_of(rows),
-                "tokens of the prompts": digest_of(
-                    {"length": len(each), "ids": each.tobytes().hex()} for each in tokens
-                ),
-                "option": _options_of_results(described, how, crew.num_workers),
-            }
-            if finished is not None:
-                require_same(path, finished, {**job, "order": how.order})
-                return BatchResult(None, finished.summary)
-        limits, have_images = Limits(how.batch_size or 1), any(isinstance(each, ChatTokens) for each in tokens)
-        if have_images and limits.num_prompts > 1:
-            raise CacheArgumentError(
-                f"prompts with images run one row at a time; give batch_size=1, not {how.batch_size}"
-            )
-        if tokens:
-            runs_alone = how.batch_size == 1 or have_images or described.generation_config.prompt_lookup_num_tokens
-            crew.ask("try_out", tokens[: 1 if runs_alone else 2])
-            if how.batch_size is None and not runs_alone:
-                limits = _limits(crew, described.generation_config, tokens, how.max_new_tokens)
-        beside = None if path is None else journal_of(path)
-        journal = stack.enter_context(Journal(beside, job, len(rows), anew=how.overwrite))
-        output = None
-        if path is not None:
-            record_of(path).unlink(missing_ok=True)
-            output = stack.enter_context(Output(path, journal, rows, how.order))
-        tally = Tally()
-        for record in journal.records():
-            tally.add(record.rows, record.counts)
-        num_done_before = tally.num_rows
-        queues = _planned(described, crew.num_workers, tokens, how, limits, journal)
-        with progress_bar(len(rows), num_done_before, how.progress) as bar:
-            for record in crew.run(queues):
-                journal.add(record)
-                if output is not None:
-                    output.write_on()
-                tally.add(record.rows, record.counts)
-                warn_of_bypassed(record, tally.num_bypassed)
-                bar.set_postfix_str(f"{tally.reused_share:.0%} of prompt tokens reused", refresh=False)
-                bar.update(len(record.rows))
-        summary = tally.summary(len(rows), num_done_before)
-        if path is None or output is None:
-            pairs = (pair for each in journal.records() for pair in zip(each.rows, each.completions, strict=True))
-            return BatchResult([completion for _, completion in sorted(pairs, key=lambda pair: pair[0])], summary)
-        output.finish()
-        note_finished(path, {**job, "order": how.order}, summary)
-        journal.remove()
-        return BatchResult(None, summary)
+        for number, row in enumerate(rows):
+            prompt_of(row, number, how.column)
+        answers, done = None, set[int]()
+        if how.out is not None:
+            job = {**how.model, "input": digest_of(rows)[:16], "options": how.of_answers}
+            answers = stack.enter_context(Answers(Path(how.out), prompts, job, how.overwrite))
+            done = answers.done
+        left = {number: row for number, row in enumerate(rows) if number not in done}
+        counts, completions, bar = Counter[str](), dict[int, Any](), None
+        for record in records(left) if left else ():
+            completed = dict(zip(record.rows, record.completions, strict=True))
+            if answers:
+                answers.add({INDEX: number, **left[number], COMPLETION: each} for number, each in completed.items())
+            else:
+                completions |= completed
+            if record.counts["num_bypassed"] and not counts["num_bypassed"]:
+                logger.warning("PagedPrefixCache: a batch reused and kept nothing: cache.last_call says why")
+            counts.update(record.counts)
+            if bar is None:  # not before, so that a refusal is one line
+                bar = stack.enter_context(_bar(len(rows), len(done), how.progress, record.counts["seconds"]))
+            bar.set_postfix_str(f"{counts['reused_tokens'] / counts['prompt_tokens']:.0%} reused", refresh=False)
+            bar.update(len(record.rows))
+        summary = BatchSummary(len(rows), len(done), **counts)
+        return BatchResult(None if answers else [completions[number] for number in range(len(rows))], summary)
 
 
-def _options_of_results(described: Described, how: How, num_workers: int) -> dict[str, Any]:
-    """What shapes the completions; of samples the batches do, too."""
-    config = described.generation_config
-    options = {name: each for name, each in json.loads(config.to_json_string()).items() if name not in NO_OPTIONS}
-    options["column"] = how.column
-    if how.image_column is not None:
-        options["image_column"] = how.image_column
-    if config.do_sample:
-        options |= {"batch_size": how.batch_size, "seed": how.seed}
-        options |= {"num_workers": num_workers, "block_size": described.block_size}
-    return options
-
-
-def _limits(crew: Crew, config: GenerationConfig, tokens: "Sequence[array[int]]", num_new_tokens: int) -> Limits:
-    """As many prompts in a batch as pay."""
-    one, reads_once = tokens[0][0], False
-    other = next((each for of_prompt in tokens for each in of_prompt if each != one), None)
-    if len(tokens) > NUM_UNSHARED and other is not None:
-        reads_once = crew.ask("reads_once", one, other)
-    num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
-    return limits_that_pay([*map(len, tokens)], num_new_tokens, num_sequences, read_once=reads_once)
-
-
-def _planned(
-    described: Described,
-    num_workers: int,
-    tokens: "Sequence[array[int]]",
-    how: How,
-    limits: Limits,
-    done: Journal,
-) -> list[list[Batch]]:
-    """Of each worker, the batches that it is to run, without those that are done."""
-    tree, lengths = build_prefix_tree(tokens, block_size=described.block_size), [*map(len, tokens)]
-    least_padded = tokens_seen(described.generation_config)
-    queues: list[list[Batch]] = []
-    for own in partition([*ordered(tree, lengths)], num_workers, how.max_new_tokens):
-        planned = (
-            Batch(numbers, [tokens[number] for number in numbers], frozenset(n for n in numbers if n in done))
-            for numbers in batches(own, limits, how.max_new_tokens, least_padded)
-        )
-        queues.append([batch for batch in planned if len(batch.done) < len(batch.rows)])
-    return queues
+def _bar(total: int, initial: int, wanted: bool | None, seconds_before: float) -> Any:
+    """A bar of prompts, begun so many seconds before; where stderr is no terminal, it is printed anew only now and then."""
+    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # importing it would import IPython
+    seconds = 0.1 if is_notebook or sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    bar = tqdm(total=total, initial=initial, unit="prompt", mininterval=seconds, disable=wanted is False)
+    if not bar.disable:
+        bar.start_t -= seconds_before
+        bar.last_print_t -= seconds_before
+    return bar

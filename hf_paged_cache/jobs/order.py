@@ -2,8 +2,8 @@
 
 Sorted prompts that share a prefix stand side by side, and how much each has in common with the one before is their prefix tree. The
 order is the tree's, a branch at a time: a prefix is used from its first prompt to its last without another in between, so even a pool
-that holds few prefixes has it. Within a branch, and of branches side by side, the longest come first: rows of a batch are padded
-to the longest, and what takes most memory is known at the beginning.
+that holds few prefixes has it. Side by side the longest come first: rows of a batch are padded to the longest, and what takes most
+memory is known at the beginning.
 """
 
 from __future__ import annotations
@@ -16,26 +16,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
-TOKEN_BYTES = 4
-BATCH_COST = 64  # of a forward, in tokens
+_TOKEN_BYTES = 4
+_BATCH_COST = 64  # of a forward, in tokens
 NUM_UNSHARED = 8  # prompts that share nothing, whose keys and values are always let into memory together
 
 
 @dataclass(eq=False)
 class Branch:
-    """A prefix of at least one prompt, and what comes after it.
-
-    Attributes:
-        num_tokens: of the prefix.
-        prompts: numbers of those that share no longer prefix with another one.
-        branches: longer prefixes that begin with this one.
-        num_prompts: here and in all branches.
-    """
+    """A prefix of `num_tokens`, numbers of the prompts that share no longer one, and the longer prefixes that begin with it."""
 
     num_tokens: int
     prompts: list[int] = field(default_factory=list)
     branches: list[Branch] = field(default_factory=list)
-    num_prompts: int = 0
+    num_prompts: int = 0  # here and in all branches
 
     def walk(self) -> Iterator[Branch]:
         """This branch and all within it, a branch before those within it."""
@@ -47,44 +40,42 @@ class Branch:
 
 
 def build_prefix_tree(prompts: Sequence[Sequence[int]], *, block_size: int = 16, least_saving: int = 64) -> Branch:
-    """The tree of the prompts' token ids; its root is the empty prefix.
-
-    Cost: sorts the prompts as bytes; a few comparisons more for each.
+    """The tree of the prompts' token ids, in whole blocks; its root is the empty prefix. Cost: sorts the prompts as bytes.
 
     Args:
-        block_size: prefixes are shared in multiples of so many tokens.
-        least_saving: tokens that a branch saves at least, against running its prompts after its parent's prefix; about what a
-            forward more costs.
+        least_saving: tokens that a branch saves at least, against running its prompts after its parent's prefix.
 
     Examples:
         >>> tree = build_prefix_tree([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1, least_saving=1)
         >>> tree.prompts, [(each.num_tokens, each.prompts, len(each.branches)) for each in tree.branches]
         ([1], [(2, [3], 1)])
-        >>> tree.branches[0].branches
-        [Branch(num_tokens=3, prompts=[0, 2], branches=[], num_prompts=2)]
     """
     keys = [_sortable(tokens) for tokens in prompts]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     path = [Branch(0)]  # from the root to the branch that the last prompt is in
-
-    def close(limit: int) -> None:
-        """Leave the branches of more than `limit` tokens; the last one goes into its parent, or into one of `limit` tokens."""
-        while path[-1].num_tokens > limit:
-            done = path.pop()
-            if path[-1].num_tokens < limit:
-                path.append(Branch(limit))
-            path[-1].branches.append(done)
-            path[-1].num_prompts += done.num_prompts
-
     for number, after in zip_longest(order, order[1:]):
         common = 0 if after is None else _num_common(keys[number], keys[after]) // block_size * block_size
         if common > path[-1].num_tokens:
             path.append(Branch(common))
         path[-1].prompts.append(number)
         path[-1].num_prompts += 1
-        close(common)
-    close(0)
-    _dissolve(path[0], least_saving)
+        while (
+            path[-1].num_tokens > common
+        ):  # leave branches; the last goes into its parent, or into one of `common` tokens
+            done = path.pop()
+            if path[-1].num_tokens < common:
+                path.append(Branch(common))
+            path[-1].branches.append(done)
+            path[-1].num_prompts += done.num_prompts
+    for branch in path[0].walk():  # branches that save too little give their prompts and branches to what is above them
+        candidates, branch.branches = branch.branches[::-1], []
+        while candidates:
+            each = candidates.pop()
+            if (each.num_prompts - 1) * (each.num_tokens - branch.num_tokens) >= least_saving:
+                branch.branches.append(each)
+            else:
+                branch.prompts += each.prompts
+                candidates.extend(reversed(each.branches))
     return path[0]
 
 
@@ -99,19 +90,6 @@ def num_shared_tokens(prompts: Sequence[Sequence[int]], *, block_size: int = 16)
     return sum(_num_common(*pair) // block_size * block_size for pair in pairwise(keys))
 
 
-def _dissolve(tree: Branch, least_saving: int) -> None:
-    """Branches that save too little, against what is left above them, give their prompts and branches to that."""
-    for branch in tree.walk():
-        candidates, branch.branches = branch.branches[::-1], []
-        while candidates:
-            each = candidates.pop()
-            if (each.num_prompts - 1) * (each.num_tokens - branch.num_tokens) >= least_saving:
-                branch.branches.append(each)
-            else:
-                branch.prompts += each.prompts
-                candidates.extend(reversed(each.branches))
-
-
 def _sortable(tokens: Sequence[int]) -> bytes:
     """Bytes that sort as the token ids do."""
     ids = array("I", tokens)
@@ -122,12 +100,10 @@ def _sortable(tokens: Sequence[int]) -> bytes:
 
 def _num_common(one: bytes, other: bytes) -> int:
     """Leading tokens that both have, by bisection: slices of bytes compare faster than a loop over them."""
-    low, high = 0, min(len(one), len(other)) // TOKEN_BYTES
-    if one[: high * TOKEN_BYTES] == other[: high * TOKEN_BYTES]:
-        return high
+    low, high = 0, min(len(one), len(other)) // _TOKEN_BYTES + 1
     while high - low > 1:
         middle = (low + high) // 2
-        if one[low * TOKEN_BYTES : middle * TOKEN_BYTES] == other[low * TOKEN_BYTES : middle * TOKEN_BYTES]:
+        if one[low * _TOKEN_BYTES : middle * _TOKEN_BYTES] == other[low * _TOKEN_BYTES : middle * _TOKEN_BYTES]:
             low = middle
         else:
             high = middle
@@ -135,19 +111,12 @@ def _num_common(one: bytes, other: bytes) -> int:
 
 
 class OrderedPrompt(NamedTuple):
-    """A prompt in its place of the order.
+    """A prompt in its place of the order."""
 
-    Attributes:
-        prompt: its number.
-        num_tokens: of the prompt.
-        remainder: of these, those after the prefix of its branch.
-        num_computed: of these, those after the longest prefix that a prompt before it has, too.
-    """
-
-    prompt: int
+    prompt: int  # its number
     num_tokens: int
-    remainder: int
-    num_computed: int
+    remainder: int  # tokens after the prefix of its branch
+    num_computed: int  # tokens after the longest prefix that a prompt before it has, too
 
 
 def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[OrderedPrompt]:
@@ -178,52 +147,32 @@ def ordered(tree: Branch, lengths: Sequence[int]) -> Iterator[OrderedPrompt]:
 
 
 def partition(order: Sequence[OrderedPrompt], num_workers: int, num_new_tokens: int = 1) -> list[list[OrderedPrompt]]:
-    """The prompts of each worker: one stretch of the order each, of equal cost. With more workers than prompts some have none.
+    """The prompts of each worker: one stretch of the order each, of equal cost; a new token costs as much as one of a prompt.
 
-    Each cut parts at most one path of prefixes, which two workers then compute, and a prefix that most prompts have is spread
-    over as many workers as its prompts take.
-
-    Args:
-        num_new_tokens: expected of each prompt; one costs as much as a token of a prompt.
-
-    Examples:
-        >>> prompts = [[1, 2, 3], [7, 8, 9], [1, 2, 4], [7, 8, 6]]
-        >>> order = [*ordered(build_prefix_tree(prompts, block_size=1, least_saving=1), [*map(len, prompts)])]
-        >>> [[each.prompt for each in own] for own in partition(order, num_workers=2)]
-        [[1, 3], [0, 2]]
+    Each cut parts at most one path of prefixes, which two workers then compute. A prefix that most prompts have is spread over as
+    many workers as its prompts take.
     """
     total, done = sum(each.num_computed + num_new_tokens for each in order), 0
     workers: list[list[OrderedPrompt]] = [[] for _ in range(num_workers)]
     for each in order:
         cost = each.num_computed + num_new_tokens
-        middle = done + cost / 2
-        workers[min(num_workers - 1, int(middle * num_workers / max(1, total)))].append(each)
+        workers[min(num_workers - 1, int((done + cost / 2) * num_workers / max(1, total)))].append(each)
         done += cost
     return workers
 
 
 class Limits(NamedTuple):
-    """What a batch is cut at.
-
-    Attributes:
-        num_prompts: of a batch at most.
-        num_tokens: whose keys and values are in memory for it at most, what prompts share counted once, unless it is one prompt.
-        num_sequences: of each prompt: beams, or samples.
-    """
+    """What a batch is cut at: the most prompts, and the most tokens in memory unless it is one prompt."""
 
     num_prompts: int
-    num_tokens: float = math.inf
-    num_sequences: int = 1
+    num_tokens: float = math.inf  # what prompts share counted once
+    num_sequences: int = 1  # of each prompt: beams, or samples
 
 
 def limits_that_pay(lengths: Sequence[int], num_new_tokens: int, num_sequences: int = 1, *, read_once: bool) -> Limits:
     """As many prompts as make a forward's own cost small beside that of its rows, in the memory of `NUM_UNSHARED` that share nothing.
 
-    One row more takes what it does not share with the others: behind a common prefix its own tokens, and where each
-    row is read by itself all of them.
-
-    Args:
-        read_once: whether keys and values that rows share are in memory, and read, once.
+    With `read_once` keys and values that rows share are in memory, and read, once: a row more takes what it does not share.
 
     Examples:
         >>> limits_that_pay([1040] * 100, 16, read_once=True)
@@ -231,7 +180,7 @@ def limits_that_pay(lengths: Sequence[int], num_new_tokens: int, num_sequences: 
         >>> limits_that_pay([1040] * 100, 16, read_once=False).num_prompts
         8
     """
-    most = max(NUM_UNSHARED, BATCH_COST // num_sequences) if read_once else NUM_UNSHARED
+    most = max(NUM_UNSHARED, _BATCH_COST // num_sequences) if read_once else NUM_UNSHARED
     longest = max(lengths, default=0) + num_sequences * num_new_tokens
     return Limits(most, NUM_UNSHARED * longest, num_sequences)
 
@@ -241,22 +190,15 @@ def batches(
 ) -> list[list[int]]:
     """Numbers of the prompts of each batch: runs of the order, so cut that the least is computed.
 
-    A batch computes the longest remainder of its rows in every row, and costs `BATCH_COST` tokens a step besides; of all ways to
-    cut, one that costs the least is taken. Cost: `limits.num_prompts` steps a prompt.
-
-    Args:
-        least_padded: prompts of fewer tokens are not padded: the rows of their batch are as long as they are.
+    A batch computes the longest remainder of its rows in every row, and costs `_BATCH_COST` tokens a step besides. Prompts of fewer
+    tokens than `least_padded` share a batch with those of their own length alone. Cost: `limits.num_prompts` steps a prompt.
 
     Examples:
         >>> order = [OrderedPrompt(n, length, length, length) for n, length in enumerate([500, 490, 10, 9, 9])]
         >>> batches(order, Limits(5)), batches(order, Limits(5), num_new_tokens=100)
         ([[0, 1], [2, 3, 4]], [[0, 1, 2, 3, 4]])
-        >>> batches(order, Limits(5), least_padded=10)
-        [[0, 1], [2], [3, 4]]
-        >>> batches(order, Limits(5, num_tokens=600), num_new_tokens=100)
-        [[0], [1], [2, 3, 4]]
     """
-    fixed, num_new = BATCH_COST * num_new_tokens, limits.num_sequences * num_new_tokens
+    fixed, num_new = _BATCH_COST * num_new_tokens, limits.num_sequences * num_new_tokens
     costs, starts = [0], [0]  # of the first n prompts: the least cost, and where the last batch begins
     for stop in range(1, len(order) + 1):
         best, best_start, longest = -1, stop - 1, 0

@@ -1,25 +1,23 @@
 """The prompts of a file or a list as token ids, as `generate_all` runs them."""
 
-from array import array
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from os import PathLike
-from textwrap import shorten
-from typing import Any
+from __future__ import annotations
 
-from transformers import PreTrainedModel
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
 
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError
-from ..model.placeholders import Placeholders
-from ..model.support import unwrapped
 from ..wording import counted
 from .order import num_shared_tokens
-from .pictures import FIRST_NAME, ChatTokens, chat_tokens, has_images, with_images
-from .rows import Prompt, Row, RowError, opened, prompt_of
+from .rows import Row, RowError, opened, prompt_of
 
-_CHUNK = 1000  # prompts that are tokenized at a time
+if TYPE_CHECKING:
+    from os import PathLike
+
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +36,13 @@ class Prompts:
         (2, True)
     """
 
-    token_ids: "list[array[int]]"
+    token_ids: list[array[int]]
     num_tokens: int
     num_shared_tokens: int
 
 
 def read_prompts(
-    prompts: "str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row]",
+    prompts: str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row],
     tokenizer: Any,
     *,
     column: str = "prompt",
@@ -71,122 +69,57 @@ def read_prompts(
     with opened(prompts, column) as rows:
         if not len(rows):
             raise CacheArgumentError("there are no prompts")
-        token_ids = list(tokenized(rows, column, tokenizer))
+        token_ids = list(tokenized(dict(enumerate(rows)), column, tokenizer))
     if model is not None:
-        require_positions(unwrapped(model).config, token_ids, max_new_tokens)
+        require_positions(model.config, dict(enumerate(token_ids)), max_new_tokens)
     return Prompts(token_ids, sum(map(len, token_ids)), num_shared_tokens(token_ids, block_size=block_size))
 
 
-def tokenized(
-    rows: Sequence[Row],
-    column: str,
-    tokenizer: Any,
-    *,
-    image_column: str | None = None,
-    placeholders: Collection[int] = (),
-) -> "Iterator[array[int]]":
+def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[array[int]]:
     """Token ids of each row's prompt: of a text with the tokenizer's special tokens, of a chat with its template's.
 
     Args:
-        tokenizer: or a processor, which a chat with images needs.
-        image_column: of a row, what images its text asks about.
-        placeholders: the model's; see `pictures`.
+        tokenizer: or a processor, whose tokenizer is taken.
 
     Raises:
-        CacheArgumentError: a chat, and the tokenizer has no template for it; or images, and there is no processor.
         RowError: a row has no prompt, or one that makes no tokens.
     """
     words = getattr(tokenizer, "tokenizer", tokenizer)
     templates = tokenizer if getattr(tokenizer, "chat_template", None) is not None else words
-    for start in range(0, len(rows), _CHUNK):
-        numbers = range(start, min(start + _CHUNK, len(rows)))
-        prompts = [
-            with_images(prompt_of(rows[number], number, column), image_column and rows[number].get(image_column))
-            for number in numbers
-        ]
-        texts = [
-            "" if has_images(prompt) else _text(number, prompt, templates)
-            for number, prompt in zip(numbers, prompts, strict=True)
-        ]
-        found: list[Sequence[int]] = []
-        for (is_text, are_pictures), same in groupby(zip(prompts, texts, strict=True), _kind):
-            if are_pictures:
-                first = start + len(found)
-                found += [_chat_tokens(n, tokenizer, chat, placeholders) for n, (chat, _) in enumerate(same, first)]
-            else:
-                found += words([text for _, text in same], add_special_tokens=is_text)["input_ids"]
-        for number, ids in zip(numbers, found, strict=True):
-            if not ids:
-                raise RowError(number, f"the tokenizer makes no token of its {column!r}; leave it out")
-            yield ids if isinstance(ids, ChatTokens) else array("i", ids)
-
-
-def _kind(pair: tuple[Prompt, str]) -> tuple[bool, bool]:
-    return isinstance(pair[0], str), has_images(pair[0])
-
-
-def _chat_tokens(number: int, processor: Any, chat: Any, placeholders: Collection[int]) -> ChatTokens:
-    if not hasattr(processor, "tokenizer"):
-        raise CacheArgumentError(
-            "there are images among the prompts: give the model's processor (AutoProcessor) in place of its tokenizer"
-        )
-    try:
-        return chat_tokens(processor, chat, placeholders)
-    except Exception as error:  # a file that is no picture, a template that knows no images
-        said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-        raise RowError(number, f"the processor cannot take its images ({said})") from error
-
-
-def _text(number: int, prompt: Prompt, tokenizer: Any) -> str:
-    text = prompt
-    if not isinstance(prompt, str):
-        if getattr(tokenizer, "chat_template", None) is None:
-            raise CacheArgumentError("there are chats among the prompts, and the tokenizer has no chat template")
+    for number, row in rows.items():
+        text = prompt = prompt_of(row, number, column)
         try:
-            text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # of the template: a role that it knows not, a variable that is not there
+            if not isinstance(prompt, str):
+                text = templates.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+            str(text).encode()  # what cannot be encoded, not all tokenizers refuse
+            ids = words(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
+        except Exception as error:  # of a template: there is none, or a role that it knows not
             said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
-            raise RowError(number, f"the chat template cannot be filled with it ({said})") from error
-    try:
-        str(text).encode()
-    except UnicodeEncodeError as error:
-        raise RowError(number, f"its prompt is no text ({error})") from error
-    return str(text)
+            raise RowError(number, f"the tokenizer cannot take its {column!r} ({said})") from error
+        if not ids:
+            raise RowError(number, f"the tokenizer makes no token of its {column!r}; leave it out")
+        yield array("i", ids)
 
 
-def require_positions(config: Any, tokens: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+def require_positions(config: Any, tokens: Mapping[int, Sequence[int]], max_new_tokens: int) -> None:
     """Refuse prompts with tokens or lengths that a model of this config has no embedding or position for.
 
     Raises:
         CacheArgumentError: naming the first.
     """
     config = config.get_text_config(decoder=True)
-    highest = max((id_ for each in map(set, tokens) for id_ in each if id_ < FIRST_NAME), default=0)
+    highest = max(map(max, tokens.values()), default=0)
     if highest >= config.vocab_size:
-        raise CacheArgumentError(
-            f"the tokenizer gives token {highest}, and the model has none: the two do not belong together"
-        )
+        problem = f"the tokenizer gives token {highest}, and the model has none"
+        raise CacheArgumentError(f"{problem}: the two do not belong together")
     limit = _num_positions(config)
-    too_long = [n for n, each in enumerate(tokens) if limit and len(each) + max_new_tokens - 1 > limit]
+    too_long = [n for n, each in tokens.items() if limit and len(each) + max_new_tokens - 1 > limit]
     if too_long:
-        first = too_long[0]
-        others = f", and so do {counted(len(too_long) - 1, 'prompt')} after it" if len(too_long) > 1 else ""
-        raise RowError(
-            first,
-            f"its {counted(len(tokens[first]), 'token')} and {counted(max_new_tokens, 'new token')} need more than the "
-            f"model's {limit} positions{others}: shorten or remove it, or give fewer new tokens (max_new_tokens)",
-        )
-
-
-def require_text(placeholders: Placeholders, tokens: Sequence[Sequence[int]]) -> None:
-    """Refuse placeholders that nothing fills: of chats with images they have names.
-
-    Raises:
-        CacheArgumentError: naming the first.
-    """
-    for number, each in enumerate(tokens):
-        if why := placeholders.why_no_text(each):
-            raise RowError(number, f"its prompt {why}")
+        first, num_others = too_long[0], len(too_long) - 1
+        others = f", and so do {counted(num_others, 'prompt')} after it" if num_others else ""
+        lengths = f"{counted(len(tokens[first]), 'token')} and {counted(max_new_tokens, 'new token')}"
+        problem = f"its {lengths} need more than the model's {limit} positions{others}"
+        raise RowError(first, f"{problem}: shorten or remove it, or give fewer new tokens (max_new_tokens)")
 
 
 def _num_positions(config: Any) -> int:

@@ -13,14 +13,29 @@ import pytest
 GENERATE = ("generate", "--model", "no-model", "--out", "out.jsonl")
 FOUND: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl\n"),
-    ((*GENERATE, "prompts.jsonl"), "prompts.jsonl, line 1: it has no column 'prompt'; there are 'text', 'n'"),
-    ((*GENERATE, "prompts.csv"), "prompts.csv, line 2: it has no column 'prompt'; there are 'text'"),
-    ((*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"), "there is no folder nowhere to write"),
-    ((*GENERATE, "good.csv", "--out", "done.jsonl"), "done.jsonl already exists: finished, or from another job; give"),
+    (
+        (*GENERATE, "prompts.jsonl"),
+        "prompts.jsonl, line 1 (row 0, counted from 0): it has no column 'prompt'; there are 'text', 'n'",
+    ),
+    (
+        (*GENERATE, "prompts.csv"),
+        "prompts.csv, line 2 (row 0, counted from 0): it has no column 'prompt'; there are 'text'",
+    ),
+    (
+        (*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"),
+        "nowhere/out.jsonl cannot be written (No such file or directory)",
+    ),
+    (
+        (*GENERATE, "good.csv", "--out", "done.jsonl"),
+        "done.jsonl already exists, and no done.jsonl.job.json says of which job it is; give",
+    ),
     ((*GENERATE, "good.csv", "--max-bytes", "much"), "--max-bytes is 'much'"),
     ((*GENERATE, "good.csv", "--dtype", "int4"), "there is no dtype int4"),
     ((*GENERATE, "good.csv", "--model", "./modle"), "there is no folder ./modle"),
-    (("bench", "no-model", "prompts.jsonl"), "bench: prompts.jsonl, line 1: it has no column 'prompt'"),
+    (
+        ("bench", "no-model", "prompts.jsonl"),
+        "bench: prompts.jsonl, line 1 (row 0, counted from 0): it has no column 'prompt'",
+    ),
     (("bench", "./nothere"), "bench: there is no folder ./nothere"),
     (("doctor", "./nothere"), "doctor: there is no folder ./nothere\n"),
     (("doctor", "m", "--dtype", "int4"), "doctor: there is no dtype int4"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import re
 import signal
 import subprocess
 import sys
@@ -39,8 +38,9 @@ def generate(prompts: Path, model: str, out: Path, *arguments: str) -> Any:
     return CliRunner().invoke(app, ["generate", *given, *arguments], env={"COLUMNS": "200"})
 
 
-def written(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in out.read_text("utf-8").splitlines()]
+def written(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file, sorted by their index if they have one."""
+    return sorted(map(json.loads, path.read_text("utf-8").splitlines()), key=lambda row: row.get("index", 0))
 
 
 @pytest.mark.parametrize(
@@ -61,29 +61,11 @@ def test_each_row_gets_what_generate_gives_it(
     assert done.exit_code == 0, done.output
     model, tokenizer = loading.load_model(model_folder)
     rows = written(tmp_path / "out.jsonl")
-    assert [{**row, "completion": None} for row in rows] == [{**row, "completion": None} for row in written(prompts)]
-    assert [row["completion"] for row in rows] == [
-        alone(model, tokenizer, row["text"], max_new_tokens=3, **options) for row in rows
+    assert rows == [
+        {"index": number, **row, "completion": alone(model, tokenizer, row["text"], max_new_tokens=3, **options)}
+        for number, row in enumerate(written(prompts))
     ]
-    assert done.stdout.startswith(f"{tmp_path / 'out.jsonl'}: 4 prompts in ")
-
-
-def test_a_finished_job_that_is_run_again_says_so_and_exits_with_0(
-    prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out.jsonl"
-    first = generate(prompts, model_folder, out)
-    assert "done already" not in first.stdout
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    monkeypatch.setattr(BatchCalls, "_generate", lambda *_, **__: pytest.fail("it ran"))
-    again = generate(prompts, model_folder, out)
-    assert again.exit_code == 0, again.output
-    assert again.stdout.startswith(f"{out}: done already: 4 prompts in ")
-    assert "in all runs, of which earlier ones did 4 prompts" in again.stdout
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
-    other = generate(prompts, model_folder, out, "--num-beams", "2")
-    assert other.exit_code == 2
-    assert "already exists: finished, and from another job (option --num-beams was null and is 2" in other.stderr
+    assert done.stdout.startswith(f"{tmp_path / 'out.jsonl'}: 4 prompts; ")
 
 
 WITHOUT_TORCH = (
@@ -92,101 +74,88 @@ WITHOUT_TORCH = (
 )
 
 
-def without_torch(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_a_finished_job_that_is_run_again_needs_no_model_to_say_so(
+def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_one_is_refused(
     prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = [str(prompts), "--model", model_folder, "--out", str(tmp_path / "out.jsonl"), "--column", "text", "--max-new-tokens", "3"]  # fmt: skip
-    first = generate(prompts, model_folder, tmp_path / "out.jsonl")
-    assert first.exit_code == 0, first.output
-    again = without_torch("generate", *given, folder=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert again.stdout.startswith(f"{tmp_path / 'out.jsonl'}: done already: 4 prompts in ")
-    loaded, load = [], loading.load_model
-    monkeypatch.setattr(loading, "load_model", lambda *given: loaded.append(given) or load(*given))
-    for name in ("model.safetensors", "config.json"):  # may be another model now: only its weights can tell
-        os.utime(Path(model_folder) / name)
-    assert "done already" in generate(prompts, model_folder, tmp_path / "out.jsonl").stdout
-    assert "done already" in generate(prompts, model_folder, tmp_path / "out.jsonl").stdout
-    assert len(loaded) == 1
-    other = generate(prompts, model_folder, tmp_path / "out.jsonl", "--dtype", "bfloat16")
-    assert (other.exit_code, len(loaded)) == (2, 2)
-    assert "from another job (other model)" in other.stderr
+    out = tmp_path / "out.jsonl"
+    first = generate(prompts, model_folder, out)
+    assert "done already" not in first.stdout
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("it was loaded"))
+    given = [str(prompts), "--model", model_folder, "--out", str(out), "--column", "text", "--max-new-tokens", "3"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", WITHOUT_TORCH, "generate", *given]
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (again.returncode, again.stderr, again.stdout) == (0, "", f"{out}: done already: 4 prompts\n")
+    for option, said in {"--num-beams=2": "--num-beams: null then, 2 now", "--dtype=bfloat16": "dtype: null then, \"bfloat16\" now", "--seed=3": "--seed: 0 then, 3 now"}.items():  # fmt: skip
+        other = generate(prompts, model_folder, out, option)
+        assert other.exit_code == 2
+        assert f"{out} already exists, of another job ({said}" in other.stderr
+    os.utime(Path(model_folder) / "model.safetensors")  # may be another model now
+    assert "another job (model files: " in generate(prompts, model_folder, out).stderr
     prompts.write_text(prompts.read_text().replace("bc", "cb"))
-    assert "from another job (other prompts" in generate(prompts, model_folder, tmp_path / "out.jsonl").stderr
+    assert '; input: "' in generate(prompts, model_folder, out).stderr
 
 
-def test_off_a_terminal_there_are_lines_of_progress_and_a_small_pool_changes_no_row(
+def test_off_a_terminal_progress_is_one_line_and_a_small_pool_changes_no_row(
     prompts: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("a", "bc", SHARED * 4)))
     given = [str(prompts), "--model", model_folder, "--out", str(tmp_path / "out.jsonl"), "--column", "text", "--max-new-tokens", "3"]  # fmt: skip
-    sizes = ["--num-blocks", "5", "--block-size", "4"]
-    done = subprocess.run(
-        [sys.executable, "-m", "hf_paged_cache", "generate", *given, *sizes],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "hf_paged_cache", "generate", *given, "--num-blocks", "5", "--block-size", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "\r" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if "prompt" in line or "row" in line]
-    assert lines[0].startswith("0 of 3 prompts (0%) after 00:00")
+    assert done.stderr.count("4/4 [") == 1
     assert "PagedPrefixCache" not in done.stderr
-    assert lines[-1].startswith("3 of 3 prompts (100%) after ")
     model, tokenizer = loading.load_model(model_folder)
     assert [row["completion"] for row in written(tmp_path / "out.jsonl")] == [
         alone(model, tokenizer, row["text"], max_new_tokens=3) for row in written(prompts)
     ]
 
 
+def test_workers_give_the_same(prompts: Path, model_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    assert generate(prompts, model_folder, tmp_path / "one.jsonl").exit_code == 0
+    done = generate(prompts, model_folder, tmp_path / "out.jsonl", "--workers", "1")
+    assert done.exit_code == 0, done.output
+    assert written(tmp_path / "out.jsonl") == written(tmp_path / "one.jsonl")
+
+
 def test_ctrl_c_says_how_to_go_on(
     prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, num_calls = BatchCalls._run, 0
+    answer, num_calls = BatchCalls.answer, 0
 
-    def run_one(self: BatchCalls, *given: Any) -> Any:
+    def answer_one(self: BatchCalls, *given: Any) -> Any:
         nonlocal num_calls
         num_calls += 1
         if num_calls == 2:
             raise KeyboardInterrupt
-        return calls(self, *given)
+        return answer(self, *given)
 
-    monkeypatch.setattr(BatchCalls, "_run", run_one)
+    monkeypatch.setattr(BatchCalls, "answer", answer_one)
     out = tmp_path / "out.jsonl"
     first = generate(prompts, model_folder, out, "--batch-size", "2", "--overwrite")
     assert first.exit_code == 130
-    assert f"stopped. What is done is in {out}.journal; the same command without --overwrite resumes" in first.stderr
+    assert f"stopped. What is done is in {out}; the same command without --overwrite resumes." in first.stderr
+    num_done = len(written(out))
     second = generate(prompts, model_folder, out, "--batch-size", "2")
     assert second.exit_code == 0, second.output
-    assert re.search(r"in all runs, of which earlier ones did [1-3] prompts?", second.stdout)
+    assert f"4 prompts, {num_done} of them done before; " in second.stdout
     assert [row["n"] for row in written(out)] == ["a", "bc", "def", "g"]
 
 
 MISTAKES: list[tuple[list[str], str]] = [
     (
         ["--column", "question"],
-        "line 1: it has no column 'question'; there are 'text', 'n': mend it, or name another (column, --column)",
+        "line 1 (row 0, counted from 0): it has no column 'question'; there are 'text', 'n': mend it, or name another",
     ),
-    (["--batchsize", "4"], "there is no option --batchsize; did you mean --batch-size?"),
-    (["--batch_size", "4"], "there is no option --batch_size; did you mean --batch-size?"),
-    (["--temprature=0.5"], "there is no option --temprature; did you mean --temperature?"),
-    (["--cache", "3"], "there is no option --cache. See --help"),
-    (["--progress", "false"], "there is no option --progress. See --help"),
-    (["--progress"], "there is no option --progress. See --help"),
-    (["--tokenizer", "x"], "there is no option --tokenizer. See --help"),
-    (["--num-workers", "2"], "there is no option --num-workers; did you mean --workers? See --help"),
-    (["--max-byte", "4GB"], "there is no option --max-byte; did you mean --max-bytes? See --help"),
+    (["--batchsize", "4"], "--batchsize is no option of generate that a job takes; did you mean --batch-size?"),
+    (["--batch_size", "4"], "did you mean --batch-size?"),
+    (["--temprature=0.5"], "--temprature is no option of generate that a job takes; did you mean --temperature?"),
+    (["--cache", "3"], "--cache is no option of generate"),
+    (["--progress", "false"], "--progress is no option of generate"),
+    (["--progress"], "--progress needs a value after it"),
+    (["--num-workers", "2"], "did you mean --workers?"),
+    (["--max-byte", "4GB"], "did you mean --max-bytes?"),
     (
         ["--max-bytes", "4 gigs"],
         "--max-bytes is '4 gigs'; give a number of bytes, or one with a unit: '512MB' or '4GB'",
@@ -199,18 +168,18 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["--dtype", "int4"],
         "there is no dtype int4; give float32, bfloat16 or float16, or leave it out: a quantized model",
     ),
-    (["--dtype", "float99"], "there is no dtype float99; give float32, bfloat16 or float16"),
-    (["--dtype", "Tensor"], "there is no dtype Tensor; give float32, bfloat16 or float16"),
     (["--model", "./no-model"], "there is no folder ./no-model"),
     (["--model", "."], "holds no config.json, so no model"),
-    (["--stop-strings", '["a"'], '["a" begins as JSON and is none'),
+    (["--stop-strings", '["a"'], '["a" is no JSON ('),
     (["stray"], "'stray' belongs to no option"),
     (["--num-beams"], "--num-beams needs a value after it"),
     (["--max-length", "10"], "--max-length is not an option here: "),
-    (["--out", "out.jsonl.gz"], "what is written are plain JSON lines"),
-    (["--stop-strings", r"\n\n"], r"\n\n is a backslash and a letter; as JSON it is the character: '"),
+    (["--order", "done"], "--order is not an option here: rows are written as they are finished"),
+    (["--do-sample", "no"], "--do-sample is 'no'; give True or False"),
+    (["--out", "out.jsonl.gz"], "JSON lines are written; give a name that ends with .jsonl"),
+    (["--stop-strings", r"\n\n"], r"\n\n is no JSON ("),
     (["--address", "auto"], "give --workers, too"),
-    (["--out", "no/such/folder/out.jsonl"], "there is no folder no/such/folder to write out.jsonl into"),
+    (["--out", "no/such/folder/out.jsonl"], "no/such/folder/out.jsonl cannot be written (No such file or directory)"),
 ]
 
 
@@ -228,13 +197,6 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     assert {path.name for path in tmp_path.iterdir()} == before
 
 
-def test_prompts_come_before_options_of_generate(prompts: Path, tmp_path: Path) -> None:
-    given = ["--do-sample", str(prompts), "--model", "no-model", "--out", str(tmp_path / "out.jsonl")]
-    done = CliRunner().invoke(app, ["generate", *given])
-    assert done.exit_code == 2
-    assert "give PROMPTS before options of transformers' generate, such as --do-sample" in done.stderr
-
-
 def test_a_model_that_is_refused_is_called_unsupported(
     prompts: Path, model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,14 +207,6 @@ def test_a_model_that_is_refused_is_called_unsupported(
     done = generate(prompts, model_folder, tmp_path / "out.jsonl")
     assert done.exit_code == 2
     assert "hf-paged-cache generate: the model is not supported: SomeModel: it keeps" in done.stderr
-
-
-def test_a_file_without_rows_and_a_folder_are_one_line(tmp_path: Path) -> None:
-    (tmp_path / "p.csv").write_text("text,id\n")
-    done = generate(tmp_path / "p.csv", "no-model", tmp_path / "out.jsonl")
-    assert done.stderr == f"hf-paged-cache generate: {tmp_path / 'p.csv'} holds no rows\n"
-    done = generate(tmp_path, "no-model", tmp_path / "out.jsonl")
-    assert done.stderr == f"hf-paged-cache generate: {tmp_path} is a folder; give a file\n"
 
 
 @pytest.mark.parametrize(
@@ -280,13 +234,13 @@ def test_on_a_terminal_a_bar_shows_what_is_reused_and_sigterm_ends_it_as_ctrl_c_
     command = [sys.executable, "-m", "hf_paged_cache", "generate", str(prompts), "--model", model_folder, "--out", str(out), "--column", "text", "--batch-size", "1"]  # fmt: skip
     running = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL)
     os.close(theirs)
-    shown = read_until(ours, b"of prompt tokens reused")
+    shown = read_until(ours, b"% reused")
     running.send_signal(signal.SIGTERM)
-    shown += read_until(ours, b"resumes from there.")
+    shown += read_until(ours, b"resumes.")
     assert running.wait(60) == 130
-    assert f"What is done is in {out}.journal".encode() in shown
-    assert Path(f"{out}.journal").read_text().count("\n") > 1
-    rest = generate(prompts, model_folder, out, "--batch-size", "1", "--max-new-tokens", "128", "--order", "given")
+    assert f"What is done is in {out};".encode() in shown
+    assert written(out)
+    rest = generate(prompts, model_folder, out, "--batch-size", "1", "--max-new-tokens", "128")
     assert rest.exit_code == 0, rest.output
     assert len(written(out)) == 16
 

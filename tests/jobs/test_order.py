@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 
 import pytest
@@ -62,12 +61,6 @@ def test_a_branch_that_saves_too_little_is_dissolved_and_loses_no_prompt(prompts
         for branch in parent.branches:
             assert (branch.num_prompts - 1) * (branch.num_tokens - parent.num_tokens) >= least
     assert sorted(members(tree)) == [*range(len(prompts))]
-
-
-def test_small_steps_towards_a_long_prefix_make_a_branch_together() -> None:
-    prompts = [[1] * length + [2, number] for number, length in enumerate([16, 32, 48, 64, 80, 80])]
-    tree = build_prefix_tree(prompts, block_size=16, least_saving=64)
-    assert max(each.num_tokens for each in tree.walk()) >= 48
 
 
 def test_a_very_deep_tree_needs_no_recursion() -> None:
@@ -154,29 +147,3 @@ def test_batches_grow_with_what_their_prompts_share(num_shared: int, num_sequenc
     assert len(batches(order, limits, 16)) == num_batches
     apart = limits_that_pay(lengths, 16, num_sequences, read_once=False)
     assert len(batches(order, apart, 16)) == 13
-
-
-def reused(order: Sequence[int], prompts: Sequence[Sequence[int]], num_prefixes: int) -> int:
-    """Tokens found by a cache that holds the last `num_prefixes` prompts, one after the other."""
-    found = 0
-    for place, number in enumerate(order):
-        held = order[max(0, place - num_prefixes) : place]
-        found += max(
-            (
-                next((i for i, (a, b) in enumerate(zip(prompts[number], prompts[old], strict=False)) if a != b), 0)
-                for old in held
-            ),
-            default=0,
-        )
-    return found
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_pool_of_two_prompts_is_enough_to_reuse_every_shared_prefix_once_it_is_computed(seed: int) -> None:
-    random_ = random.Random(seed)
-    heads = [[task] * 60 for task in range(10)]
-    prompts = [heads[number % 10] + [100 + number] * random_.randint(1, 20) for number in range(80)]
-    random_.shuffle(prompts)
-    order = [each.prompt for each in ordered(build_prefix_tree(prompts, block_size=1), [*map(len, prompts)])]
-    assert reused(order, prompts, 2) == 70 * 60
-    assert reused(range(80), prompts, 2) < 70 * 60 / 2
