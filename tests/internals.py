@@ -33,7 +33,7 @@ from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer
 from hf_paged_cache.rows.rows import Rows
 from hf_paged_cache.rows.windows import WindowLayer
-from hf_paged_cache.store import block_store, state_snapshots
+from hf_paged_cache.store import block_store, state_snapshots, tier_load
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
@@ -450,6 +450,15 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
                     }
                     run.file, data = encoded(run.file, zeros)
                     run.path.write_bytes(data)
+
+
+def fail_to_bring_up(patch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    """Raise where what a lower tier has is to be written into the pool."""
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    patch.setattr(tier_load, "write_blocks", failing)
 
 
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:

@@ -6,6 +6,7 @@ with zeros in place of what the tier has.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import warnings
@@ -21,7 +22,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.errors import CacheArgumentError
 
 from ..conformance import zoo
-from ..internals import num_waiting, zero_tiers
+from ..internals import fail_to_bring_up, num_waiting, zero_tiers
 from ..reference import assert_same, is_same, run
 from ..tiny_models import tiny
 
@@ -128,6 +129,23 @@ def test_zeros_in_place_of_what_the_tier_has_are_seen(kind: str, tmp_path: Path)
     zero_tiers(cache)
     assert not is_same(call(model, prompts[0]), call(model, prompts[0], cache))
     assert cache.last_call.rows[0].disk_tokens > 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_what_did_not_come_back_whole_is_not_found(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompts = tiny("gemma3"), chats()
+    cache, reference = cache_on_disk(model, tmp_path), call(model, prompts[0])
+    fill(model, cache, prompts)
+    with monkeypatch.context() as patch:
+        fail_to_bring_up(patch, error)
+        with contextlib.suppress(KeyboardInterrupt):
+            assert_same(reference, call(model, prompts[0], cache))
+            assert cache.last_call.rows[0].matched_tokens == 0
+    assert_same(reference, call(model, prompts[0], cache))
+    assert cache.last_call.rows[0].matched_tokens >= NUM_TOKENS - 16
+    cache.check()
 
 
 def test_rows_of_a_batch_with_one_prefix_bring_it_up_once(tmp_path: Path) -> None:

@@ -1,0 +1,18 @@
+"""Mutants are found in the code: whoever rewrites what keeps a promise carries its mutant over. `python -m tests.mutants` runs them."""
+
+from __future__ import annotations
+
+import ast
+
+from .__main__ import ROOT, read_mutants
+
+
+def test_every_mutant_is_found_once_and_names_tests_that_there_are() -> None:
+    mutants = read_mutants()
+    assert [each.name for each in mutants if not each.is_found() or each.old == each.new] == []
+    for each in mutants:
+        ast.parse(each.changed())
+    files = {test.partition("::")[0] for each in mutants for test in each.tests}
+    assert all(each.tests for each in mutants)
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+    assert len({each.name for each in mutants}) == len(mutants) <= 60
