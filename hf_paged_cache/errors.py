@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PagedCacheError(Exception):
-    """Base of every error raised here on purpose; catch it to tell our refusals from a defect.
+    """`PagedCacheError` is the base of every error raised here on purpose; catch it to tell our refusals from a defect.
 
     Examples:
         >>> try:
@@ -16,7 +16,9 @@ class PagedCacheError(Exception):
 
 
 class UnsupportedModelError(PagedCacheError):
-    """Raised when a cache is built for a model or layer type that we cannot hold right; use `DynamicCache` for it.
+    """`UnsupportedModelError` is raised when a cache is built for a model or layer type that we cannot hold right.
+
+    Use `DynamicCache` for such a model.
 
     Examples:
         >>> from transformers import MambaConfig, MambaForCausalLM
@@ -30,7 +32,9 @@ class UnsupportedModelError(PagedCacheError):
 
 
 class OutOfBlocksError(PagedCacheError):
-    """Raised before anything has changed when blocks run out; free tables, ask for less, or give the pool more blocks.
+    """`OutOfBlocksError` is raised when blocks run out, before anything has changed.
+
+    Free tables, ask for less, or give the pool more blocks.
 
     Examples:
         >>> small = PagedPrefixCache(model, num_blocks=4)
@@ -43,7 +47,9 @@ class OutOfBlocksError(PagedCacheError):
 
 
 class CacheBusyError(PagedCacheError):
-    """Raised when rows that run, or may resume, are in the way of a reset; or when two threads run one cache where each must wait.
+    """`CacheBusyError` is raised when rows that run, or may resume, are in the way of what is asked, such as a reset.
+
+    It is also raised when two threads run one cache where each must wait.
 
     Examples:
         >>> import torch
@@ -58,7 +64,9 @@ class CacheBusyError(PagedCacheError):
 
 
 class BlockStateError(PagedCacheError):
-    """Raised when a block is not in the state that an operation needs, such as a double free; the caller has a defect.
+    """`BlockStateError` is raised when a block is not in the state that an operation needs, such as at a double free.
+
+    The caller then has a defect.
 
     Examples:
         >>> from hf_paged_cache.blocks.allocator import PrefixCachingBlockAllocator
@@ -74,7 +82,9 @@ class BlockStateError(PagedCacheError):
 
 
 class CacheArgumentError(PagedCacheError, ValueError):
-    """Raised when an argument is outside what its text allows; the message says what was given and what is allowed.
+    """`CacheArgumentError` is raised when an argument is outside what its description allows.
+
+    The message says what was given and what is allowed.
 
     Examples:
         >>> PagedPrefixCache(model, eviction="fifo")
@@ -84,7 +94,9 @@ class CacheArgumentError(PagedCacheError, ValueError):
 
 
 class PoolArgumentError(PagedCacheError, ValueError):
-    """Raised when the pool is given a tensor of the wrong shape or type; the message says what was expected.
+    """`PoolArgumentError` is raised when the pool is given a tensor of the wrong shape or type.
+
+    The message says what was expected.
 
     Examples:
         >>> from hf_paged_cache.kv.block_pool import BlockPool
@@ -98,7 +110,9 @@ class PoolArgumentError(PagedCacheError, ValueError):
 
 
 class NotPortableError(PagedCacheError):
-    """Raised when keys and values cannot leave their process: what they depend on has no name elsewhere, such as a hook.
+    """`NotPortableError` is raised when keys and values cannot leave their process.
+
+    They depend on something that has no name elsewhere, such as a hook.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -113,7 +127,9 @@ class NotPortableError(PagedCacheError):
 
 
 class SavedBlocksError(PagedCacheError):
-    """Raised when a file of blocks is damaged, or not one of ours; the message names the file and what is wrong.
+    """`SavedBlocksError` is raised when a file of blocks is damaged, or is not one of ours.
+
+    The message names the file and says what is wrong.
 
     Examples:
         >>> from pathlib import Path
@@ -130,7 +146,9 @@ class SavedBlocksError(PagedCacheError):
 
 
 class ForwardMismatchError(PagedCacheError):
-    """Raised when a forward writes that was not announced, or otherwise than it was; run the model through its `__call__`.
+    """`ForwardMismatchError` is raised when a forward writes without being announced, or otherwise than announced.
+
+    Run the model through its `__call__`.
 
     Examples:
         >>> try:

@@ -140,18 +140,7 @@ class PrefixStore:
         )
         self.placeholders = Placeholders(model)
         self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))
-        takes_positions = takes(model, "position_ids")
-        self.argument_reader = ArgumentReader(
-            model.config,
-            partial(attention_of, model),
-            takes_positions=takes_positions,
-            takes_logits_to_keep=takes(model, "logits_to_keep"),
-            defaults=default_arguments(model),
-            default_numbering=default_numbering(model) if takes_positions else "tokens",
-            cross_inputs=cross_inputs(model),
-            carries_states=states is not None,
-            sees_columns=bool(layers),
-        )
+        self.argument_reader = _argument_reader(model, carries_states=states is not None, sees_columns=bool(layers))
         self.looks = Looks()
         self.arena = arena = Arena()
         if options.max_bytes is not None:
@@ -316,6 +305,22 @@ def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield show
+
+
+def _argument_reader(model: PreTrainedModel, *, carries_states: bool, sees_columns: bool) -> ArgumentReader:
+    """Reads the arguments of this model's forwards; see `ArgumentReader` for what is told."""
+    takes_positions = takes(model, "position_ids")
+    return ArgumentReader(
+        model.config,
+        partial(attention_of, model),
+        takes_positions=takes_positions,
+        takes_logits_to_keep=takes(model, "logits_to_keep"),
+        defaults=default_arguments(model),
+        default_numbering=default_numbering(model) if takes_positions else "tokens",
+        cross_inputs=cross_inputs(model),
+        carries_states=carries_states,
+        sees_columns=sees_columns,
+    )
 
 
 def read_rules(model: PreTrainedModel) -> StateRules | None:

@@ -1,4 +1,4 @@
-"""What a cache has done, as plain numbers that print as a table. No torch, no state of its own."""
+"""Describes what a cache has done, as plain numbers that print as a table. No torch, no state of its own."""
 
 from dataclasses import asdict, dataclass, field, fields
 
@@ -7,43 +7,49 @@ _KV_BYTES = "of blocks in use, and of rows, which are not in the pool"
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts of tokens over all calls, and the state of blocks now. `print` shows a table.
+    """`CacheStats` counts tokens over all calls, and the state of blocks now. `print` shows a table.
 
-    Tokens are those of prompts, of all rows, without padding; those that `generate` makes are not counted. Without
-    `generate`, every token passed is. Blocks are counted with the reserved null block, which is never handed out:
-    free + cached + in use is `num_blocks - 1`. Where all layers have a window, blocks of the longest window are counted. A cache with a salt counts the blocks of that salt; what would tell of
-    others (`num_blocks`, `num_free_blocks`, `num_evictions`, `pool_bytes`) is None.
+    Tokens are those of prompts, in all rows, without padding; tokens that `generate` makes are not counted. Without
+    `generate`, every token passed is counted. Blocks are counted with the reserved null block, which is never handed
+    out: free + cached + in use is `num_blocks - 1`. Where all layers have a window, blocks of the longest window are
+    counted. A cache with a salt counts the blocks of that salt; numbers that would tell of other salts (`num_blocks`,
+    `num_free_blocks`, `num_evictions`, `pool_bytes`) are None.
 
     Attributes:
-        computed_tokens: of the prompts' tokens, those that ran through the model.
-        reused_tokens: those that were there before their call: in the store, or in the rows of the call before.
-        shared_tokens: all others, which ran once for several rows of their call: equal rows, and prefixes that rows share.
+        computed_tokens: prompt tokens that ran through the model.
+        reused_tokens: prompt tokens that were there before their call: in the store, or in the rows of the call before.
+        shared_tokens: all other prompt tokens, which ran once for several rows of their call: those of equal rows, and
+            of prefixes that rows share.
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
-        recent_hit_rate: the same of the last 100 forwards of prompts.
-        hit_rate_with_twice: an estimate of `hit_rate` with twice as many blocks, a little low: blocks that were evicted and came
-            again before as many others were evicted as there are blocks count as hit. Of all calls of the store; generated
-            blocks that came again count, too. None to a cache with a salt.
-        num_bypassed_calls: of the calls, those that were unusual, or became so: from then on they reused and kept nothing.
-        saved_seconds: that the tokens reused and shared would have taken, at what a token took in the last forwards of 128
-            tokens or more (of 8 blocks); None before there was one, on an accelerator after the first forward.
-        num_blocks: the most there can be. None, too, before the first forward, where neither `num_blocks` nor `max_bytes`
-            is given.
-        num_free_blocks: hold nothing that could be reused. None where `num_blocks` is.
-        num_evictions: cached blocks that were handed out anew, since the store was made.
-        num_cached_blocks: held by nobody, reusable until evicted.
-        num_pinned_blocks: of those in use, the ones that pins hold, whether rows hold them, too, or not.
-        kv_bytes: of blocks in use, and of the rows that run or may be gone on with: theirs are a copy, not in the pool.
-        peak_kv_bytes: the most that was during the last call. None of a store.
-        pool_bytes: held by the pool, whatever is in it.
-        num_snapshots: of what layers with a state carry, at the ends of blocks; 0 where no layer does.
-        snapshot_bytes: of these; not in the pool. What running rows carry is not counted.
-        static_bytes: of the memory that captured calls run in, which stays until `release()`; 0 where no call was captured. None to a
-            cache with a salt.
-        num_graphs: captured over it.
-        tiers: below the pool, from the nearest; empty where there are none.
-        computed_because: why rows were known no further, with the ranges of its numbers ("tokens 16-400 to 31-415"), and how many
-            tokens were computed after that; the most tokens first.
-        backend: what computes attention over what rows share. None of a store, and to a cache with a salt: it tells of others.
+        recent_hit_rate: hit rate of the last 100 forwards of prompts.
+        hit_rate_with_twice: an estimate of `hit_rate` with twice as many blocks, a little low. Blocks count as hit if
+            they were evicted and came again before as many others were evicted as there are blocks. The estimate is for
+            all calls of the store, and generated blocks that came again count, too. None for a cache with a salt.
+        num_bypassed_calls: number of calls that were unusual, or became so: from then on they reused and kept nothing.
+        saved_seconds: seconds that the tokens reused and shared would have taken, at what a token took in the last
+            forwards of 8 blocks (128 tokens) or more. None before there was such a forward; on an accelerator the first
+            one does not count.
+        num_blocks: most blocks that there can be. None, too, before the first forward if neither `num_blocks` nor
+            `max_bytes` is given.
+        num_free_blocks: number of blocks that hold nothing that could be reused. None where `num_blocks` is None.
+        num_evictions: number of cached blocks that were handed out anew since the store was made.
+        num_cached_blocks: number of blocks that nobody holds, and that are reusable until evicted.
+        num_pinned_blocks: number of blocks in use that pins hold, whether rows hold them, too, or not.
+        kv_bytes: bytes of blocks in use, and of the rows that run or may be gone on with: rows hold a copy, which is
+            not in the pool.
+        peak_kv_bytes: most `kv_bytes` during the last call. None for a store.
+        pool_bytes: bytes that the pool holds, whatever is in it.
+        num_snapshots: number of snapshots of what layers with a state carry, at the ends of blocks; 0 if no layer has a
+            state.
+        snapshot_bytes: bytes of these snapshots, which are not in the pool. What running rows carry is not counted.
+        static_bytes: bytes of the memory that captured calls run in, which stays until `release()`; 0 if no call was
+            captured. None for a cache with a salt.
+        num_graphs: number of graphs captured over this memory.
+        tiers: tiers below the pool, from the nearest on; empty where there are none.
+        computed_because: reasons why rows were known no further, each with the number of tokens computed after that,
+            the most tokens first. A reason has the ranges of its numbers ("tokens 16-400 to 31-415").
+        backend: what computes attention over what rows share. None for a store, and for a cache with a salt, as it
+            would tell of other salts.
 
     Examples:
         >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
@@ -85,22 +91,24 @@ class CacheStats:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier below the pool: what it keeps, and what it has done since the store was made.
+    """`TierStats` says what one tier below the pool keeps, and what it has done since the store was made.
 
-    To a cache with a salt, the blocks are those of its salt, and all other numbers are None: they would tell of others.
+    For a cache with a salt, the blocks are those of its salt, and all other numbers are None: they would tell of other
+    salts.
 
     Attributes:
         name: "host" or "disk".
-        num_blocks: whose contents it keeps; where all layers have a window or a state, contents of windows or snapshots.
-        num_bytes: that it takes now.
-        max_bytes: that it may take; None: as many as there are.
-        num_down: contents that it was given, window blocks and snapshots counted as blocks are.
-        num_up: contents that were read back from it.
-        num_dropped: contents that it gave up for others.
-        num_refused: contents that it had no room for, or that it was not worth to keep.
-        read_ms: milliseconds to read a block back, as it was lately; None: not measured yet.
-        compute_ms: milliseconds to compute one.
-        is_worth_it: whether blocks move to it and from it: not where reading takes longer than computing.
+        num_blocks: number of blocks whose contents the tier keeps; where all layers have a window or a state, number of
+            contents of windows or snapshots.
+        num_bytes: bytes that the tier takes now.
+        max_bytes: bytes that the tier may take; None: as many as there are.
+        num_down: number of contents that the tier was given; window blocks and snapshots count as blocks do.
+        num_up: number of contents that were read back from the tier.
+        num_dropped: number of contents that the tier gave up for others.
+        num_refused: number of contents that the tier had no room for, or that were not worth keeping.
+        read_ms: milliseconds to read a block back, as measured lately; None: not measured yet.
+        compute_ms: milliseconds to compute a block.
+        is_worth_it: True if blocks move to the tier and from it: they do not where reading takes longer than computing.
 
     Examples:
         >>> tiered = PagedPrefixCache(model, disk_folder=folder, disk_bytes=2**20)
@@ -139,13 +147,15 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class RowStats:
-    """One row of a call: how far its prompt was known, and why no further. Tokens are counted as in `CacheStats`.
+    """`RowStats` says how far the prompt of one row of a call was known, and why no further.
+
+    Tokens are counted as in `CacheStats`.
 
     Attributes:
-        matched_tokens: found in the store, or in the rows of the call before.
+        matched_tokens: tokens found in the store, or in the rows of the call before.
         stopped: why the match ended there, or why known tokens were computed again.
-        host_tokens, disk_tokens: of those found, how many were read back from a lower tier for this call; all others were
-            in the pool. 0 where there is no such tier.
+        host_tokens, disk_tokens: number of the tokens found that were read back from this lower tier for this call; all
+            other tokens found were in the pool. 0 where there is no such tier.
 
     Examples:
         >>> for _ in range(2):
@@ -166,23 +176,25 @@ class RowStats:
 
     @property
     def device_tokens(self) -> int:
-        """Of those found, how many were in the pool."""
+        """Number of the tokens found that were in the pool."""
         return max(0, self.matched_tokens - self.host_tokens - self.disk_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """The same counts as in `CacheStats`, of one call. `print` shows a table, then a line a row.
+    """`CallStats` has the counts of `CacheStats` for one call. `print` shows a table, then a line for each row.
 
     Attributes:
-        kind: what the call was: "generate", "forward" (plain forwards), "score" or "prefill"; "none" before the first one.
-        rows: each row by itself, in the order of the batch; of a `score` its continuations, each with the context; of a
-            `prefill` its prompts.
-        read_once_tokens, read_once_rows: of the tokens that rows have in common, the most that attention read once at a time, and
-            for how many rows; 0 where it read each row by itself.
-        dense: why it did so although there were several rows that may have shared, all the time or at the end; "" where it did not.
-        captured: how many of its forwards were replays of captured graphs, and why the last other one was none, or why none was; "" with
-            `capture=False`.
+        kind: what the call was: "generate", "forward" (plain forwards), "score" or "prefill"; "none" before the first
+            call.
+        rows: statistics of each row, in the order of the batch; of a `score`, those of its continuations, each with the
+            context; of a `prefill`, those of its prompts.
+        read_once_tokens, read_once_rows: most tokens in common to several rows that attention read once at a time, and
+            for how many rows; 0 where attention read each row by itself.
+        dense: why attention read each row by itself, all the time or at the end, although several rows may have shared
+            tokens; "" where it did not.
+        captured: how many forwards of the call were replays of captured graphs, and why the last other forward was
+            none, or why none was; "" with `capture=False`.
 
     Examples:
         >>> for _ in range(2):
@@ -215,18 +227,18 @@ class CallStats:
 
 
 def _of_others(row: RowStats) -> str:
-    """What another row of the call computed for this one, for its line; "" where nothing was."""
+    """Say what another row of the call computed for this row, in words for the row's line; "" if nothing."""
     return f"{row.shared_tokens} were computed for another row; " if row.shared_tokens else ""
 
 
 def _from_tiers(row: RowStats) -> str:
-    """What was read back for a row, for its line; "" where nothing was."""
+    """Say what was read back from tiers for a row, in words for the row's line; "" if nothing."""
     read = [(row.host_tokens, "host memory"), (row.disk_tokens, "disk")]
     return "".join(f"{number} were read back from {where}; " for number, where in read if number)
 
 
 def _table(stats: CacheStats | CallStats) -> str:
-    """A line for each number: its name, its value, and what must be said of it."""
+    """Return a line for each number: its name, its value, and a remark on it, if any."""
     shown = [
         each for each in fields(stats) if each.name not in ("rows", "tiers", "dense", "captured", "computed_because")
     ]
@@ -255,7 +267,7 @@ def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
 
 @dataclass(slots=True)
 class RowCount:
-    """A `RowStats` in the making."""
+    """`RowCount` is a `RowStats` in the making."""
 
     prompt_tokens: int = 0
     computed_tokens: int = 0
@@ -266,6 +278,6 @@ class RowCount:
     disk_tokens: int = 0
 
     def frozen(self) -> RowStats:
-        """As it is now; what was neither computed nor reused is shared."""
+        """Return the counts as they are now; tokens that were neither computed nor reused are shared."""
         num_shared = self.prompt_tokens - self.computed_tokens - self.reused_tokens
         return RowStats(**asdict(self), shared_tokens=num_shared)

@@ -1,4 +1,7 @@
-"""What a store may be given besides its model, as a user writes it: sizes, a folder, permissions. Read and refused before anything is loaded; no torch."""
+"""Reads what a store may be given besides its model, as a user writes it: sizes, a folder, permissions.
+
+Refuses bad options before anything is loaded. No torch.
+"""
 
 import difflib
 import inspect
@@ -10,7 +13,7 @@ from .blocks.arguments import check_eviction, file_mode, int_of_at_least, num_by
 from .errors import CacheArgumentError
 
 _OF_CACHES = ("cache_salt", "capture")  # options of a cache alone
-_GONE = {  # option of before -> what to do instead
+_GONE = {  # option that is gone -> what to do instead
     "attention": "each call has its own keys and values now, and what rows share is read once; leave it out",
     "on_full": "no call is refused for want of blocks: what does not fit is not kept; leave it out",
 }
@@ -18,7 +21,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class StoreSizes(TypedDict, total=False):
-    """Options of a store as they are given, by name; see `PrefixStore`. What takes them has `**sizes: Unpack[StoreSizes]`."""
+    """`StoreSizes` names the options of a store, as they are given; see `PrefixStore`.
+
+    A function that takes these options has `**sizes: Unpack[StoreSizes]`.
+    """
 
     block_size: int
     num_blocks: int | None
@@ -45,7 +51,7 @@ _DEFAULTS: StoreSizes = {
 
 
 class StoreOptions(NamedTuple):
-    """Options of a store, in bytes and checked."""
+    """`StoreOptions` holds the options of a store, in bytes and checked."""
 
     block_size: int
     num_blocks: int | None
@@ -59,7 +65,10 @@ class StoreOptions(NamedTuple):
 
 
 def shows_store_options(function: _Function) -> _Function:
-    """Have the signature of a function that takes `**sizes` show each of them: to `help`, to notebooks, to whoever inspects it."""
+    """Let the signature of a function that takes `**sizes` show each option.
+
+    So `help`, notebooks, and whoever inspects the function see the options.
+    """
     signature, hints = inspect.signature(function), StoreSizes.__annotations__
     sizes = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
@@ -73,10 +82,10 @@ def shows_store_options(function: _Function) -> _Function:
 
 
 def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
-    """Those that say something: None is as if it were left out, and so is no host memory.
+    """Return the options that say something: None counts as left out, and so does no host memory.
 
     Raises:
-        TypeError: naming one that no store has, or has no more.
+        TypeError: an option that no store has, or has no more; the message names it.
     """
     require_not_gone(sizes)
     for name in sizes:
@@ -91,10 +100,10 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
 
 
 def require_not_gone(given: Iterable[str]) -> None:
-    """Refuse options of before by name, and say what to do instead.
+    """Refuse options that are gone by name, and say what to do instead.
 
     Raises:
-        TypeError: naming the first.
+        TypeError: an option is gone; the message names the first.
     """
     for name in given:
         if name in _GONE:
@@ -103,10 +112,11 @@ def require_not_gone(given: Iterable[str]) -> None:
 
 @shows_store_options
 def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
-    """Read the options of a store.
+    """Read and check the options of a store.
 
     Raises:
-        CacheArgumentError: naming the first that is out of its range, or does not go with another.
+        CacheArgumentError: an option is out of its range, or does not go with another; the message names the first such
+            option.
     """
     given: Any = {**_DEFAULTS, **given_sizes(sizes)}
     num_blocks, max_bytes, disk_folder = given["num_blocks"], given["max_bytes"], given["disk_folder"]

@@ -59,19 +59,10 @@ def prefill(
         1
     """
     int_of_at_least("chunk_size", chunk_size, 1, "tokens of a forward")
-    vocabulary_size = cache.store.model.config.get_text_config(decoder=True).vocab_size
-    given = list(token_ids) if are_several(token_ids) else [token_ids]
-    prompts = []
-    for number, each in enumerate(given):
-        name = f"prompt {number}" if are_several(token_ids) else "the prefix"
-        if not isinstance(each, Mapping):
-            cache.store.placeholders.require_text(name, in_vocabulary(name, each, vocabulary_size))
-        asked = asked_prompt(cache, name, each)
-        if asked.why_whole is not None:
-            raise UnsupportedModelError(
-                f"nothing that is computed now of {name} may be reused, so nothing was prefilled: {asked.why_whole}"
-            )
-        prompts.append(Prompt(asked.row.root, cache.cache_salt, asked.token_ids, asked.inputs))
+    if are_several(token_ids):
+        prompts = [_prompt_to_prefill(cache, f"prompt {number}", each) for number, each in enumerate(token_ids)]
+    else:
+        prompts = [_prompt_to_prefill(cache, "the prefix", token_ids)]
     prefill = Prefill(
         cache.store.blocks,
         cache._side_rows,
@@ -84,6 +75,27 @@ def prefill(
         with cache.store.blocks.lock:
             cache._counters.add_call("prefill", rows, prefill.peak_kv_bytes, bypassed=prefill.is_bypassed)
     return done
+
+
+def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> Prompt:
+    """A prompt as a user gives it, under the model as it is now.
+
+    Args:
+        name: of the prompt, for messages.
+
+    Raises:
+        CacheArgumentError: it is not the token ids of a sequence, or has some outside the vocabulary.
+        UnsupportedModelError: what is computed of it now may not be reused.
+    """
+    if not isinstance(given, Mapping):
+        vocabulary_size = cache.store.model.config.get_text_config(decoder=True).vocab_size
+        cache.store.placeholders.require_text(name, in_vocabulary(name, given, vocabulary_size))
+    asked = asked_prompt(cache, name, given)
+    if asked.why_whole is not None:
+        raise UnsupportedModelError(
+            f"nothing that is computed now of {name} may be reused, so nothing was prefilled: {asked.why_whole}"
+        )
+    return Prompt(asked.row.root, cache.cache_salt, asked.token_ids, asked.inputs)
 
 
 def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:

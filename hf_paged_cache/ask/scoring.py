@@ -126,20 +126,13 @@ def score(
         >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
         ([4, 6], True)
     """
-    vocabulary_size, placeholders = _vocabulary_size(cache), cache.store.placeholders
     inputs, shift = context if isinstance(context, Mapping) else None, 0
     if inputs is None:
-        prompt = in_vocabulary("the context", context, vocabulary_size)
-        placeholders.require_text("the context", prompt)
+        prompt = in_vocabulary("the context", context, _vocabulary_size(cache))
+        cache.store.placeholders.require_text("the context", prompt)
     else:
         prompt, shift = _prompt_of(cache, inputs, prefill_chunk_size)
-    if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
-        raise CacheArgumentError(
-            f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
-        )
-    wanted = [in_vocabulary(f"continuation {i}", given, vocabulary_size) for i, given in enumerate(continuations)]
-    for number, tokens in enumerate(wanted):
-        placeholders.require_text(f"continuation {number}", tokens)
+    wanted = _continuations(cache, continuations)
     if batch_size is not None:
         int_of_at_least("batch_size", batch_size, 1, "rows of a forward, or None")
     if prefill_chunk_size is not None:
@@ -148,13 +141,33 @@ def score(
         return []
     if prefill_chunk_size is None:
         return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size, inputs=inputs, shift=shift)[0]
+    return _score_in_chunks(cache, prompt, wanted, prefill_chunk_size)
+
+
+def _continuations(cache: AskedCache, given: Iterable[Tensor | Iterable[int]]) -> list[Tokens]:
+    """The token ids of continuations.
+
+    Raises:
+        CacheArgumentError: token ids that are none, are outside the vocabulary, or are missing.
+    """
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise CacheArgumentError(f"continuations is of type {type(given).__name__}; give a list of token id sequences")
+    vocabulary_size = _vocabulary_size(cache)
+    wanted = [in_vocabulary(f"continuation {i}", tokens, vocabulary_size) for i, tokens in enumerate(given)]
+    for number, tokens in enumerate(wanted):
+        cache.store.placeholders.require_text(f"continuation {number}", tokens)
+    return wanted
+
+
+def _score_in_chunks(cache: AskedCache, prompt: Tokens, wanted: Sequence[Tokens], chunk_size: int) -> list[Score]:
+    """The scores of continuations that run each in a row of its own, in forwards of so many tokens."""
     cache.store.conditioning.digest()  # reads what rope the model has now
     rope = cache.store.conditioning.rope
     num_tokens = [len(prompt) + len(tokens) - (not rope.depends_on_length) for tokens in wanted]
     scorer = _Scorer(cache._side_rows, num_tokens, torch.float32)
     for number, tokens in enumerate(wanted):
         with rope.put_back():
-            scorer.run_chunks(number, prompt, tokens, prefill_chunk_size)
+            scorer.run_chunks(number, prompt, tokens, chunk_size)
     with cache.store.blocks.lock:
         cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes, bypassed=scorer.is_bypassed)
     return scorer.scores()

@@ -1,1 +1,1 @@
-"""What attention reads of the running rows: copies that grow in place, or a gather for each layer."""
+"""Computes attention over what rows share and over what each row has alone."""

@@ -1,7 +1,7 @@
-"""Attention over a part of what a query sees, with what is needed to join the parts. Holds nothing.
+"""Computes attention over a part of what a query sees, with what is needed to join the parts. Holds nothing.
 
-The log of the sum of a part's exponentials, *lse*, says how much the part weighs. No query may be hidden everything of a
-part: kernels disagree about its lse.
+The log of the sum of a part's exponentials, its *lse*, says how much the part weighs. Every query must see something of
+a part: kernels disagree about the lse of a part that is hidden whole.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,13 +14,13 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """Some of what queries see.
+    """`Part` holds some of the keys and values that queries see.
 
     Shapes: B rows, H heads, L tokens, D head size.
 
     Attributes:
         key, value: [B, H, L, D]; the sizes of the two may differ.
-        mask: [B or 1, 1, T, L], in the dtype of the query, added to the scores; None: all is seen.
+        mask: [B or 1, 1, T, L], in the dtype of the query, added to the scores; None: queries see all tokens.
     """
 
     key: Tensor
@@ -32,14 +32,16 @@ Attend: TypeAlias = Callable[[Tensor, Part, float | None], tuple[Tensor, Tensor]
 
 
 def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """What queries get of a part, and its lse: by the kernel of the device, unless torch is told to use none.
+    """Return what queries get of a part, and the part's lse.
+
+    The kernel of the device computes both, unless torch is told to use none.
 
     Args:
-        query: [B, G * H, T, D]: G heads of queries to each of the part.
-        scale: of the scores; None: 1 / sqrt(D).
+        query: [B, G * H, T, D]: G heads of queries to each head of the part.
+        scale: factor of the scores; None: 1 / sqrt(D).
 
     Returns:
-        [B, G * H, T, D] in the dtype of the query, and [B, G * H, T] in fp32, or fp64 for fp64.
+        output [B, G * H, T, D] in the dtype of the query, and lse [B, G * H, T] in fp32, or fp64 for fp64.
 
     Examples:
         >>> query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8)
@@ -52,7 +54,7 @@ def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tenso
 
 
 def name_of(device_type: str) -> str:
-    """What `attend` runs on a device as torch is set now, where keys and values are of one size.
+    """Return the name of what `attend` runs on a device as torch is set now, for keys and values of one size.
 
     Examples:
         >>> name_of("cpu"), name_of("cuda")
@@ -66,12 +68,12 @@ def name_of(device_type: str) -> str:
 
 
 def _of_device(device_type: str) -> Attend:
-    settings: Any = torch.backends.cuda  # of all devices, whatever the name says
+    settings: Any = torch.backends.cuda  # settings of all devices, whatever the name says
     return _OF_DEVICE.get(device_type, by_operators) if settings.flash_sdp_enabled() else by_operators
 
 
 def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """`attend` by torch's fused kernel for CPUs."""
+    """Compute `attend` by torch's fused kernel for CPUs."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, part.key, part.value, attn_mask=part.mask, scale=scale
     )
@@ -79,9 +81,9 @@ def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tu
 
 
 def by_fused_of_cuda(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """`attend` by torch's fused kernels for CUDA; what they do not take, by `by_operators`.
+    """Compute `attend` by torch's fused kernels for CUDA; what they do not take is left to `by_operators`.
 
-    The heads of queries to one head of the part become further queries to it, so none is repeated.
+    The heads of queries to one head of the part become further queries to that head, so no head is repeated.
     """
     key, value, mask = part
     num_rows, num_heads, length, size = query.shape
@@ -97,12 +99,12 @@ def by_fused_of_cuda(query: Tensor, part: Part, scale: float | None = None) -> t
             mask = aligned(mask).expand(*folded.shape[:3], key.shape[2])
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
         out, lse = efficient(folded, key, value, mask, True, scale=scale)[:2]
-        lse = lse[:, :, : folded.shape[2]]  # it comes filled up to a multiple of 32
+        lse = lse[:, :, : folded.shape[2]]  # the kernel fills lse up to a multiple of 32
     return out.reshape(num_rows, num_heads, length, size), lse.reshape(num_rows, num_heads, length)
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """A mask whose rows begin where torch's fused kernels for CUDA want them to: at a multiple of 16 numbers."""
+    """Return a mask whose rows begin at multiples of 16 numbers, as torch's fused kernels for CUDA want."""
     if mask.device.type != "cuda" or all(stride % 16 == 0 for stride in mask.stride()[:-1]):
         return mask
     columns = mask.shape[-1]
@@ -115,7 +117,10 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """`attend` by matrix products, on any device; of a long prompt some queries at a time, because all scores are in memory."""
+    """Compute `attend` by matrix products, on any device.
+
+    The queries of a long prompt are computed some at a time, because all scores are in memory.
+    """
     num_rows, num_heads, length, size = query.shape
     heads, most = part.key.shape[1], max(1, _MOST_SCORES // (num_rows * num_heads * part.key.shape[2]))
     if length > most:
@@ -136,7 +141,7 @@ def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple
 
 
 def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """What queries get of two parts together, in fp32 at least, from what they get of each.
+    """Return what queries get of two parts together, in fp32 at least, from what they get of each part.
 
     Source: Juravsky et al. 2024 (arXiv:2402.05099).
     """
@@ -146,7 +151,7 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
     return torch.lerp(other.to(exact), out.to(exact), share), torch.logaddexp(lse, other_lse)
 
 
-_MOST_SCORES = 2**26  # 256 MiB in fp32
+_MOST_SCORES = 2**26  # most scores in memory at a time: 256 MiB in fp32
 _OF_DEVICE: Mapping[str, Attend] = MappingProxyType(
     {"cpu": by_flash_of_cpu} | ({} if torch.version.hip else {"cuda": by_fused_of_cuda})
 )

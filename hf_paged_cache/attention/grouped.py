@@ -1,7 +1,8 @@
-"""Attention of several heads of queries to each head of keys and values, by a kernel that takes them as they are.
+"""Attends several heads of queries to each head of keys and values, by a kernel that takes the heads as they are.
 
-Wherever there is a mask, transformers repeats heads, or lays the heads of one token as several tokens, whose kernel reads a long row with
-few threads. On an H100 one row of 18,432 columns takes 432 or 390 microseconds a layer so, and 42 here (bf16, 32 heads of queries to 8).
+Wherever there is a mask, transformers repeats heads, or lays the heads of one token as several tokens; the kernel for
+those reads a long row with few threads. On an H100 one row of 18,432 columns takes 432 or 390 microseconds a layer so,
+and 42 here (bf16, 32 heads of queries to 8).
 """
 
 from typing import Any
@@ -14,7 +15,7 @@ from .lazy import LazyStates
 
 
 def grouped(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values that attention reads, [R, H, columns, D] each, so that their heads stay as many as they are."""
+    """Return keys and values that attention reads, [R, H, columns, D] each, without repeating their heads."""
     reads = _Grouped(keys, values)
     return (
         LazyStates(reads, "key", keys.shape, keys.dtype, keys.device),
@@ -23,7 +24,7 @@ def grouped(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Grouped:
-    """See `attention.lazy.LazyReads`."""
+    """`_Grouped` attends to keys and values whose heads are not repeated; see `attention.lazy.LazyReads`."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._states = {"key": keys, "value": values}
@@ -32,7 +33,7 @@ class _Grouped:
         return self._states[name]
 
     def refuse(self) -> None:
-        pass  # dense tensors are as right
+        pass  # dense tensors give the same
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
         keys, values = self._states["key"], self._states["value"]
@@ -48,7 +49,10 @@ class _Grouped:
 
 
 def _takes_groups(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
-    """Whether a fused kernel takes fewer heads of keys than of queries; torch's unfused one is slower than heads repeated."""
+    """Return whether a fused kernel takes fewer heads of keys than of queries.
+
+    torch's unfused kernel is slower than repeated heads.
+    """
     if query.device.type != "cuda":
         return True
     settings: Any = torch.backends.cuda

@@ -1,4 +1,7 @@
-"""What one launch more of attention costs, in tokens that are read meanwhile: whether it pays to read once what rows share."""
+"""Says what one more launch of attention costs, as the number of tokens that could be read meanwhile.
+
+This decides whether it pays to read once what rows share.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,23 +9,25 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-# Bytes of keys and values of one layer that are read in the time that one more launch, and the merge after it, take. On a CPU
-# 8 rows of SmolLM2's shape were as quick after 112 shared tokens, where 1.2 MB a layer are saved, as read each by itself; 1.06
-# times as quick after 320 tokens (3.4 MB), and 1.55 times after 2,048.
-# On an accelerator a step waits for Python, which asks for 0.35 ms more of a layer that is split (H200, Llama 3 8B's shape in bf16:
-# 22 ms a step, 33 ms split). Reading each row by itself takes longer than that only where torch repeats heads first, as under a
-# mask or in fp32: 1.4 ms for 16 rows of 4,096 tokens, which are 250 MB. Its fused kernel reads them in 0.07 ms.
+# Bytes of keys and values of one layer that are read in the time that one more launch, and the merge after it, take.
+# On a CPU, 8 rows of SmolLM2's shape with 112 shared tokens, where 1.2 MB a layer are saved, were as quick as rows each
+# read by itself. With 320 shared tokens (3.4 MB) they were 1.06 times as quick, and with 2,048, 1.55 times.
+#
+# On an accelerator, a step waits for Python, which takes 0.35 ms longer for a layer that is split (H200, Llama 3 8B's
+# shape in bf16: 22 ms a step, 33 ms split). Reading each row by itself takes longer than that only where torch repeats
+# heads first, as under a mask or in fp32: 1.4 ms for 16 rows of 4,096 tokens, which are 250 MB. torch's fused kernel
+# reads these rows in 0.07 ms.
 LAUNCH_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 3 * 2**19})
 _OTHER_LAUNCH_BYTES, _OTHER_FUSED_BYTES = 2**28, 2**32
 
 
 def tokens_of_a_launch(states: Tensor, bytes_per_token: float, *, are_padded: bool) -> float:
-    """How many tokens of one row are read in the time that one more launch, and the merge after it, take.
+    """Return how many tokens of one row are read in the time that one more launch, and the merge after it, take.
 
     Args:
         states: keys of a layer.
-        bytes_per_token: of keys and values of one layer.
-        are_padded: rows have padding, so attention has a mask.
+        bytes_per_token: bytes of a token's keys and values in one layer.
+        are_padded: True if rows have padding, so that attention has a mask.
     """
     is_fused = states.dtype in (torch.bfloat16, torch.float16) and not are_padded
     other = _OTHER_FUSED_BYTES if is_fused else _OTHER_LAUNCH_BYTES

@@ -1,7 +1,8 @@
-"""Keys and values that are not there until somebody looks: tensors without storage, of which only attention may be asked.
+"""Defines keys and values that are not there until somebody looks: tensors without storage.
 
-`scaled_dot_product_attention` is computed by whoever made them. What models do before it, repeating heads, leaves them
-lazy. For anything else they become dense first: at `__torch_function__`, and at `__torch_dispatch__` for what gets past that.
+Only attention may be asked of them: whoever made them computes `scaled_dot_product_attention`. What models do before
+it, repeating heads, leaves them lazy. For anything else they become dense first: at `__torch_function__`, and at
+`__torch_dispatch__` for what gets past that.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,25 +15,26 @@ from torch.utils._pytree import tree_map_only
 
 
 class LazyReads(Protocol):
-    """What a layer reads, by name."""
+    """`LazyReads` provides what a layer reads, by name."""
 
     def dense(self, name: str) -> Tensor:
-        """[R, H, columns, D], contiguous."""
+        """Return the tensor of a name, [R, H, columns, D], contiguous."""
         ...
 
     def refuse(self) -> None:
-        """What comes next asks for dense tensors because of this call: it says nothing of the model."""
+        """Note that this call is why dense tensors are asked for next, which says nothing of the model."""
         ...
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
-        """What attention gives of "key" and "value"; None where it must be asked of dense ones."""
+        """Return what attention gives of "key" and "value"; None where dense tensors must be asked."""
         ...
 
 
 class LazyStates(Tensor):
-    """What a layer reads under one name, [R, H, columns, D], or with each head repeated, next to itself.
+    """`LazyStates` stands for what a layer reads under one name, [R, H, columns, D].
 
-    While heads are being repeated it is [R, H, repeats, columns, D].
+    Its heads may be repeated: the copies of a head lie next to one another. While heads are being repeated, the shape
+    is [R, H, repeats, columns, D].
     """
 
     _reads: LazyReads
@@ -57,7 +59,7 @@ class LazyStates(Tensor):
         pass
 
     def dense(self) -> Tensor:
-        """The tensor that this stands for."""
+        """Return the dense tensor that this one stands for."""
         states = self._reads.dense(self._name)
         if self._repeats == 1 and self.dim() == 4:
             return states
@@ -100,7 +102,10 @@ def _densely(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def as_dense(states: Tensor) -> Tensor:
-    """The tensor itself, or the one that it stands for, for a compiled forward: that says nothing of the model."""
+    """Return `states`, or the tensor that it stands for if it is lazy, for a compiled forward.
+
+    That the tensor is asked for dense then says nothing of the model.
+    """
     if not isinstance(states, LazyStates):
         return states
     states._reads.refuse()
@@ -108,16 +113,18 @@ def as_dense(states: Tensor) -> Tensor:
 
 
 class KnownMasks:
-    """What is known of the masks of one forward: most layers are given the same one."""
+    """`KnownMasks` remembers what is known of the masks of one forward: most layers are given the same mask."""
 
     def __init__(self) -> None:
         self._known: list[tuple[Tensor | None, int, Any, Any]] = []
 
     def of(self, mask: Tensor | None, key: Any, look: Callable[[], Any]) -> Any:
-        """What `look` says of a mask, which is asked once as long as nobody writes to it; where torch counts no writes, once.
+        """Return what `look` says of a mask; `look` is called once as long as nobody writes to the mask.
+
+        Where torch counts no writes to a mask, `look` is called once.
 
         Args:
-            key: what else the answer depends on.
+            key: all else that the answer depends on.
         """
         version = 0 if mask is None or mask.is_inference() else mask._version
         for known, of_version, of_key, found in self._known:
@@ -128,7 +135,7 @@ class KnownMasks:
         return found
 
 
-# What leaves them lazy; None: it was asked for something else.
+# Functions that leave tensors lazy; they return None if something else was asked for.
 
 
 def _attention(
@@ -161,7 +168,7 @@ def _attention(
 
 
 def _unsqueezed(states: Any, index: Any) -> Tensor | None:
-    """`states[:, :, None]`, as heads are begun to be repeated."""
+    """Return `states[:, :, None]`, with which repeating heads begins."""
     if not isinstance(index, tuple) or not 3 <= len(index) <= 5 or index[2] is not None:
         return None
     if states.dim() != 4 or states._repeats != 1 or not all(map(_is_everything, (*index[:2], *index[3:]))):
@@ -204,7 +211,7 @@ def _sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _are(given: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Whether sizes are these, where -1 stands for any one of them."""
+    """Return whether the sizes `given` are `sizes`, where -1 stands for any one of them."""
     return given.count(-1) <= 1 and all(one in (-1, other) for one, other in zip(given, sizes, strict=True))
 
 

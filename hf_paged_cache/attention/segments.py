@@ -1,8 +1,8 @@
-"""Which runs of tokens rows have in common, by their block tables, and where each row's own columns begin. Integers only.
+"""Finds which runs of tokens rows have in common, by their block tables, and where each row's own columns begin.
 
-A *segment* is a run of full blocks that some rows have in common; segments nest: a few-shot prompt of all rows, then the
-question of its beams. What follows a row's last segment is its *tail*. Two rows that hold the same block have the same
-tokens in it, and the same before it.
+Integers only. A *segment* is a run of full blocks that some rows have in common. Segments nest: a few-shot prompt of
+all rows, then the question of its beams. What follows a row's last segment is its *tail*. Two rows that hold the same
+block have the same tokens in the block, and the same before it.
 
     row 0   pad pad [-------- A --------][---- B ----] tail
     row 1   pad pad [-------- A --------][---- B ----] tail
@@ -15,19 +15,19 @@ from typing import NamedTuple
 
 
 class BlockRow(NamedTuple):
-    """A row, by where its tokens lie."""
+    """`BlockRow` describes a row by where its tokens lie."""
 
     pad: int  # columns of left padding
-    block_ids: Sequence[int]  # of its full blocks, from the first token on; equal ones hold equal tokens
+    block_ids: Sequence[int]  # ids of its full blocks, from the first token on; equal ids hold equal tokens
 
 
 class Segment(NamedTuple):
-    """A run of tokens that some rows have.
+    """`Segment` is a run of tokens that some rows have.
 
     Attributes:
-        rows: that have it, in ascending order.
-        start: tokens of each of them before it.
-        block_ids: where it is.
+        rows: rows that have the segment, in ascending order.
+        start: number of tokens before the segment in each of these rows.
+        block_ids: ids of the blocks that hold the segment.
     """
 
     rows: tuple[int, ...]
@@ -36,13 +36,13 @@ class Segment(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is read once, and from where on each row is read by itself.
+    """`Plan` says what is read once, and from where on each row is read by itself.
 
     Attributes:
-        segments: of each row they follow one another, from its first token on.
-        pads: row -> its columns of padding.
-        ends: row -> the column at which its segments end, and its tail begins.
-        first_own: the first column of any tail; all tails are read from there on.
+        segments: all segments; those of a row follow one another, from the row's first token on.
+        pads: row -> number of its columns of padding.
+        ends: row -> column at which its segments end, and its tail begins.
+        first_own: first column of any tail; all tails are read from there on.
     """
 
     segments: tuple[Segment, ...]
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     first_own: int
 
     def kinds(self) -> list[tuple[int, ...]]:
-        """Row -> its padding and the numbers of its segments: rows of a kind differ in their tails alone."""
+        """Return row -> its padding and the numbers of its segments: rows of one kind differ only in their tails."""
         kinds: list[tuple[int, ...]] = [(pad,) for pad in self.pads]
         for number, segment in enumerate(self.segments):
             for row in segment.rows:
@@ -60,15 +60,15 @@ class Plan(NamedTuple):
 
 
 def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_tokens: float) -> Plan | None:
-    """The plan that reads least before column `start`; None where none reads less than each row by itself.
+    """Return the plan that reads least before column `start`; None if none reads less than each row by itself.
 
-    What a plan costs is the tokens that it reads, and `launch_tokens` for each segment. Rows that share nothing get a
-    segment of their own where the tails of all would else begin further left.
+    A plan costs the tokens that it reads, and `launch_tokens` for each segment. Rows that share nothing get a segment
+    of their own where the tails of all rows would otherwise begin further left.
 
     Args:
-        rows: with the blocks of at least their tokens before `start`.
-        start: the first column of a forward: segments lie before it.
-        launch_tokens: how many tokens of one row are read in the time that one more launch takes.
+        rows: rows with the blocks of at least their tokens before `start`.
+        start: first column of a forward: segments lie before it.
+        launch_tokens: number of tokens of one row that are read in the time that one more launch takes.
 
     Examples:
         >>> rows = [BlockRow(0, [7, 3, 4]), BlockRow(0, [7, 3, 5])]
@@ -78,9 +78,9 @@ def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_
         True
     """
     limits = [min(len(row.block_ids), max(0, start - row.pad) // block_size) for row in rows]
-    covered = [0] * len(rows)  # row -> its blocks in segments
+    covered = [0] * len(rows)  # row -> number of its blocks in segments
     segments = []
-    waiting = [([*range(len(rows))], 0, 0)]  # rows, blocks that they have in common, of these in segments
+    waiting = [([*range(len(rows))], 0, 0)]  # rows, number of common blocks, number of these in segments
     while waiting:
         members, depth, begin = waiting.pop()
         at: dict[int, list[int]] = {}
@@ -105,7 +105,7 @@ def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_
     most = [pad + num * block_size for pad, num in zip(pads, limits, strict=True)]
 
     def own(first: int) -> tuple[float, list[int]]:
-        """What is read besides segments if the tails begin at `first`, and the rows that get one of their own for it."""
+        """Return what is read besides segments if tails begin at `first`, and the rows that get their own segments."""
         alone = [row for row, end in enumerate(ends) if end < first and most[row] > end]
         begin = min(start, *(most[row] if end < first else end for row, end in enumerate(ends)))
         return sum(most[row] - ends[row] + launch_tokens for row in alone) + len(rows) * (start - begin), alone
@@ -122,7 +122,7 @@ def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_
 
 
 def _num_common(tables: Sequence[Sequence[int]], known: int) -> int:
-    """How many leading blocks the tables have in common; the first `known` are."""
+    """Return how many leading blocks the tables have in common; the first `known` are known to be."""
     first, common = tables[0], min(map(len, tables))
     for table in tables[1:]:
         number = known

@@ -1,7 +1,7 @@
-"""Attention over what rows share and over what each has alone: the parts of one layer, joined.
+"""Attends to what rows share and to what each row has alone, and joins these parts of one layer.
 
-Queries of all rows of a segment are stacked into one row, which sees the whole segment; tails get the part of the mask that was passed.
-Parts are merged by their lse. What cannot be served so becomes dense.
+Queries of all rows of a segment are stacked into one row, which sees the whole segment; tails get their part of
+the mask that was passed. Parts are merged by their lse. What cannot be served like this becomes dense.
 """
 
 import math
@@ -18,15 +18,18 @@ from .segments import Plan
 
 
 class ReadsOnce(Protocol):
-    """Who is told how layers read."""
+    """`ReadsOnce` is told how layers read."""
 
-    def look(self, *, is_call: bool = False) -> None: ...  # what they read was asked for dense
+    def look(self, *, is_call: bool = False) -> None: ...  # what layers read was asked for dense
 
     def count(self, plan: Plan) -> None: ...  # attention has read the plan's segments once
 
 
 class PlanOnDevices:
-    """The rows of a plan on the devices that ask for them, sent once: while it lasts, no forward sends anything more."""
+    """`PlanOnDevices` holds the rows of a plan on the devices that ask for them.
+
+    The rows are sent once: while the plan lasts, no forward sends anything more.
+    """
 
     def __init__(self, plan: Plan, transfer: Transfer) -> None:
         self._transfer = transfer
@@ -36,17 +39,17 @@ class PlanOnDevices:
         ]
 
     def bounds(self, device: torch.device) -> Tensor:
-        """[2, R]: the padding of each row, and the column at which its tail begins."""
+        """Return [2, R]: the padding of each row, and the column at which its tail begins."""
         return self._transfer.on(device, self._bounds).view(2, -1)
 
     def of_segment(self, number: int, device: torch.device) -> Tensor | None:
-        """[N]: which rows have it; None: they follow one another."""
+        """Return the rows that have a segment, [N]; None if these rows follow one another."""
         added = self._segments[number]
         return None if added is None else self._transfer.on(device, added)
 
 
 class SharedForward:
-    """One forward of rows that share segments: what its layers have in common."""
+    """`SharedForward` holds what the layers have in common in one forward of rows that share segments."""
 
     def __init__(self, plan: Plan, rows: PlanOnDevices, start: int, stop: int) -> None:
         self.plan, self.rows, self.start, self.stop = plan, rows, start, stop
@@ -56,13 +59,14 @@ class SharedForward:
     def mask_of_tails(
         self, mask: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> tuple[bool, Tensor | None]:
-        """Whether a mask says no more than where rows begin, and that they are causal; and what it says of the tails.
+        """Return whether a mask only says where rows begin and that they are causal, and what it says of the tails.
 
         Args:
-            mask: as attention was given it; the same one for most layers.
+            mask: mask that attention was given, the same for most layers.
 
         Returns:
-            the latter [R, 1, T, columns of the tails], added to scores; None: all is seen.
+            True if segments can be read under the mask, and the mask of the tails, [R, 1, T, columns of the tails],
+                added to scores; None: queries see all of the tails.
         """
         found: tuple[bool, Tensor | None] = self._masks.of(
             mask, (dtype, device), lambda: self._look(mask, dtype, device)
@@ -106,7 +110,10 @@ class SharedForward:
 
 
 class LayerReads:
-    """What one layer reads in one forward: see `LazyReads`. Refers to nothing that later forwards change but the tails' memory."""
+    """`LayerReads` holds what one layer reads in one forward; see `LazyReads`.
+
+    Of what later forwards change, it refers only to the tails' memory.
+    """
 
     def __init__(
         self,
@@ -123,14 +130,14 @@ class LayerReads:
         self._is_refused = False
 
     def dense(self, name: str) -> Tensor:
-        """`LazyReads.dense`: somebody looks."""
+        """Return dense columns, as `LazyReads.dense` says, to somebody who looks."""
         self._shared.look(is_call=self._is_refused)
         if name not in self._dense:
             self._dense[name] = self.gather(name)
         return self._dense[name]
 
     def gather(self, name: str) -> Tensor:
-        """[R, H, columns, D]: all that the rows see."""
+        """Return all that the rows see, [R, H, columns, D]."""
         forward, tail = self._forward, self._tails[name]
         plan, (rows, heads, _, size) = forward.plan, tail.shape
         whole = tail.new_zeros((rows, heads, forward.stop, size))
@@ -142,11 +149,11 @@ class LayerReads:
         return whole
 
     def refuse(self) -> None:
-        """`LazyReads.refuse`."""
+        """Note that this call is why dense tensors are asked for, as `LazyReads.refuse` says."""
         self._is_refused = True
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
-        """`LazyReads.attend`."""
+        """Attend to segments and tails, and merge the parts, as `LazyReads.attend` says; else refuse."""
         forward, keys, values = self._forward, self._tails["key"], self._tails["value"]
         plan, length = forward.plan, forward.stop - forward.start
         num_rows, num_heads, num_queries, size = query.shape
@@ -177,14 +184,14 @@ class LayerReads:
 
 
 def _take(states: Tensor, rows: Sequence[int], index: Tensor | None) -> Tensor:
-    """Some rows; a view of them where they follow one another."""
+    """Return some rows: a view of them if they follow one another."""
     return states.narrow(0, rows[0], len(rows)) if index is None else states.index_select(0, index)
 
 
 def _merge_rows(
     whole: tuple[Tensor, Tensor], rows: Sequence[int], index: Tensor | None, part: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`merge` of some rows, those of the part, in place where it can be."""
+    """Merge a part into the rows that have it, as `merge` does, in place where possible."""
     out, lse = whole
     merged, merged_lse = merge((_take(out, rows, index), _take(lse, rows, index)), part)
     out = out.to(merged.dtype)

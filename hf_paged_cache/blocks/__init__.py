@@ -1,8 +1,8 @@
-"""Owns which tokens are held in which block. Integers only: refuses torch, transformers, clocks and I/O.
+"""Tracks which tokens are held in which block. Integers only: refuses torch, transformers, clocks and I/O.
 
-Complete on its own, for a scheduler or an engine that runs its own forwards. The cache of this package
-holds blocks by leases, and uses tables for pins and to look up alone: a table that grows, and is written and copied token by token, is an
-engine's, as is all of `for_engines`.
+This folder is complete on its own, for a scheduler or an engine that runs its own forwards. The cache of this
+package holds blocks by leases, and uses tables only for pins and for look-ups. Tables that grow and are written and
+copied token by token are for engines, as is all of `for_engines`.
 """
 
 from .allocation import Allocation

@@ -1,4 +1,7 @@
-"""Owns the list of blocks that one holder has. Refuses to be copied: `PrefixCachingBlockAllocator.fork` shares blocks."""
+"""Owns the list of blocks that one holder has.
+
+Refuses to copy the list: `PrefixCachingBlockAllocator.fork` shares blocks.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ..errors import CacheArgumentError
 
 
 class BlockOwner(Protocol):
-    """What an allocation needs of the allocator that made it."""
+    """`BlockOwner` says what an allocation needs of the allocator that made it."""
 
     block_size: int
     collected: deque[ReferenceType[Allocation]]  # keys of allocations that were collected without having been freed
@@ -21,11 +24,11 @@ class BlockOwner(Protocol):
 
 
 class Resumption(NamedTuple):
-    """What a sequence does with its tokens, for layers that see a window of them; numbers of tokens.
+    """`Resumption` says what a sequence does with its tokens, for layers that see a window of them; numbers of tokens.
 
-    The forward that is scheduled, or was the last one: [0, start) it sees | [start, first) it computes again, though they
-    are known | [first, stop) it writes. The one after it resumes from `stop`, or from less, down to `cut`, where the last
-    tokens are taken back.
+    It describes the forward that is scheduled, or else the last one: [0, start) the forward sees | [start, first) it
+    computes again, though they are known | [first, stop) it writes. The forward after that one resumes from `stop`, or,
+    where the last tokens are taken back, from any number down to `cut`.
     """
 
     start: int
@@ -35,22 +38,24 @@ class Resumption(NamedTuple):
 
     @classmethod
     def at(cls, num_tokens: int) -> Resumption:
-        """No forward: the sequence resumes after so many tokens."""
+        """Return a resumption without a forward: the sequence resumes after `num_tokens` tokens."""
         return cls(num_tokens, num_tokens, num_tokens, num_tokens)
 
 
 class Allocation:
-    """The blocks of one holder, made by `PrefixCachingBlockAllocator.allocate` and given back once.
+    """`Allocation` lists the blocks of one holder until they are given back.
 
-    Ranges, in blocks: `[0, num_prefix_blocks)` a prefix hit | `[num_prefix_blocks, len(block_ids))` taken since. Given
-    back by `free()`, on leaving a `with`, or at the allocator's next operation after the allocation was collected.
+    Ranges, in blocks: `[0, num_prefix_blocks)` a prefix hit | `[num_prefix_blocks, len(block_ids))` taken since.
+
+    `PrefixCachingBlockAllocator.allocate` makes an allocation. The blocks are given back once, by `free()`, on leaving
+    a `with`, or at the allocator's next operation after the allocation was collected.
 
     Attributes:
         block_ids: logical block index -> block id. Read only: the allocator's ref counts are derived from this list.
-        num_prefix_blocks: leading blocks that were a prefix hit.
-        namespace: of all its blocks; no block is ever held in two.
-        key: names it in the allocator, also after it was collected.
-        resumption: where its holder may resume, as far as layers with a window must know; see `WindowBlocks`.
+        num_prefix_blocks: number of leading blocks that were a prefix hit.
+        namespace: namespace of all blocks of the allocation; no block is ever held in two namespaces.
+        key: key of the allocation in the allocator, valid also after the allocation was collected.
+        resumption: numbers of tokens from which the holder may resume, for layers with a window; see `WindowBlocks`.
 
     Examples:
         >>> from . import PrefixCachingBlockAllocator
@@ -70,7 +75,7 @@ class Allocation:
         namespace: bytes = b"",
     ) -> None:
         self._allocator = allocator
-        # A C function as callback: the collector may run inside any line of ours, and must not run Python code there.
+        # The callback is a C function: the collector may run inside any of our lines, and must run no Python there.
         self.key = ref(self, allocator.collected.append)
         self.block_ids = block_ids
         self.num_prefix_blocks = num_prefix_blocks
@@ -82,21 +87,21 @@ class Allocation:
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Tokens of the prefix hit."""
+        """Number of tokens in the prefix hit."""
         return self.num_prefix_blocks * self._allocator.block_size
 
     @property
     def num_slots(self) -> int:
-        """Tokens that fit into the blocks held."""
+        """Number of tokens that fit into the blocks held."""
         return len(self.block_ids) * self._allocator.block_size
 
     @property
     def is_freed(self) -> bool:
-        """Whether the blocks were given back."""
+        """True if the blocks were given back."""
         return not self._allocator.holds(self)
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """Slot of each position in `[start, stop)`: block id * block_size + offset.
+        """Return the slot of each position in `[start, stop)`: block id * block_size + offset.
 
         Raises:
             CacheArgumentError: not 0 <= start <= stop <= num_slots.
@@ -111,7 +116,7 @@ class Allocation:
         return slots[start - first * size : stop - first * size]
 
     def of_blocks(self, block_ids: list[int]) -> Allocation:
-        """Another holder of these blocks, the leading ones of this; for the allocator, which counts it."""
+        """Return another holder of leading blocks of this one, for the allocator, which counts the holder."""
         num_prefix_blocks = min(self.num_prefix_blocks, len(block_ids))
         return Allocation(self._allocator, block_ids, num_prefix_blocks, self.namespace)
 

@@ -1,8 +1,10 @@
-"""Owns the record of who holds which block, and every change of it: blocks are taken, shared, hashed, copied on write and given back.
+"""Records who holds which block; every change of the record is made here.
 
-Refuses a change that cannot finish, and an allocation that it does not know. The lists of the live allocations are the truth; all
-else (`BlockStates`) is derived from them and from the blocks' own hashes. A change sets the mark `_dirty`, changes the lists last and
-clears the mark; whoever finds it set, after a Ctrl-C inside a change, derives all again: the change has happened or has not.
+Blocks are taken, shared, hashed, copied on write and given back. Refuses a change that cannot finish, and an allocation
+that it does not know. The lists of the live allocations are the truth; everything else (`BlockStates`) is derived from
+these lists and from the blocks' own hashes. A change sets the mark `_dirty`, changes the lists last and clears the
+mark. After a Ctrl-C inside a change, the next operation finds the mark set and derives everything again: the change has
+either happened or not.
 """
 
 from __future__ import annotations
@@ -23,19 +25,20 @@ from .hashing import BlockHash, bytes_of, tokens_of
 
 
 class PrefixCachingBlockAllocator:
-    """Hands out block ids, shares them by hash, and evicts what nobody holds. Knows nothing of their content.
+    """`PrefixCachingBlockAllocator` hands out block ids, shares blocks by hash, and evicts blocks that nobody holds.
 
-    Every operation finishes or changes nothing. Each settles first: it repairs what was interrupted and takes back what
-    collected allocations held. Block 0 is the null block: never handed out, in no state. Not thread-safe: use one lock for the
-    allocator and the content.
+    It knows nothing of the blocks' content. Every operation finishes or changes nothing. Each operation settles first:
+    it repairs what was interrupted, and takes back the blocks of collected allocations. Block 0 is the null block: it
+    is never handed out, and is in no state. Not thread-safe: use one lock for the allocator and the content.
 
     Args:
-        num_blocks: at least 2, with the null block.
+        num_blocks: number of blocks with the null block, at least 2.
         block_size: tokens of a block, at least 1.
-        eviction: "reuse": what is seldom used again goes first; "lru": always the least recently used one.
+        eviction: "reuse" evicts blocks first that are seldom used again; "lru" always evicts the least recently used
+            block.
 
     Raises:
-        CacheArgumentError: a size below that, or another eviction.
+        CacheArgumentError: a size below its least value, or another eviction.
 
     Examples:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -49,12 +52,12 @@ class PrefixCachingBlockAllocator:
         if block_size < 1:
             raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
         self.block_size, self.eviction = block_size, eviction
-        self.collected: deque[ReferenceType[Allocation]] = deque()  # collected, blocks not yet taken back
+        self.collected: deque[ReferenceType[Allocation]] = deque()  # their blocks are to be taken back
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
         self._states = BlockStates(num_blocks, eviction)
         self._num_before = (0, 0)  # evictions and missed blocks before the last reset
-        self.num_lapses = 0  # how often blocks went without their holder's doing: collected, forgotten, interrupted
-        self._copies: list[tuple[int, int]] = []  # (source, destination) in the order in which they must be made
+        self.num_lapses = 0  # how often blocks were collected, forgotten, reset or interrupted
+        self._copies: list[tuple[int, int]] = []  # (source, destination) of copies to be made in this order
         self._dirty = False
 
     def __repr__(self) -> str:
@@ -63,141 +66,152 @@ class PrefixCachingBlockAllocator:
         sizes = f"num_blocks={states.num_blocks}, block_size={self.block_size}"
         return f"{type(self).__name__}({sizes}, free={num_free}, cached={states.num_cached})"
 
-    # What can be asked. It changes nothing.
+    # Questions, which change nothing.
 
     @property
     def num_blocks(self) -> int:
-        """Size of the pool with the null block."""
+        """Number of blocks in the pool, the null block included."""
         return self._states.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks without a holder and without a hash."""
+        """Number of blocks without a holder and without a hash."""
         return self.num_available_blocks - self._states.num_cached
 
     @property
     def num_cached_blocks(self) -> int:
-        """Blocks without a holder that a prefix can hit."""
+        """Number of blocks without a holder that a prefix can hit."""
         self._settle()
         return self._states.num_cached
 
     @property
     def num_available_blocks(self) -> int:
-        """Blocks that can be handed out: free and cached."""
+        """Number of blocks that can be handed out: free and cached ones."""
         if self._dirty or self.collected:
             self._settle()
         return self._states.queue.length
 
     @property
     def num_blocks_in_use(self) -> int:
-        """Distinct blocks that somebody holds."""
+        """Number of distinct blocks that somebody holds."""
         return self._states.num_blocks - 1 - self.num_available_blocks
 
     def num_cached_blocks_of(self, namespace: bytes) -> int:
-        """`num_cached_blocks` of one namespace."""
+        """Return the number of cached blocks of one namespace; see `num_cached_blocks`."""
         self._settle()
         return self._states.num_cached_of.get(namespace, 0)
 
     def num_blocks_in_use_of(self, namespace: bytes) -> int:
-        """`num_blocks_in_use` of one namespace."""
+        """Return the number of blocks in use of one namespace; see `num_blocks_in_use`."""
         self._settle()
         return self._states.num_in_use_of.get(namespace, 0)
 
     @property
     def num_evictions(self) -> int:
-        """Cached blocks that were handed out so far."""
+        """Number of cached blocks that were handed out so far."""
         return self._num_before[0] + self._states.num_evictions
 
     @property
     def num_missed_blocks(self) -> int:
-        """Of the blocks that were given hashes, those that a pool twice as large would still have had.
+        """Number of blocks that were given a hash, and that a pool twice as large would still have had.
 
-        That is, as many of the evicted hashes as there are blocks: an estimate, a little low.
+        A hash counts if it comes again before as many others as there are blocks were evicted: an estimate, a little
+        low.
         """
         return self._num_before[1] + self._states.num_missed
 
     def holds(self, allocation: Allocation) -> bool:
-        """Whether `allocation` is one of this allocator's and has not been freed."""
+        """Return whether `allocation` was made by this allocator and has not been freed."""
         if self._dirty or self.collected:
             self._settle()
         return allocation.key in self._held
 
     def allocations(self) -> list[Allocation]:
-        """Those that live and have not been freed."""
+        """Return the allocations that are alive and have not been freed."""
         self._settle()
         return [allocation for key in self._held if (allocation := key()) is not None]
 
     def ref_count(self, block_id: int) -> int:
-        """Number of allocations that hold a block."""
+        """Return the number of allocations that hold a block."""
         self._check_ids((block_id,))
         return self._states.ref_counts[block_id]
 
     def ref_counts(self, block_ids: Collection[int]) -> list[int]:
-        """The same of many blocks."""
+        """Return the number of allocations that hold each of these blocks."""
         self._check_ids(block_ids)
         return [*map(self._states.ref_counts.__getitem__, block_ids)]
 
     def namespace_of(self, block_id: int) -> bytes:
-        """Whose a block is that somebody holds or can hit."""
+        """Return the namespace of a block that somebody holds or can hit."""
         self._check_ids((block_id,))
         return self._states.index.namespaces[block_id]
 
     def block_hash_of(self, block_id: int) -> BlockHash | None:
-        """The hash of a block, computed or not, or None."""
+        """Return the hash of a block, or None if it has no hash. The block may be uncomputed."""
         self._check_ids((block_id,))
         return self._states.index.hash_of(block_id)
 
     def digest_of(self, block_id: int) -> bytes | None:
-        """The digest of a block that somebody holds, or None."""
+        """Return the digest of a block that somebody holds, or None if the block has no hash."""
         return self._states.index.digests[block_id]
 
     def namespace_of_digest(self, digest: bytes) -> bytes | None:
-        """Whose the block with this digest is; None where no block has it."""
+        """Return the namespace of the block with this digest; None if no block has the digest."""
         block_id = self._states.index.blocks.get(digest)
         return None if block_id is None else self._states.index.namespaces[block_id]
 
     def hash_of_digest(self, digest: bytes) -> tuple[BlockHash, bytes] | None:
-        """The hash and the namespace of the block with this digest; None where no block has it."""
+        """Return the hash and the namespace of the block with this digest; None if no block has the digest."""
         index = self._states.index
         block_id = index.blocks.get(digest)
         block_hash = None if block_id is None else index.hash_of(block_id)
         return None if block_id is None or block_hash is None else (block_hash, index.namespaces[block_id])
 
     def is_writable(self, block_id: int, num_holders: int = 1) -> bool:
-        """Whether a block has no hash, and one holder, or as many as write the same to it: only such a block may be written."""
+        """Return whether a block may be written: it has no hash, and exactly `num_holders` holders.
+
+        Several holders may write a block together only if they write the same.
+        """
         if self._dirty or self.collected:
             self._settle()
         states = self._states
         return states.ref_counts[block_id] == num_holders and states.index.digests[block_id] is None
 
     def hashes(self, namespace: bytes = b"") -> dict[int, BlockHash]:
-        """Block id -> hash, of all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
+        """Return block id -> hash for all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
         self._settle()
         index = self._states.index
         found = ((i, index.hash_of(i)) for i in index.blocks.values() if index.namespaces[i] == namespace)
         return {i: each for i, each in found if each is not None and i not in index.uncomputed}
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
-        """Blocks of the longest leading run of hashes whose content is here, in this namespace.
+        """Return the blocks of the longest leading run of hashes whose content is here, in this namespace.
 
-        Effects: none; asks `block_hashes` for nothing after the first miss.
+        Effects: none. Asks `block_hashes` for nothing after the first miss.
         """
         if self._dirty or self.collected:
             self._settle()
         return self._states.index.match(block_hashes, namespace)
 
     def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
-        """Tokens of the computed blocks straight after the prefix with this digest, or after a root.  Cost: O(num_blocks)."""
+        """Return the tokens of each computed block that comes straight after a prefix.  Cost: O(num_blocks).
+
+        Args:
+            parent: digest of the prefix's last block, or a root.
+        """
         self._settle()
         return [tokens_of(tokens) for tokens in self._states.index.continuations(parent, namespace)]
 
     def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
-        """Whether a full block has these tokens, after whatever prefix.  Cost: O(num_blocks)."""
+        """Return whether any full block has these tokens, whatever prefix it comes after.  Cost: O(num_blocks)."""
         self._settle()
         return self._states.index.has_tokens(bytes_of(token_ids), namespace)
 
     def kinds_of_blocks(self, namespace: bytes | None = None) -> bytes:
-        """Of each block but the null block, or of a namespace: 0 it is free, 1 cached, 2 in use.  Cost: O(num_blocks)."""
+        """Return the state of each block as one byte: 0 free, 1 cached, 2 in use.  Cost: O(num_blocks).
+
+        The null block is left out. With a namespace, only its blocks in use and cached are listed.
+        """
         self._settle()
         counts, index = self._states.ref_counts, self._states.index
         return bytes(
@@ -208,9 +222,9 @@ class PrefixCachingBlockAllocator:
         )
 
     def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
-        """Raises OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
+        """Raise OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
 
-        With the arithmetic, but for a namespace: it would tell what others hold.
+        The message tells the numbers, except to a caller with a namespace: the numbers would tell what others hold.
         """
         if self._dirty or self.collected:
             self._settle()
@@ -227,7 +241,10 @@ class PrefixCachingBlockAllocator:
             )
 
     def snapshot(self) -> tuple[object, ...]:
-        """A value that is equal while nothing has changed, the order of eviction included.  Cost: O(num_blocks)."""
+        """Return a value that is equal while nothing has changed, the order of eviction included.
+
+        Cost: O(num_blocks).
+        """
         self._settle()
         states, index = self._states, self._states.index
         times = [time if index.digests[block_id] else 0 for block_id, time in enumerate(states.last_access)]
@@ -239,7 +256,10 @@ class PrefixCachingBlockAllocator:
 
     @property
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
-        """What `take_copies` would return. A copier that may be interrupted reads this and then calls `drop_copies`."""
+        """Copies that `take_copies` would return.
+
+        A copier that may be interrupted reads them and then calls `drop_copies`.
+        """
         return tuple(self._copies)
 
     def check(self) -> None:
@@ -248,11 +268,12 @@ class PrefixCachingBlockAllocator:
         1. each block but the null block is in exactly one state, and the counts sum to num_blocks - 1;
         2. a block's ref_count is the number of live allocations that hold it;
         3. no allocation holds a block twice;
-        4. index and hashes are inverse; cached blocks are computed and queued after the free ones, of each kind the oldest first;
-        5. all blocks of an allocation are of its namespace, and what is counted of each namespace is what there is.
+        4. index and hashes are inverse; cached blocks are computed, and queued after the free ones, in each line the
+           least recently used first;
+        5. all blocks of an allocation are of its namespace, and the counts of each namespace are right.
 
         Raises:
-            BlockStateError: one does not hold; with the whole state.
+            BlockStateError: an invariant does not hold; the message has the whole state.
         """
         self._settle()
         states, lists = self._states, list(self._held.values())
@@ -279,12 +300,16 @@ class PrefixCachingBlockAllocator:
         num_blocks: int | None = None,
         namespace: bytes = b"",
     ) -> Allocation:
-        """Hold the prefix hit of `block_hashes`, then fresh blocks to write into. No block of the hit is evicted for them.
+        """Hold the prefix hit of `block_hashes`, then fresh blocks to write into.
+
+        No block of the hit is evicted for the fresh ones.
 
         Args:
-            num_mutable_blocks: fresh blocks after the hit.
-            num_blocks: in its place, the number of blocks with the hit; a longer hit is held whole.
-            namespace: whose blocks they are; only blocks of the same are hit, and each is counted by itself.
+            num_mutable_blocks: number of fresh blocks after the hit.
+            num_blocks: given in place of `num_mutable_blocks`, the number of all blocks with the hit; a longer hit is
+                held whole.
+            namespace: namespace of the blocks. Only blocks of the same namespace are hit, and each namespace is counted
+                by itself.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -309,13 +334,18 @@ class PrefixCachingBlockAllocator:
         return self._registered(Allocation(self, hits, num_hits, namespace))
 
     def _registered(self, allocation: Allocation) -> Allocation:
-        """Its blocks have been taken for it: the end of a change."""
+        """Register an allocation whose blocks have been taken, and end the change."""
         self._held[allocation.key] = allocation.block_ids
         self._dirty = False
         return allocation
 
     def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
-        """Append fresh blocks. Raises OutOfBlocksError with nothing changed; CacheArgumentError for a negative number."""
+        """Append fresh blocks.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: a negative number.
+        """
         if num_blocks < 0:
             raise negative("num_blocks", num_blocks)
         block_ids = self._list_of(allocation)
@@ -325,14 +355,15 @@ class PrefixCachingBlockAllocator:
         self._dirty = False
 
     def allocate_immutable(self, allocation: Allocation, block_hashes: Iterable[BlockHash]) -> None:
-        """Append the block of each hash: the one that has it, or a fresh one, which gets it and awaits `mark_computed`.
+        """Append a block for each hash: the block that has the hash, or a fresh block.
 
-        Before `mark_computed` a fresh block is not hit, and loses its hash when freed. It gets no hash where the digest
-        belongs to other tokens (a collision of 256 bits) or to another namespace.
+        A fresh block gets the hash and awaits `mark_computed`. Until `mark_computed`, a fresh block is not hit, and
+        loses its hash when it is freed. A fresh block gets no hash where the digest belongs to other tokens (a
+        collision of 256 bits) or to another namespace.
 
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a hash twice, or of a block that `allocation` holds.
+            CacheArgumentError: a hash that is given twice, or is that of a block which `allocation` holds.
         """
         block_ids, index, hashes = self._list_of(allocation), self._states.index, list(block_hashes)
         found = [index.get(block_hash, allocation.namespace) for block_hash in hashes]
@@ -342,7 +373,11 @@ class PrefixCachingBlockAllocator:
         self._extend(allocation, [each if hit is None else hit for each, hit in zip(hashes, found, strict=True)])
 
     def _extend(self, allocation: Allocation, wanted: Sequence[int | BlockHash | None]) -> None:
-        """Append blocks in this order: those that are named by their ids, and a fresh one, with a hash or without, for each other."""
+        """Append one block for each entry of `wanted`, in order.
+
+        Args:
+            wanted: the id of a block that exists; or a hash, or None, for a fresh block with or without a hash.
+        """
         block_ids, index = self._list_of(allocation), self._states.index
         named = [each for each in wanted if isinstance(each, int)]
         self.require(len(wanted) - len(named), named, allocation.namespace)
@@ -360,7 +395,7 @@ class PrefixCachingBlockAllocator:
         self._dirty = False
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
-        """A second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
+        """Return a second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
         if num_blocks is not None and num_blocks < 0:
             raise negative("num_blocks", num_blocks)
         block_ids = self._list_of(allocation)[:num_blocks]
@@ -372,13 +407,14 @@ class PrefixCachingBlockAllocator:
     def exchanging(
         self, forked: Sequence[tuple[Allocation, int]], freed: Sequence[Allocation]
     ) -> Iterator[list[Allocation]]:
-        """Forks in place of other holders: on leaving, `freed` have given their blocks back.
+        """Make forks in place of other holders: on leaving, the allocations `freed` have given their blocks back.
 
-        Inside, nothing may be asked of the allocator; left by an exception, `freed` are as they were. Interrupted on leaving, some
-        of them are. Cost: what a fork and the freed one in its place do not have in common. Takes no fresh block.
+        Inside, nothing may be asked of the allocator. If the `with` is left by an exception, `freed` are as they were;
+        if it is interrupted while being left, some of them are. Takes no fresh block. Cost: the blocks that a fork and
+        the freed allocation in its place do not have in common.
 
         Args:
-            forked: what is forked, and how many of its blocks; none of `freed`.
+            forked: allocations to fork, each with the number of its blocks to hold; none of `freed`.
 
         Examples:
             >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -418,7 +454,11 @@ class PrefixCachingBlockAllocator:
         self._dirty = False
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
-        """Keep the first `num_blocks` blocks, free the last one first. Raises CacheArgumentError if fewer are held."""
+        """Keep the first `num_blocks` blocks; free the others, the last one first.
+
+        Raises:
+            CacheArgumentError: fewer blocks are held, or a negative number.
+        """
         block_ids = self._list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
             raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
@@ -439,27 +479,27 @@ class PrefixCachingBlockAllocator:
         block_ids.clear()
         self._dirty = False
 
-    # Content: who may hit it and who may write it.
+    # Who may hit the content of blocks, and who may write it.
 
     def commit(self, allocation: Allocation, block_index: int, block_hash: BlockHash) -> bool:
-        """`commit_many` of one block; whether an equal block has replaced it."""
+        """Give one block its hash as `commit_many` does; return whether an equal block has replaced the block."""
         return self.commit_many(allocation, block_index, (block_hash,)) == 1
 
     def commit_many(self, allocation: Allocation, start: int, block_hashes: Iterable[BlockHash]) -> int:
         """Give full, written blocks their hashes, so that others hit them. A block may be committed again.
 
-        What happens to a block whose digest another block has: a computed one with the same tokens replaces it; an
-        uncomputed one gives it the hash; one with other tokens, of another namespace or of the same allocation leaves
-        it without a hash.
+        Another block may have a block's digest already. If it has the same tokens and is computed, it replaces the
+        block; if it is uncomputed, it gives the block its hash. If it has other tokens, is of another namespace, or
+        belongs to the same allocation, the block stays without a hash.
 
         Args:
             start: logical index of the first block.
 
         Returns:
-            The number of blocks replaced; `block_ids` has the new ids.
+            Number of blocks that were replaced; `block_ids` has the new ids.
 
         Raises:
-            CacheArgumentError: more hashes than blocks from `start`.
+            CacheArgumentError: more hashes than there are blocks from `start`.
             BlockStateError: a block has another hash already.
         """
         block_ids, hashes = self._list_of(allocation), list(block_hashes)
@@ -504,9 +544,10 @@ class PrefixCachingBlockAllocator:
         return len(replaced)
 
     def mark_computed(self, block_ids: Iterable[int]) -> None:
-        """Let blocks of `allocate_immutable` be hit: their content is there. One that has lost its hash is skipped.
+        """Let blocks of `allocate_immutable` be hit: their content is there. A block that has lost its hash is skipped.
 
-        Raises BlockStateError if one is not in use.
+        Raises:
+            BlockStateError: a block is not in use.
         """
         computed = list(block_ids)
         self._check_ids(computed)
@@ -516,11 +557,11 @@ class PrefixCachingBlockAllocator:
         self._states.index.uncomputed.difference_update(computed)
 
     def make_writable(self, allocation: Allocation, block_index: int) -> None:
-        """Copy on write: replace the block by a fresh one, unless `is_writable`, and record the copy to be made.
+        """Replace a block by a fresh copy on write unless it `is_writable`, and record the copy to be made.
 
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: no such block.
+            CacheArgumentError: there is no such block.
         """
         block_ids = self._list_of(allocation)
         if not 0 <= block_index < len(block_ids):
@@ -538,12 +579,14 @@ class PrefixCachingBlockAllocator:
         self._dirty = False
 
     def make_each_writable(self, wanted: Sequence[tuple[Allocation, int]]) -> None:
-        """Have one block in each of some allocations that may be written: that of an index, a copy of it, or a fresh one.
+        """Make one block in each of several allocations writable, by a copy on write or a fresh block where needed.
 
-        The same as `make_writable`, or `allocate_mutable` of one block, for one after the other. Interrupted, some have theirs.
+        The result is that of `make_writable`, or `allocate_mutable` of one block, for each allocation in turn. If this
+        is interrupted, some allocations have their block.
 
         Args:
-            wanted: of one namespace, none twice, and the index of a block of each, or the one after its last.
+            wanted: allocations of one namespace, each given once, and the index of a block of each or the one after its
+                last.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -552,7 +595,7 @@ class PrefixCachingBlockAllocator:
             return
         lists = [self._list_of(allocation) for allocation, _ in wanted]
         counts, digests, namespace = self._states.ref_counts, self._states.index.digests, wanted[0][0].namespace
-        left: dict[int, int] = {}  # block -> how many of these have let go of it
+        left: dict[int, int] = {}  # block -> number of these allocations that have let go of the block
         sources: list[int | None] = []
         for block_ids, (_, index) in zip(lists, wanted, strict=True):
             source = block_ids[index] if index < len(block_ids) else None
@@ -582,29 +625,30 @@ class PrefixCachingBlockAllocator:
     def take_copies(self) -> list[tuple[int, int]]:
         """Return and forget the (source, destination) copies to be made before the next write.
 
-        Make them in this order: a source may be an earlier destination, and a destination may come twice.
+        Make the copies in this order: a source may be an earlier destination, and a destination may come twice.
         """
         copies, self._copies = self._copies, []
         self._states.spared_from = NEVER
         return copies
 
     def drop_copies(self, num_copies: int) -> None:
-        """Forget the first `num_copies` of `pending_copies`: they were made."""
+        """Forget the first `num_copies` of `pending_copies`, which were made."""
         del self._copies[:num_copies]
         if not self._copies:
             self._states.spared_from = NEVER
 
     def watch_evictions(self, on_evict: OnEvict) -> None:
-        """From here on, tell of each cached block that is handed out for something else, just before it loses its hash.
+        """Call `on_evict` from now on for each cached block that is handed out anew, just before it loses its hash.
 
-        What it holds is there until the next write. A block may be told of that stays, where the change is interrupted.
+        The block's content is there until the next write. If the change is interrupted, `on_evict` may have been called
+        for a block that stays.
         """
         self._states.on_evict = on_evict
 
     # The whole pool.
 
     def grow(self, num_blocks: int) -> None:
-        """Raise the number of blocks; the new ones are handed out first. Raises CacheArgumentError for a lower number."""
+        """Raise the number of blocks; new blocks are handed out first. Raises CacheArgumentError for a lower number."""
         self._settle()
         if num_blocks < self.num_blocks:
             raise CacheArgumentError(f"cannot shrink to {num_blocks} blocks; give at least {self.num_blocks}")
@@ -613,14 +657,20 @@ class PrefixCachingBlockAllocator:
         self._dirty = False
 
     def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> None:
-        """Let nobody hit the blocks of these hashes any more; those that nobody holds become free. Unknown ones are skipped."""
+        """Let nobody hit the blocks with these hashes any more; those that nobody holds become free.
+
+        Unknown hashes, and those of another namespace, are skipped.
+        """
         self._settle()
         found = map(partial(self._states.index.get, namespace=namespace), dict.fromkeys(block_hashes))
         if block_ids := [block_id for block_id in found if block_id is not None]:
             self._forget(block_ids)
 
     def forget_under(self, roots: Collection[bytes]) -> int:
-        """Make every cached block free whose sequence begins with one of these roots; returns how many.  Cost: O(num_blocks)."""
+        """Free every cached block whose sequence begins with one of these roots; return how many.
+
+        Cost: O(num_blocks).
+        """
         self._settle()
         index, found = self._states.index, dict[int, bool]()
         for block_id in index.blocks.values():
@@ -639,7 +689,7 @@ class PrefixCachingBlockAllocator:
         return len(stale)
 
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
-        """Make every cached block free, or every one of `namespace`; blocks in use keep their hashes."""
+        """Free every cached block, of all namespaces or of one; blocks in use keep their hashes."""
         self._settle()
         if namespace is None:
             self._states.evicted.clear()
@@ -656,7 +706,7 @@ class PrefixCachingBlockAllocator:
 
         Raises:
             BlockStateError: blocks are in use; nothing has changed.
-            CacheArgumentError: `num_blocks` below 2.
+            CacheArgumentError: `num_blocks` is below 2.
         """
         if self.num_blocks_in_use:
             raise BlockStateError(f"cannot reset: {self.num_blocks_in_use} blocks are in use; free their holders first")
@@ -676,11 +726,11 @@ class PrefixCachingBlockAllocator:
             self.num_lapses += 1  # blocks may have lost their hashes in what was interrupted
             self._dirty = False
         collected = self.collected
-        while collected:  # more may come in meanwhile, at the other end
+        while collected:  # further keys may come in meanwhile, at the other end
             key = collected[0]
             try:
                 block_ids = self._held.get(key)
-            except TypeError:  # collected before it was registered; a dead reference cannot be hashed
+            except TypeError:  # a dead reference, never registered, cannot be hashed
                 block_ids = None
             if block_ids is not None:
                 self._dirty = True
@@ -691,7 +741,7 @@ class PrefixCachingBlockAllocator:
             collected.popleft()
 
     def _list_of(self, allocation: Allocation) -> list[int]:
-        """The registered list of a live allocation; settles, so that every change may begin with it."""
+        """Settle, so that every change may begin with this call; return the registered list of a live allocation."""
         if self._dirty or self.collected:
             self._settle()
         block_ids = self._held.get(allocation.key)
@@ -700,7 +750,7 @@ class PrefixCachingBlockAllocator:
         return block_ids
 
     def _check_ids(self, block_ids: Iterable[int]) -> None:
-        """Settle; raises CacheArgumentError if one is no block."""
+        """Settle, then raise CacheArgumentError if an id is not that of a block."""
         if self._dirty or self.collected:
             self._settle()
         most = self._states.num_blocks

@@ -1,4 +1,4 @@
-"""Checks of numbers that a caller gives, also as texts. Changes nothing."""
+"""Checks numbers that a caller gives, as numbers or as texts. Changes nothing."""
 
 import re
 from decimal import Decimal
@@ -17,28 +17,29 @@ _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def check_eviction(eviction: object) -> None:
-    """Raises CacheArgumentError unless it is one of `EVICTIONS`."""
+    """Raise CacheArgumentError unless `eviction` is one of `EVICTIONS`."""
     if eviction not in EVICTIONS:
         raise CacheArgumentError(f"eviction is {eviction!r}; give {' or '.join(map(repr, EVICTIONS))}")
 
 
 def negative(name: str, number: int) -> CacheArgumentError:
-    """What is raised where `number` is below 0."""
+    """Return the error to raise for a `number` below 0."""
     return CacheArgumentError(f"{name} is {number}; it must be 0 or more")
 
 
 def int_of_at_least(name: str, value: object, least: int, what: str) -> int:
-    """Return `value`. Raises CacheArgumentError unless it is an int, and no bool, of `least` or more."""
+    """Return `value` if it is an int of `least` or more, and no bool; else raise CacheArgumentError."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise CacheArgumentError(f"{name} is {value!r}; it must be an int, {least} or more ({what})")
     return value
 
 
 def num_bytes_of(name: str, size: object, least: int) -> int:
-    """Bytes that are given as an int, or as a text with a unit: decimal (GB), or binary (GiB).
+    """Return a number of bytes that is given as an int, or as a text with a unit: decimal (GB) or binary (GiB).
 
     Raises:
-        CacheArgumentError: it is neither, or fewer than `least`, or a text of fewer than 1,000 without a unit.
+        CacheArgumentError: `size` is neither, says fewer than `least` bytes, or is a text of fewer than 1,000 without a
+            unit.
 
     Examples:
         >>> (
@@ -60,22 +61,22 @@ def num_bytes_of(name: str, size: object, least: int) -> int:
     num_bytes = int(Decimal(found[1]) * unit)
     if num_bytes < least:
         raise CacheArgumentError(f"{name} is {size!r}; it must be {least} or more bytes")
-    if 0 < num_bytes < 1000 and not found[2]:  # as of 4 GB, where a space ends what a shell passes on
+    if 0 < num_bytes < 1000 and not found[2]:  # as of 4 GB, where a shell passes on the 4 alone
         raise CacheArgumentError(f"{name} is {size} without a unit; for gigabytes give {size}GB, without a space")
     return num_bytes
 
 
 def file_mode(name: str, mode: object) -> int:
-    """Permissions of files that are written, as `chmod` takes them; of None, those of their owner alone.
+    """Return the permissions of files to be written, as `chmod` takes them; for None, those of the owner alone.
 
     Raises:
-        CacheArgumentError: they are none, or not such that the owner can read and write.
+        CacheArgumentError: `mode` is no such permissions, or would not let the owner read and write.
     """
     return OWNERS_ALONE if mode is None else _permissions(name, mode, mode)
 
 
 def file_mode_of_text(name: str, text: str | None) -> int | None:
-    """Permissions of files as a text, as `chmod` is given them: "660"; None: none are given.
+    """Return the permissions of files that a text such as "660" gives, as for `chmod`; None if there is no text.
 
     Raises:
         CacheArgumentError: see `file_mode`.

@@ -1,7 +1,7 @@
 """Owns the state of each block and the moves between states. Refuses to drop a block that nobody holds.
 
 free (ref_count 0, no hash) | in use (ref_count > 0) | cached (ref_count 0, computed, in the index).
-Knows nothing of who holds what: `PrefixCachingBlockAllocator` does, and it alone calls this.
+This module does not know who holds what: `PrefixCachingBlockAllocator` does, and it alone calls this module.
 """
 
 from __future__ import annotations
@@ -18,29 +18,33 @@ from .hashing import BlockHash
 from .prefix_index import PrefixIndex
 
 OnEvict = Callable[[int, BlockHash, bytes], None]
-"""Told of a cached block that is handed out: its id, its hash, its namespace. Asks nothing of the allocator, and does not raise."""
+"""Function called with the id, hash and namespace of a cached block that is handed out. It must neither ask anything of
+the allocator nor raise."""
 
-_FREE = 0  # line of the queue
-_MARGIN = 0.7  # less dense than this share of the least recently used one, a block goes before it
-NEVER = 1 << 63  # later than any time, denser than any block
-_TOGETHER = 16  # about this part of the pool at most is evicted from one line before the others are looked at
+_FREE = 0  # number of the queue's line of free blocks
+_MARGIN = 0.7  # a block goes before the least recently used one if its density is below this share of that one's
+NEVER = 1 << 63  # a time later than any other, and a density above any other
+_TOGETHER = 16  # at most about 1/16 of the pool is evicted from one line before the other lines are looked at
 
 
 class BlockStates:
-    """Ref counts, the queue of allocatable blocks and the prefix index, changed together.
+    """`BlockStates` changes ref counts, the queue of allocatable blocks and the prefix index together.
 
-    The queue holds free blocks in line 0, the last freed first, so that memory once touched is used again; then cached blocks, a
-    line for each kind (see `Reuse`), the least recently used first. Time is a counter: it advances by one for each block dropped
-    or touched. The next to be evicted is the least recently used one of all, unless the first of another line is less dense. A line
-    is looked for once for many evictions (`_choose`), and blocks change state a run of one kind at a time.
-    Until as many blocks were evicted as there are, it is LRU.
+    The queue holds free blocks in line 0, the last freed first, so that memory once touched is used again. Cached
+    blocks come after them, in a line for each kind (see `Reuse`), the least recently used first. Time is a counter: it
+    advances by one for each block dropped or touched. The next block to be evicted is the least recently used one of
+    all lines, unless the first block of another line is less dense. A line is chosen once for many evictions
+    (`_choose`), and blocks change state a run of one kind at a time. Until as many blocks were evicted as there are,
+    eviction is LRU.
 
-    Blocks that are held or dropped together are of one namespace: `drop` and `hold` read it off one of them.
+    Blocks that are held or dropped together are of one namespace: `drop` and `hold` read the namespace off one of them.
 
     Args:
-        num_blocks: with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest first.
-        eviction: "reuse", or "lru": all are of one kind.
-        on_evict: told of each cached block that is handed out, just before it loses its hash; None: nobody is.
+        num_blocks: number of blocks with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest
+            first.
+        eviction: "reuse", or "lru", which treats all blocks as one kind.
+        on_evict: function called for each cached block that is handed out, just before it loses its hash; None: no
+            function.
     """
 
     __slots__ = (
@@ -73,23 +77,26 @@ class BlockStates:
         self.ref_counts = [0] * num_blocks  # block id -> number of holders
         self.index = PrefixIndex(num_blocks)
         self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks), num_lines=NUM_LINES)
-        self.kinds = [ONCE] * num_blocks  # block id -> kind; of a free block, anything
+        self.kinds = [ONCE] * num_blocks  # block id -> kind; anything for a free block
         self.reuse = Reuse(num_blocks, learns=eviction == "reuse")
         self.evicted = EvictedHashes(num_blocks)
         self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
         self.clock = 0
-        self._line, self._num_chosen, self._latest = END, 0, 0  # what is evicted next, see `_choose`
-        self.spared_from = NEVER  # blocks given back later go only where they are the least recently used
+        self._line, self._num_chosen, self._latest = END, 0, 0  # line, number and latest time of the next evictions
+        self.spared_from = NEVER  # blocks given back after this time are evicted only as the least recently used
         self.num_cached = 0
-        self.num_cached_of: dict[bytes, int] = {}  # namespace -> cached blocks; none without any
-        self.num_in_use_of: dict[bytes, int] = {}  # namespace -> blocks in use; none without any
+        self.num_cached_of: dict[bytes, int] = {}  # namespace -> number of cached blocks, if not 0
+        self.num_in_use_of: dict[bytes, int] = {}  # namespace -> number of blocks in use, if not 0
         self.num_evictions = 0
-        self.num_missed = 0  # hashes that came again before as many blocks were evicted after them as there are
+        self.num_missed = 0  # hashes that came again before as many further blocks were evicted as there are
 
     def take(self, num_blocks: int, namespace: bytes = b"") -> list[int]:
-        """Hand out blocks without a hash, ref_count 1: free ones, then cached ones of any namespace, which lose their hash.
+        """Hand out blocks with ref_count 1 and no hash: first free blocks, then cached ones, which lose their hash.
 
-        Raises BlockStateError if there are fewer.
+        Cached blocks of any namespace are taken.
+
+        Raises:
+            BlockStateError: there are fewer blocks.
         """
         if num_blocks > self.queue.length:
             raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self.queue.length}")
@@ -106,7 +113,7 @@ class BlockStates:
         return taken
 
     def _evict(self, num_blocks: int) -> list[int]:
-        """Take so many cached blocks out of the queue and their hashes away, which are remembered."""
+        """Take `num_blocks` cached blocks out of the queue, and remember the hashes that they lose."""
         index, namespaces, kinds, times = self.index, self.index.namespaces, self.kinds, self.last_access
         blocks, digests, evicted = index.blocks, index.digests, self.evicted.newer
         taken: list[int] = []
@@ -142,15 +149,15 @@ class BlockStates:
         return taken
 
     def _choose(self) -> None:
-        """Choose the line from which blocks are evicted next, how many of them, and the latest that they may have been used.
+        """Choose the line to evict from next, how many blocks of it, and the latest time of their last use.
 
-        What a copy to be made reads is spared, unless it is the least recently used.
+        A block that a pending copy reads is spared, unless it is the least recently used one.
         """
         times, kinds, clock, reuse = self.last_access, self.kinds, self.clock, self.reuse
-        oldest = second = NEVER  # times of the firsts of two lines
+        oldest = second = NEVER  # the two earliest times of lines' first blocks
         line = sparsest = of_sparsest = 0
         least: float = NEVER
-        of_oldest = 0.0  # its density
+        of_oldest = 0.0  # density of the block with the time `oldest`
         for each, block_id in enumerate(self.queue.firsts()):
             if block_id < 0 or each == _FREE:
                 continue
@@ -169,18 +176,24 @@ class BlockStates:
             self._line, self._latest = line, max(oldest, min(second + together // 4, self.spared_from))
 
     def spare_from_now(self) -> None:
-        """What is given back from here on is to be copied: until `spared_from` is set back, it goes only where it is the oldest."""
+        """Spare blocks that are given back from now on, because they are to be copied.
+
+        Until `spared_from` is set back, such a block is evicted only if it is the least recently used one.
+        """
         self.spared_from = min(self.spared_from, self.clock)
         self._num_chosen = 0
 
     def remember(self, block_ids: Sequence[int]) -> None:
-        """Blocks that follow one another were given hashes: they are as often used as they were when they were evicted."""
+        """Restore how often blocks had been used before their hashes were evicted, and count this use.
+
+        The blocks follow one another, and have just been given their hashes.
+        """
         evicted, digests = self.evicted, self.index.digests
         if not block_ids or digests[block_ids[0]] not in evicted:
             return
         found = evicted.take([digests[block_id] for block_id in block_ids])
         kinds, start = self.kinds, 0
-        before = self.num_evictions - len(block_ids)  # in a larger pool these would not have evicted others
+        before = self.num_evictions - len(block_ids)  # in a larger pool these blocks would not have evicted others
         for (kind, time, num_evictions), same in groupby(found):
             stop = start + len([*same])
             for block_id in block_ids[start:stop]:
@@ -191,13 +204,13 @@ class BlockStates:
             start = stop
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Add one holder to each block; a cached one leaves the queue, and was used once more.
+        """Add one holder to each block; a cached block leaves the queue, and counts as used once more.
 
-        Those of one kind that follow one another count as given back together.
+        Blocks of one kind that follow one another count as given back together.
         """
         ref_counts, kinds, kind = self.ref_counts, self.kinds, 0
         idle: list[int] = []
-        runs: list[tuple[int, int]] = []  # kind, number of blocks before those of this kind
+        runs: list[tuple[int, int]] = []  # kind of a run, number of idle blocks before the run
         for block_id in block_ids:
             if count := ref_counts[block_id]:
                 ref_counts[block_id] = count + 1
@@ -225,15 +238,18 @@ class BlockStates:
             stop = start
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        """Take one holder from each block, in the order given. Without a holder a block is cached, or free without a hash.
+        """Take one holder from each block, in the order given.
 
-        Raises BlockStateError if one has no holder.
+        A block without a holder is cached if it has a hash and is computed; otherwise it becomes free, without a hash.
+
+        Raises:
+            BlockStateError: a block has no holder.
         """
         ref_counts, digests, uncomputed = self.ref_counts, self.index.digests, self.index.uncomputed
         last_access, clock, kinds, kind = self.last_access, self.clock, self.kinds, 0
         free: list[int] = []
-        run: list[int] = []  # the last of `cached`
-        cached: list[tuple[int, list[int]]] = []  # kind, blocks of this kind that follow one another
+        run: list[int] = []  # blocks of the last entry of `cached`
+        cached: list[tuple[int, list[int]]] = []  # kind of a run, blocks of the run
         for block_id in block_ids:
             count = ref_counts[block_id] - 1
             if count > 0:
@@ -276,7 +292,10 @@ class BlockStates:
                 self._num_chosen = 0
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Make cached blocks the last to be evicted, in the order given; blocks in use are evicted after them anyway."""
+        """Make cached blocks the last to be evicted, in the order given; skip all other blocks.
+
+        Blocks in use are evicted after them anyway.
+        """
         for block_id in block_ids:
             if not self.ref_counts[block_id] and self.index.digests[block_id] is not None:
                 self.queue.remove(block_id)
@@ -284,14 +303,17 @@ class BlockStates:
                 self.clock = self.last_access[block_id] = self.clock + 1
 
     def cached_blocks(self, namespace: bytes | None = None) -> list[int]:
-        """The cached blocks, of one namespace or of all, the least recently used first."""
+        """Return the cached blocks, of one namespace or of all, the least recently used first."""
         cached = chain.from_iterable(map(self.queue.line, range(_FREE + 1, NUM_LINES)))
         namespaces = self.index.namespaces
         found = [block_id for block_id in cached if namespace is None or namespaces[block_id] == namespace]
         return sorted(found, key=self.last_access.__getitem__)
 
     def forget(self, block_ids: list[int]) -> None:
-        """Take the hashes of these blocks away. Those that nobody holds become free; the first is handed out first."""
+        """Take the hashes of these blocks away.
+
+        Blocks that nobody holds become free, and are handed out next, in the order given.
+        """
         for block_id in block_ids:
             self.index.remove(block_id)
         idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
@@ -302,7 +324,7 @@ class BlockStates:
             _add(self.num_cached_of, self.index.namespaces[block_id], -1)
 
     def grow(self, num_blocks: int) -> None:
-        """Add free blocks, handed out first and the lowest of them first."""
+        """Add free blocks, which are handed out first, the lowest of them first."""
         added = num_blocks - self.num_blocks
         self.ref_counts.extend([0] * added)
         self.last_access.extend([0] * added)
@@ -311,12 +333,15 @@ class BlockStates:
         self.queue.grow(num_blocks)
         self.queue.appendleft_many(reversed(range(self.num_blocks, num_blocks)))
         self.evicted.grow(num_blocks)
-        self.reuse = Reuse(num_blocks, self.reuse.learns)  # ages are told by the size of the pool
+        self.reuse = Reuse(num_blocks, self.reuse.learns)  # classes of age depend on the size of the pool
         self._num_chosen = 0
-        self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all of them to the old number
+        self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all lists to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
-        """Derive the state again from `holders`, the blocks' digests, kinds and times.  Cost: O(num_blocks log num_blocks)."""
+        """Derive the state again from `holders` and from the blocks' digests, kinds and times.
+
+        Cost: O(num_blocks log num_blocks).
+        """
         counts = Counter(chain.from_iterable(holders))
         self.ref_counts = ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
         self.index.rebuild(ref_counts)
@@ -336,7 +361,10 @@ class BlockStates:
         self.num_in_use_of = dict(Counter(namespaces[block_id] for block_id, count in enumerate(ref_counts) if count))
 
     def check(self, holders: list[list[int]]) -> None:
-        """Raises BlockStateError, with what is wrong, unless invariants (1) to (5) of `PrefixCachingBlockAllocator.check` hold."""
+        """Raise BlockStateError, saying what is wrong, unless invariants (1) to (5) hold.
+
+        See `PrefixCachingBlockAllocator.check` for the invariants.
+        """
         for block_ids in holders:
             if len(set(block_ids)) != len(block_ids):
                 raise BlockStateError(f"a holder has a block twice: {block_ids}")
@@ -373,7 +401,7 @@ class BlockStates:
 
 
 def _add(counts: dict[bytes, int], namespace: bytes, number: int) -> None:
-    """Counts of nothing are not kept: there may be any number of namespaces in time."""
+    """Add to the count of a namespace, and drop a count of 0: there may be any number of namespaces in time."""
     total = counts.get(namespace, 0) + number
     if total:
         counts[namespace] = total

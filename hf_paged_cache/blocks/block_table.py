@@ -3,8 +3,8 @@
 Ranges, in tokens: `[0, num_committed_blocks * block_size)` hashed, read only | `[.., num_tokens)` ours or shared with
 forks, copied on write | `[num_tokens, num_slots)` empty, ours alone.
 
-In a group of layers with the window W: `[0, n - W + 1)` passed, may have window blocks as long as nobody else takes them |
-`[n - W + 1, n)` needed, where n is where the sequence resumes; see `Resumption`.
+Ranges in a group of layers with the window W, for a sequence that resumes after n tokens: `[0, n - W + 1)` passed, its
+blocks may have window blocks until somebody else takes them | `[n - W + 1, n)` needed; see `Resumption`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from .window_blocks import Changing, WindowBlocks
 
 
 class PrefixMatch(NamedTuple):
-    """What a table would hold of a prefix."""
+    """`PrefixMatch` says what a table would hold of a prefix."""
 
     block_ids: list[int]
-    num_tokens: int  # in these blocks
-    num_matched_tokens: int  # more, where blocks are known after which a window cannot resume
+    num_tokens: int  # tokens of the prefix in these blocks
+    num_matched_tokens: int  # tokens of all blocks known: more where a window cannot resume after all of them
 
 
 class BlockTable:
-    """One sequence: its tokens, the blocks that hold their keys and values, and how far these are committed.
+    """`BlockTable` holds one sequence: its tokens, their blocks, and how many of these blocks are committed.
 
     A token in the table may not have been written yet: the caller commits what was computed. Every method finishes or
     changes nothing. The blocks are given back by `free()`, on leaving a `with`, or when the table is collected.
@@ -42,7 +42,7 @@ class BlockTable:
     Args:
         root, extra_keys: see `HashChain`.
         namespace: see `PrefixCachingBlockAllocator.allocate`.
-        groups: of the layers with a window, one for each window.
+        groups: groups of the layers with a window, one group for each window.
 
     Examples:
         >>> from . import PrefixCachingBlockAllocator, root_hash
@@ -84,8 +84,8 @@ class BlockTable:
         self._allocation: Allocation = allocator.allocate(namespace=namespace)
         self.groups = groups
         self._num_committed = 0
-        self._num_hit = self._num_matched = 0  # tokens, when the table was filled
-        self._end = 0  # tokens when the last forward of several had returned
+        self._num_hit = self._num_matched = 0  # numbers of tokens when the table was filled
+        self._end = 0  # number of tokens at the end of the last forward that `release_passed` was told of
 
     def __repr__(self) -> str:
         return (
@@ -94,16 +94,16 @@ class BlockTable:
         )
 
     def __len__(self) -> int:
-        """Number of tokens, as `num_tokens`."""
+        """Return the number of tokens, as `num_tokens`."""
         return len(self._chain.token_ids)
 
     def __bool__(self) -> bool:
-        """True also without tokens."""
+        """Return True, also for a table without tokens."""
         return True
 
     @property
     def allocation(self) -> Allocation:
-        """The holder of the table's blocks; only the table changes it."""
+        """Holder of the table's blocks; only the table changes it."""
         return self._allocation
 
     @property
@@ -113,17 +113,17 @@ class BlockTable:
 
     @property
     def namespace(self) -> bytes:
-        """Whose blocks they are."""
+        """Namespace of the table's blocks."""
         return self._allocation.namespace
 
     @property
     def block_ids(self) -> list[int]:
-        """Logical block index -> block id; read only."""
+        """Map of logical block index -> block id, as a list; read only."""
         return self._allocation.block_ids
 
     @property
     def token_ids(self) -> array[int]:
-        """Position -> token id; read only."""
+        """Map of position -> token id, as an array; read only."""
         return self._chain.token_ids
 
     @property
@@ -133,17 +133,20 @@ class BlockTable:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens that were hit when allocated and are still in the table."""
+        """Number of tokens that were hit when the table was filled and are still in it."""
         return min(self._allocation.num_prefix_tokens, len(self._chain.token_ids))
 
     @property
     def num_matched_tokens(self) -> int:
-        """Tokens of the blocks that the hit found; more than it held where a window cannot resume after all of them."""
+        """Number of tokens in the blocks that the hit found.
+
+        It is larger than the number of tokens held where a window cannot resume after all of them.
+        """
         return self._num_matched
 
     @property
     def num_committed_blocks(self) -> int:
-        """Leading blocks that were hit or committed."""
+        """Number of leading blocks that were hit or committed."""
         return self._num_committed
 
     @property
@@ -152,12 +155,12 @@ class BlockTable:
 
     @property
     def num_slots(self) -> int:
-        """Tokens that fit into the blocks held."""
+        """Number of tokens that fit into the blocks held."""
         return self._allocation.num_slots
 
     @property
     def num_empty_slots(self) -> int:
-        """Tokens that can be appended without a block more, but for a copy on write of the last one."""
+        """Number of tokens that can be appended without a further block, except to copy the last one on write."""
         return self._allocation.num_slots - len(self._chain.token_ids)
 
     def allocate(self, token_ids: Iterable[int], num_lookahead_slots: int = 0) -> int:
@@ -166,12 +169,12 @@ class BlockTable:
         A hit may cover all of `token_ids`; a caller that needs logits then computes the last token without writing it.
 
         Returns:
-            The number of tokens hit, a multiple of block_size.
+            Number of tokens hit, a multiple of block_size.
 
         Raises:
             OutOfBlocksError: nothing has changed.
             BlockStateError: the table is not empty, or was freed.
-            CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
+            CacheArgumentError: a token that is no 64-bit integer, or a negative lookahead.
         """
         if num_lookahead_slots < 0:
             raise negative("num_lookahead_slots", num_lookahead_slots)
@@ -187,16 +190,16 @@ class BlockTable:
         return num_hit
 
     def hold_prefix(self, token_ids: Iterable[int]) -> int:
-        """Fill an empty table with the longest prefix hit of `token_ids` after which every window can resume, and no other token.
+        """Fill an empty table with the longest prefix hit after which every window can resume, and with no other token.
 
         Takes no fresh block.
 
-        Returns, Raises: as `allocate`, which alone can run out of blocks.
+        Returns and raises as `allocate` does, but cannot run out of blocks.
         """
         return self._fill(self._chain_of(token_ids), None)
 
     def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
-        """What `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
+        """Return what `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
         chain = self._chain_of(token_ids)
         matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
         num_matched = len(matched) * self._block_size
@@ -209,7 +212,7 @@ class BlockTable:
         return chain
 
     def _fill(self, chain: HashChain, num_lookahead_slots: int | None) -> int:
-        """See `allocate`; None: see `hold_prefix`."""
+        """Fill the table as `allocate` does, or, if `num_lookahead_slots` is None, as `hold_prefix` does."""
         if self._chain.token_ids or self._allocation.block_ids or self._allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
         hashes, num_blocks, allocator = chain.hashes(), None, self._allocator
@@ -236,17 +239,17 @@ class BlockTable:
     def append_tokens(
         self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0, *, cut: int | None = None
     ) -> None:
-        """Append tokens, with a slot that may be written for each of them and for the lookahead.
+        """Append tokens, with a writable slot for each token and for the lookahead.
 
         A block that others hold, or that has a hash, is copied on write: see `PrefixCachingBlockAllocator.take_copies`.
 
         Args:
-            cut: tokens to which the table may be cut again until more are appended; None: no fewer than it has then. Without
-                windows any number may.
+            cut: least number of tokens to which the table may be cut until more are appended; None: the number that it
+                has after this call. Without windows, the table may be cut to any number.
 
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a token that is no 64-bit integer, a negative lookahead.
+            CacheArgumentError: a token that is no 64-bit integer, or a negative lookahead.
         """
         if num_lookahead_slots < 0:
             raise negative("num_lookahead_slots", num_lookahead_slots)
@@ -262,9 +265,10 @@ class BlockTable:
         self._chain.token_ids.extend(tokens)
 
     def append_in_place(self, token_id: int) -> int | None:
-        """Append one token, an integer of 64 bits, and return its slot; the common case of a decode step.
+        """Append one token, an integer of 64 bits, and return its slot; this is the common case of a decode step.
 
-        None, with nothing changed, where a block begins, even one that the table has already, or may not be written.
+        Returns None, with nothing changed, where the token begins a block, even one that the table has already, or
+        where its block may not be written.
         """
         token_ids, block_size = self._chain.token_ids, self._block_size
         block_index, offset = divmod(len(token_ids), block_size)
@@ -275,7 +279,9 @@ class BlockTable:
         return block_ids[block_index] * block_size + offset
 
     def append_token(self, token_id: int) -> int:
-        """Append one token, an integer of 64 bits, after taking the block that it needs, or a copy; returns its slot.
+        """Append one token, an integer of 64 bits, and return its slot.
+
+        The block that the token needs, or a copy on write of its block, is taken first.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -293,7 +299,7 @@ class BlockTable:
         return block_ids[block_index] * block_size + offset
 
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
-        """Have at least that many empty slots that may be written: copy on write, then fresh blocks.
+        """Have at least `num_empty_slots` writable empty slots, by a copy on write and then by fresh blocks.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -304,7 +310,10 @@ class BlockTable:
         self.append_tokens((), num_empty_slots)
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
-        """Blocks that `num_tokens` more tokens would take: fresh ones and copies on write.  Effects: none."""
+        """Return how many blocks `num_tokens` more tokens would take: fresh ones and copies on write.
+
+        Effects: none.
+        """
         if num_tokens < 0:
             raise negative("num_tokens", num_tokens)
         shared, num_fresh = self._blocks_to_take(num_tokens)
@@ -314,10 +323,10 @@ class BlockTable:
         return self._allocation.slots(start, stop)
 
     def writable_block(self, start: int, stop: int, num_holders: int = 1) -> tuple[int, int]:
-        """The block of positions `[start, stop)`, which are about to be written, and the offset of the first one in it.
+        """Return the block of positions `[start, stop)`, about to be written, and the offset of `start` in it.
 
         Args:
-            num_holders: tables that hold the block, this one among them, and have the same to write there.
+            num_holders: number of tables that hold the block, this one included, and that have the same to write there.
 
         Raises:
             BlockStateError: others hold the block or can hit it, or the positions do not lie in one block.
@@ -331,7 +340,7 @@ class BlockTable:
         return block_id, offset
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
-        """`slots` of positions that are about to be written.
+        """Return the `slots` of positions that are about to be written.
 
         Raises:
             BlockStateError: a slot lies in a block that others hold or can hit.
@@ -349,7 +358,11 @@ class BlockTable:
             )
 
     def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
-        """The tokens of `sequence` after the table's. Raises CacheArgumentError if it does not start with these."""
+        """Return the tokens of `sequence` that come after the table's tokens.
+
+        Raises:
+            CacheArgumentError: `sequence` does not start with the table's tokens.
+        """
         tokens = token_array(sequence)
         if tokens[: self.num_tokens] != self._chain.token_ids:
             raise CacheArgumentError(
@@ -361,10 +374,10 @@ class BlockTable:
         """Let others hit every full block of the first `num_computed_tokens` tokens; `block_ids` may change.
 
         Returns:
-            The hashes of those that were not committed yet.
+            Hashes of the blocks that this call has committed.
 
         Raises:
-            CacheArgumentError: a number that is negative or above `num_tokens`.
+            CacheArgumentError: `num_computed_tokens` is negative or above `num_tokens`.
         """
         most = len(self._chain.token_ids)
         if not 0 <= num_computed_tokens <= most:
@@ -380,10 +393,12 @@ class BlockTable:
         return hashes
 
     def num_resumable_tokens(self, num_tokens: int, token_ids: array[int] | None = None) -> int:
-        """The most tokens, up to `num_tokens`, after which no image is cut, and each window has all blocks that it sees.
+        """Return the most tokens, up to `num_tokens`, after which the sequence can resume.
+
+        No image is cut there, and each window has all blocks that it sees.
 
         Args:
-            token_ids: more of the sequence than the table has; an image may go on in them.
+            token_ids: tokens of the sequence, also those after the table's: an image may go on in them.
         """
         tokens = self._chain.token_ids if token_ids is None else token_ids
         if not self.groups:
@@ -391,12 +406,18 @@ class BlockTable:
         return resumable((*self.groups, WholeImages(tokens)), self._allocation.block_ids, num_tokens)
 
     def hold_window(self, num_tokens: int) -> None:
-        """The next forward reads what is before `num_tokens` tokens, and what follows. For layers with a window."""
+        """Mark as needed the window blocks that a forward after `num_tokens` tokens reads, and all that follow.
+
+        Only layers with a window need this.
+        """
         if self.groups:
             self._resume(Resumption(num_tokens, *(max(number, num_tokens) for number in self._resumption[1:])))
 
     def release_passed(self) -> None:
-        """The last forward has returned: what only that had to read may go. For layers with a window."""
+        """Release the window blocks that only the last forward, which has returned, had to read.
+
+        Only layers with a window need this.
+        """
         if not self.groups:
             return
         _, _, cut, self._end = self._resumption
@@ -405,10 +426,10 @@ class BlockTable:
     def truncate(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens and their blocks; a committed block that is cut is copied on write.
 
-        Windows need not have what the sequence then resumes after: see `num_resumable_tokens`.
+        A window may lack what it needs to resume after `num_tokens` tokens: see `num_resumable_tokens`.
 
         Raises:
-            CacheArgumentError: a number that is negative or above `num_tokens`.
+            CacheArgumentError: `num_tokens` is negative or above the number of tokens.
         """
         most = len(self._chain.token_ids)
         if not 0 <= num_tokens <= most:
@@ -419,9 +440,8 @@ class BlockTable:
         with Changing(self.groups):
             before, stop = list(self.block_ids), self._resumption.stop
             shorter = Resumption(*(min(number, num_tokens) for number in self._resumption))
-            self._allocation.resumption = shorter._replace(
-                stop=stop
-            )  # interrupted, it needs too much, never too little
+            # If this is interrupted, the table needs too much, never too little.
+            self._allocation.resumption = shorter._replace(stop=stop)
             self._cut(num_tokens)
             self._end = min(self._end, num_tokens)
             self._need(shorter._replace(stop=num_tokens), before)
@@ -432,7 +452,7 @@ class BlockTable:
         self._allocator.truncate(self._allocation, -(-num_tokens // self._block_size))
 
     def fork(self) -> BlockTable:
-        """A second table with the same tokens in the same blocks; blocks without tokens are not shared."""
+        """Return a second table with the same tokens in the same blocks; blocks without tokens are not shared."""
         return self._forked(self._allocator.fork(self._allocation, self._num_blocks_of_tokens))
 
     @property
@@ -440,7 +460,7 @@ class BlockTable:
         return -(-len(self._chain.token_ids) // self._block_size)
 
     def _forked(self, allocation: Allocation) -> BlockTable:
-        """A table of the same tokens, whose blocks `allocation` holds."""
+        """Return a table of the same tokens, whose blocks `allocation` holds."""
         forked = object.__new__(type(self))
         forked._allocator = self._allocator
         forked._block_size = self._block_size
@@ -452,9 +472,9 @@ class BlockTable:
         return forked
 
     def move_to(self, allocator: PrefixCachingBlockAllocator, allocation: Allocation) -> None:
-        """From here on the tokens lie in these blocks, of another allocator perhaps; those so far are the caller's to give back.
+        """Let the tokens lie in the blocks of `allocation` from now on, which may be another allocator's.
 
-        Interrupted, it is to be done again before the table is used.
+        The caller gives the previous blocks back. If the move is interrupted, repeat it before the table is used.
         """
         self._allocation = allocation
         self._allocator = allocator
@@ -480,7 +500,7 @@ class BlockTable:
             self.free()
 
     def _blocks_to_take(self, num_tokens: int) -> tuple[list[int], int]:
-        """What `num_tokens` more tokens take: logical indices of the blocks to copy on write, number of fresh blocks."""
+        """Return what more tokens take: logical indices of blocks to copy on write, and the number of fresh blocks."""
         if not num_tokens:
             return [], 0
         block_ids, start = self._allocation.block_ids, len(self._chain.token_ids)
@@ -491,7 +511,7 @@ class BlockTable:
         return shared, max(0, last - len(block_ids))
 
     def _take(self, num_slots: int) -> None:
-        """Have as many empty slots that may be written.
+        """Have `num_slots` empty slots that may be written.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -507,15 +527,15 @@ class BlockTable:
     # Groups of layers with a window.
 
     def _resume(self, new: Resumption) -> None:
-        """Need what `new` says, and release what is needed no more."""
+        """Mark as needed the window blocks that `new` says, and release those that are needed no more."""
         with Changing(self.groups):
             self._need(new)
 
     def _need(self, new: Resumption, before: Sequence[int] = ()) -> None:
-        """`_resume` inside of a change.
+        """Do what `_resume` does, inside of a change.
 
         Args:
-            before: the blocks, where some were cut off since.
+            before: blocks of the table before some were cut off; empty if none were.
         """
         old, block_ids = self._resumption, self.block_ids
         self._allocation.resumption = new
@@ -532,12 +552,15 @@ class BlockTable:
                 group.release(before[max(cut_off, span.start) : span.stop], num_own=0, is_end=True)
 
     def _is_end(self, group: WindowBlocks, block_index: int) -> bool:
-        """Whether others are likely to resume after a block: where the prompt ends, or where it parted from what was known."""
+        """Return whether a block is seen from where others are likely to resume.
+
+        They are likely to resume where the prompt ends, or where it parted from what was known.
+        """
         places = (self._end, self._num_hit, self._num_matched)
         return any(block_index in group.seen(num_tokens) for num_tokens in places if num_tokens)
 
     def _take_for(self, forward: Resumption, num_slots: int) -> None:
-        """`_take` with the window blocks that a forward needs.
+        """Take slots as `_take` does, with the window blocks that a forward needs.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -569,8 +592,10 @@ class BlockTable:
             self._allocation.resumption = forward
 
     def _commit_in_groups(self, start: int, hashes: list[BlockHash]) -> list[BlockHash]:
-        """A block that forks hold, too, waits, and all after it, where an equal one would replace it after which a window could
-        not resume.
+        """Commit blocks from `start` on in a table with windows, and return the hashes of those committed.
+
+        A block that forks hold, too, may have an equal block that would replace it, and after which a window could not
+        resume. Then the block waits, and so do all blocks after it.
         """
         with Changing(self.groups):
             equal, waiting = self._equal_blocks(start, hashes), start + len(hashes)
@@ -595,14 +620,14 @@ class BlockTable:
         return committed
 
     def _must_wait(self, index: int, other: int) -> bool:
-        """Whether a block, replaced by `other`, would leave this table or a fork without a window block that it needs."""
+        """Return whether `other` in place of a block would leave this table or a fork without a window block."""
         return self._allocator.ref_count(self.block_ids[index]) > 1 and any(
             other not in group.places and any(index in span for span in group.needed_of(self._resumption))
             for group in self.groups
         )
 
     def _equal_blocks(self, start: int, hashes: Iterable[BlockHash]) -> dict[int, int]:
-        """Logical index -> block that may replace the table's own when it is committed."""
+        """Return logical index -> block that may replace the table's own block when this is committed."""
         equal = {}
         for index, block_hash in enumerate(hashes, start):
             found = self._allocator.match_prefix((block_hash,), self.namespace)
@@ -613,10 +638,10 @@ class BlockTable:
 
 @contextmanager
 def forks_in_place_of(sources: Sequence[BlockTable], freed: Sequence[BlockTable]) -> Iterator[list[BlockTable]]:
-    """A fork of each of `sources`; on leaving, the tables `freed` have given their blocks back.
+    """Fork each of `sources`; on leaving, the tables `freed` have given their blocks back.
 
-    Inside, only say who has the forks. Cost: what a fork and the freed table in its place do not have in common, so little
-    where both are of one prompt.
+    Inside the `with`, only record who has the forks. Cost: the blocks that a fork and the freed table in its place do
+    not have in common, so little where both are of one prompt.
 
     Examples:
         >>> from . import PrefixCachingBlockAllocator, root_hash
@@ -646,10 +671,10 @@ def forks_in_place_of(sources: Sequence[BlockTable], freed: Sequence[BlockTable]
 
 
 def append_to_each(tables: Sequence[BlockTable], token_ids: Sequence[int]) -> list[int]:
-    """`append_token` of each table, in one pass; returns the slots.
+    """Append one token to each table, as `append_token` does, in one pass; return the slots.
 
     Raises:
-        OutOfBlocksError: with windows, tables may have grown; without, nothing has changed.
+        OutOfBlocksError: with windows, some tables may have grown; without, nothing has changed.
     """
     if not tables or tables[0].groups:
         return [table.append_token(token_id) for table, token_id in zip(tables, token_ids, strict=True)]

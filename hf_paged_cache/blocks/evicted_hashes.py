@@ -1,7 +1,9 @@
-"""Owns the memory of hashes that were evicted, and what is known of each. Refuses to grow much beyond eight for each block of the pool.
+"""Remembers hashes that were evicted, and what is known of each.
 
-Two maps, of which the older one is dropped when the newer one is full: so at least twice as many evictions as the pool has blocks are
-remembered, in constant time. Full is a map that would have to grow: so in a large pool a digest takes 100 bytes, 65 of them its own.
+Refuses to grow much beyond eight hashes for each block of the pool. There are two maps, of which the older one is
+dropped when the newer one is full: so at least twice as many evictions as the pool has blocks are remembered, in
+constant time. A map is full when it would have to grow: so in a large pool a digest takes 100 bytes, 65 of them its
+own.
 """
 
 from __future__ import annotations
@@ -9,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 Remembered = tuple[int, int, int]
-"""Of a block when it was evicted: its kind, when it was used last, evictions before it."""
+"""(kind, time of the last use, number of evictions before) of a block when it was evicted."""
 
 
 class EvictedHashes:
-    """Digest of an evicted block -> what is remembered.
+    """`EvictedHashes` maps the digest of an evicted block to what is remembered of the block.
 
     Args:
-        num_blocks: of the pool.
+        num_blocks: number of blocks in the pool.
 
     Attributes:
-        newer: put them here, one tuple for many, and call `turn` after a few.
+        newer: map to put digests into; one tuple may serve many digests. Call `turn` after a few.
 
     Examples:
         >>> evicted = EvictedHashes(num_blocks=4)
@@ -36,23 +38,24 @@ class EvictedHashes:
         self.grow(num_blocks)
 
     def __len__(self) -> int:
-        """Number of digests; one that was evicted twice may count twice."""
+        """Return the number of digests; a digest that was evicted twice may count twice."""
         return len(self.newer) + len(self._older)
 
     def __contains__(self, digest: bytes | None) -> bool:
-        """Whether anything is remembered of a digest."""
+        """Return whether anything is remembered of a digest."""
         return digest in self.newer or digest in self._older
 
     def turn(self) -> dict[bytes, Remembered]:
-        """Where the newer map is full, begin another one. Returns the newer one."""
+        """Begin another newer map if it is full, and return the newer map."""
         if len(self.newer) >= self._most:
             self._older, self.newer = self.newer, {}
         return self.newer
 
     def take(self, digests: Iterable[bytes | None]) -> list[Remembered]:
-        """What is remembered of digests, up to the first of which nothing is; these are forgotten.  None: no digest.
+        """Return and forget what is remembered of the leading digests, up to the first that is unknown or None.
 
-        Of a sequence the tail is evicted, and forgotten, before the head: so nothing behind that one is remembered.
+        The tail of a sequence is evicted, and forgotten, before its head: so no digest after an unknown one is
+        remembered.
         """
         newer, older = self.newer, self._older
         found: list[Remembered] = []
@@ -63,9 +66,9 @@ class EvictedHashes:
         return found
 
     def grow(self, num_blocks: int) -> None:
-        """The pool has so many blocks."""
-        self._most = (2 << (3 * num_blocks).bit_length()) // 3  # two to four a block: two thirds of a power of two
+        """Set the size of the maps for a pool of `num_blocks` blocks."""
+        self._most = (2 << (3 * num_blocks).bit_length()) // 3  # 2 to 4 digests a block: 2/3 of a power of two
 
     def clear(self) -> None:
-        """Forget all."""
+        """Forget everything."""
         self.newer, self._older = {}, {}

@@ -1,15 +1,17 @@
-"""What decides which block is evicted: when blocks were used again, by their kind and by how long ago they were used last.
+"""Counts when blocks are used again, by kind and age, and derives which block is evicted.
 
-Owns these counts; knows no block, and evicts none: `BlockStates` asks it.
+Owns these counts. Knows no block, and evicts none: `BlockStates` asks it.
 
-A block's *kind* is how often it was used, up to 8 times, but for the last one of a sequence that was used once. Its *age* is the
-number of blocks that were given back since it was. Of each kind is counted how many blocks of it were used again at which age, the
-evicted ones that are remembered among them: so it is known whether keeping them would have been worth it.
+A block's *kind* is how often the block was used, up to 10 times; the last block of a sequence that was used once is a
+kind of its own. A block's *age* is the number of blocks that were given back since the block was. For each kind is
+counted how many of its blocks were used again at which age. Evicted blocks that are remembered are counted, too: so it
+is known whether keeping them would have been worth it.
 
-The *density* of a kind at an age is the most hits, for each block and unit of time, that keeping such a block until some later age
-has brought (hit density, Beckmann et al., NSDI 2018; the best such end is Gittins' index). It never rises with age, and a kind that
-was used more often never has less of it than one that was used less: no block goes before those that continue it. Kinds that do
-not surely differ are counted as one, and wait in one line: what is told apart by chance costs hits.
+The *density* of a kind at an age is the most hits, for each block and unit of time, that were gained by keeping such
+blocks until some later age (hit density, Beckmann et al., NSDI 2018; the best such end is Gittins' index). The density
+never rises with age, and a kind that was used more often never has a lower density than one that was used less often:
+so no block goes before those that continue it. Kinds that do not surely differ are counted as one, and wait in one
+line: telling kinds apart by chance costs hits.
 """
 
 from __future__ import annotations
@@ -18,35 +20,38 @@ from itertools import accumulate
 from operator import add
 from typing import NamedTuple
 
-END, ONCE = 1, 2  # kinds: used once, as the last of its sequence; used once
-# kind -> kind after one more use; kinds are in the order in which they are worth keeping
+END, ONCE = 1, 2  # kinds of blocks used once: the last of a sequence; all others
+# kind -> kind after one more use; kinds are ordered by how much they are worth keeping
 NEXT = (0, 3, 3, 4, 5, 6, 7, 8, 9, 10, 11, 11)
-NUM_LINES = len(NEXT)  # of the queue: 0 is that of free blocks, others have the number of the first kind in them
-INTERVAL = 8192  # densities are computed no more often than when so many blocks were given back
+NUM_LINES = len(NEXT)  # lines of the queue: line 0 has free blocks, others have the number of their first kind
+INTERVAL = 8192  # least number of blocks that are given back between two computations of the densities
 
-_NUM_AGES = 15  # classes of age, up to 32 times the pool's size: two below an eighth of it or a bit more, then two for each doubling
+# number of classes of age, up to 32 times the pool's size: two, each an eighth of that size wide or a bit more, then
+# two for each doubling
+_NUM_AGES = 15
 _WIDTHS = [1, 1, *(1 << n // 2 - 1 for n in range(2, _NUM_AGES))]
-_FROM = [0, *accumulate(_WIDTHS)]  # class -> least age in it, and age -> class
+_FROM = [0, *accumulate(_WIDTHS)]  # class -> least age in it; below: age -> class; ages in units of 2 ** shift
 _CLASSES = bytes(age_class for age_class, width in enumerate([*_WIDTHS, 1]) for _ in range(width))
-_FORGETTING = 4  # counts lose the 2^-4th part of what they are, each time that densities are computed
-_ONE = 1 << _FORGETTING  # what a block counts
-# kinds wait in one line if, of what was used again, the one's share is at least this part of the other's ...
+_FORGETTING = 4  # counts lose 2 ** -4 of their value each time that densities are computed
+_ONE = 1 << _FORGETTING  # count of one block
+# Kinds wait in one line if the share of one's blocks that were used again is at least this part of the other's ...
 _TOLD_APART = 0.8
 _SURE = 48 * _ONE  # ... or their difference is within 2.4 standard errors (squared, and hits come in runs of 8)
-_PRIOR = 32 * _ONE  # blocks of each line that are taken never to be used again
-_ONE_LINE = bytes([END]) * 256  # kind -> line
+_PRIOR = 32 * _ONE  # blocks added to each line that count as never used again
+_ONE_LINE = bytes([END]) * 256  # kind -> line, where all kinds wait in one
 
 
 class Reuse:
-    """Counts, and the densities that follow from them.
+    """`Reuse` counts how many blocks of each kind were used again at which age, and derives the densities.
 
     Args:
-        num_blocks: of the pool.
+        num_blocks: number of blocks in the pool.
 
     Attributes:
-        densities: kind -> class of age -> density, hits for each block and `2 ** shift` blocks given back; 0 before `compute`.
-        shift: an age of so many bits less is what classes are told by.
-        next_time: when densities are to be computed again.
+        densities: kind -> class of age -> density, in hits for each block while `2 ** shift` blocks are given back; 0
+            before `compute`.
+        shift: number of low bits of an age that its class does not depend on.
+        next_time: time at which densities are to be computed again.
 
     Examples:
         >>> reuse = Reuse(num_blocks=100)
@@ -66,32 +71,32 @@ class Reuse:
         self.shift = max(0, num_blocks.bit_length() - 3)
         self._interval = max(INTERVAL, num_blocks // 2)
         self.next_time = 0
-        self._num = [0] * NUM_LINES  # kind -> blocks that were given back
-        self._again = [[0] * (_NUM_AGES + 1) for _ in range(NUM_LINES)]  # kind -> class -> those that were used again
-        self.densities = [[0.0] * (_NUM_AGES + 1) for _ in range(NUM_LINES)]  # the last class has no end, and none
+        self._num = [0] * NUM_LINES  # kind -> count of blocks that were given back
+        self._again = [[0] * (_NUM_AGES + 1) for _ in range(NUM_LINES)]  # kind -> class of age -> count used again
+        self.densities = [[0.0] * (_NUM_AGES + 1) for _ in range(NUM_LINES)]  # the last class has no end: 0
 
     def class_of(self, age: int) -> int:
-        """The class of an age."""
+        """Return the class of an age."""
         return _CLASSES[min(age >> self.shift, len(_CLASSES) - 1)]
 
     def latest_of(self, time: int, now: int) -> int:
-        """The latest time at which what is then as old, by class, as what was used last at `time` was used."""
+        """Return the latest time of a last use whose age is now in the same class as that of a last use at `time`."""
         return now - (_FROM[self.class_of(now - time)] << self.shift)
 
     def density(self, kind: int, age: int) -> float:
-        """That of a block of this kind and age."""
+        """Return the density of a block of this kind and age."""
         return self.densities[kind][self.class_of(age)]
 
     def given_back(self, kind: int, num_blocks: int) -> None:
-        """Blocks of a kind are cached from here on."""
+        """Count blocks of one kind that are cached from now on."""
         self._num[kind] += num_blocks * _ONE
 
     def used_again(self, kind: int, age: int, num_blocks: int = 1) -> None:
-        """Blocks of one kind and age were used again, or would have been."""
+        """Count blocks of one kind and age that were used again, or would have been if they had been kept."""
         self._again[kind][_CLASSES[min(age >> self.shift, len(_CLASSES) - 1)]] += num_blocks * _ONE
 
     def compute(self, time: int) -> None:
-        """Compute the densities, from what has been counted until now.  Cost: O(kinds * classes of age ** 2)."""
+        """Compute the densities from what has been counted until now.  Cost: O(kinds * classes of age ** 2)."""
         self.next_time = time + self._interval
         if not self.learns:
             return
@@ -113,7 +118,7 @@ class Reuse:
 
 
 class _Line(NamedTuple):
-    """Kinds that wait in one line, and what was counted of them."""
+    """`_Line` is a run of kinds that wait in one line, with what was counted of them."""
 
     first: int
     num: int
@@ -121,7 +126,7 @@ class _Line(NamedTuple):
 
 
 def _more_often(line: _Line, other: _Line) -> bool:
-    """Whether up to some age clearly more of `line` than of `other` was used again, and not by chance."""
+    """Return whether, up to some age, clearly more of `line` than of `other` was used again, and not by chance."""
     num, of_num = max(line.num, sum(line.again)), max(other.num, sum(other.again))
     if not num or not of_num:
         return False
@@ -134,13 +139,13 @@ def _more_often(line: _Line, other: _Line) -> bool:
 
 
 def _densities(num: int, again: list[int]) -> list[float]:
-    """Class of age -> the most hits for the time kept, over all later ages at which keeping may end.
+    """Return class of age -> the most hits for the time kept, over all later ages at which keeping may end.
 
-    That is the slope of the upper hull of (time, hits), which is built from its end.
+    Each density is a slope of the upper hull of the points (time, hits); the hull is built from its end.
     """
     found = [0.0] * (_NUM_AGES + 1)
     stop = max((age_class for age_class, number in enumerate(again[:_NUM_AGES], 1) if number), default=0)
-    left = max(num, sum(again)) + _PRIOR  # blocks that came to this age without having been used again
+    left = max(num, sum(again)) + _PRIOR  # blocks that reached this age without being used again
     time = hits = 0.0
     points = [(time, hits)]
     for number, width in zip(again[:stop], _WIDTHS, strict=False):
@@ -148,7 +153,7 @@ def _densities(num: int, again: list[int]) -> list[float]:
         time += (left - number / 2) * width
         left -= number
         points.append((time, hits))
-    hull = [(*points[stop], -1.0)]  # from its end: time, hits, slope to the one after it
+    hull = [(*points[stop], -1.0)]  # from its end: time, hits, slope to the next point
     for age_class in range(stop - 1, -1, -1):
         time, hits = points[age_class]
         while True:

@@ -1,6 +1,7 @@
-"""Owns the lines in which blocks wait to be handed out. Refuses to hold a block twice or to give up one that it does not hold.
+"""Owns the lines in which blocks wait to be handed out.
 
-Doubly linked lists in two lists of ids, without objects. What follows the ids, from the end, are the two ends of each line.
+Refuses to hold a block twice, or to give up a block that it does not hold. The lines are doubly linked lists, in two
+lists of ids, without objects. Behind the ids, each list has the ends of the lines, indexed from the end of the list.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from ..errors import BlockStateError
 
-_ABSENT = 0  # block 0 is never handed out
+_ABSENT = 0  # link of a block that is not held; block 0 is never handed out
 
 
 class FreeBlockQueue:
-    """Ids of allocatable blocks in one line or several; every operation on one id is O(1), in the middle too.
+    """`FreeBlockQueue` holds the ids of allocatable blocks in one line or several.
+
+    Every operation on one id is O(1), in the middle of a line, too.
 
     Attributes:
-        length: number of blocks held, in all lines; read only.
+        length: number of blocks held in all lines; read only.
 
     Args:
-        num_blocks: ids are 1 to num_blocks - 1.
-        block_ids: what line 0 holds at first, the next to be handed out first.
-        num_lines: they are 0 to num_lines - 1.
+        num_blocks: number of blocks with the null block; ids are 1 to num_blocks - 1.
+        block_ids: ids that line 0 holds at first, the next to be handed out first.
+        num_lines: number of lines, which are 0 to num_lines - 1.
 
     Examples:
         >>> queue = FreeBlockQueue(4, [1, 2, 3])
@@ -34,24 +37,24 @@ class FreeBlockQueue:
 
     def __init__(self, num_blocks: int, block_ids: Iterable[int] = (), num_lines: int = 1) -> None:
         self._num_blocks, self._num_lines = num_blocks, num_lines
-        ends = range(-num_lines, 0)  # of line n: -1 - n, an index from the end
-        self._next: list[int] = [_ABSENT] * num_blocks + [
-            *ends
-        ]  # block id -> the one handed out after it; of an end: the first
-        self._previous = [_ABSENT] * num_blocks + [*ends]  # block id -> the one before it; of an end: the last
+        ends = range(-num_lines, 0)  # end of line n: -1 - n, an index from the end of both lists
+        # block id -> block handed out after it; end of a line -> its first block
+        self._next: list[int] = [_ABSENT] * num_blocks + [*ends]
+        # block id -> block before it; end of a line -> its last block
+        self._previous = [_ABSENT] * num_blocks + [*ends]
         self.length = 0
         self.append_many(block_ids)
 
     def __len__(self) -> int:
-        """Number of blocks held."""
+        """Return the number of blocks held."""
         return self.length
 
     def __contains__(self, block_id: int) -> bool:
-        """Whether `block_id` is held; O(1)."""
+        """Return whether a block is held; O(1)."""
         return 0 < block_id < self._num_blocks and self._next[block_id] != _ABSENT
 
     def __iter__(self) -> Iterator[int]:
-        """Ids of line 0 in the order in which `popleft` would give them, then those of line 1, and so on."""
+        """Iterate over the ids of all lines, from line 0 on, each in the order in which its ids are handed out."""
         for line in range(self._num_lines):
             yield from self.line(line)
 
@@ -59,34 +62,41 @@ class FreeBlockQueue:
         return f"FreeBlockQueue(length={self.length}, num_blocks={self._num_blocks})"
 
     def line(self, line: int) -> Iterator[int]:
-        """Ids of one line, the first one first; the queue must not change meanwhile."""
+        """Iterate over the ids of one line, from its first on; the queue must not change meanwhile."""
         block_id = self._next[-1 - line]
         while block_id > 0:
             yield block_id
             block_id = self._next[block_id]
 
     def firsts(self) -> list[int]:
-        """Line -> its first id; without any, a number below 0."""
+        """Return line -> its first id, or a number below 0 for an empty line."""
         return self._next[: -1 - self._num_lines : -1]
 
     def append(self, block_id: int, line: int = 0) -> None:
-        """`append_many` of one block."""
+        """Put one block at the end of a line, as `append_many` does."""
         self.append_many((block_id,), line)
 
     def append_many(self, block_ids: Iterable[int], line: int = 0) -> None:
-        """Put blocks at the end of a line. Raises BlockStateError, with those before it put, if one is held or is no block."""
+        """Put blocks at the end of a line.
+
+        Raises:
+            BlockStateError: a block is held already, or is no block; the blocks before it have been put.
+        """
         self._put(block_ids, self._next, self._previous, -1 - line)
 
     def appendleft(self, block_id: int) -> None:
-        """`appendleft_many` of one block."""
+        """Put one block in front of line 0, as `appendleft_many` does."""
         self.appendleft_many((block_id,))
 
     def appendleft_many(self, block_ids: Iterable[int]) -> None:
-        """Put blocks in front of line 0 one after the other: the last one is handed out next. Raises as `append_many`."""
+        """Put blocks in front of line 0, one after the other: the last block is handed out next.
+
+        Raises as `append_many` does.
+        """
         self._put(block_ids, self._previous, self._next, -1)
 
     def _put(self, block_ids: Iterable[int], following: list[int], previous: list[int], end: int) -> None:
-        """Put blocks at the end of a line that `following` leads to."""
+        """Put blocks at the back of a line if `following` is `_next`, or at its front if `following` is `_previous`."""
         last, length, num_blocks = previous[end], self.length, self._num_blocks
         try:
             for block_id in block_ids:
@@ -101,11 +111,15 @@ class FreeBlockQueue:
             previous[end], self.length = last, length
 
     def remove(self, block_id: int) -> None:
-        """`remove_many` of one block."""
+        """Take one block out, as `remove_many` does."""
         self.remove_many((block_id,))
 
     def remove_many(self, block_ids: Iterable[int]) -> None:
-        """Take blocks out of anywhere. Raises BlockStateError, with those before it taken out, if one is not held."""
+        """Take blocks out, wherever they are in their lines.
+
+        Raises:
+            BlockStateError: a block is not held; the blocks before it have been taken out.
+        """
         following, previous, num_blocks, length = self._next, self._previous, self._num_blocks, self.length
         try:
             for block_id in block_ids:
@@ -120,11 +134,15 @@ class FreeBlockQueue:
             self.length = length
 
     def popleft(self) -> int:
-        """Take out and return the first block. Raises BlockStateError if there is none."""
+        """Take out and return the first block of line 0. Raises BlockStateError if there is none."""
         return self.popleft_many(1)[0]
 
     def popleft_many(self, num_blocks: int) -> list[int]:
-        """Take out and return the first `num_blocks` blocks of line 0, in order. Raises BlockStateError if there are fewer."""
+        """Take out and return the first `num_blocks` blocks of line 0, in order.
+
+        Raises:
+            BlockStateError: there are fewer blocks; none was taken out.
+        """
         taken = self.popleft_until(0, num_blocks) if num_blocks > 0 else []
         if len(taken) != num_blocks:
             self.appendleft_many(reversed(taken))
@@ -132,10 +150,10 @@ class FreeBlockQueue:
         return taken
 
     def popleft_until(self, line: int, most: int, times: Sequence[int] | None = None, latest: int = 0) -> list[int]:
-        """Take out and return the first blocks of a line, in order: at most so many.
+        """Take out and return the first blocks of a line, in order: at most `most` of them.
 
         Args:
-            times: block id -> a number; a block with one above `latest`, and what is behind it, stays.
+            times: block id -> a number; the first block with a number above `latest` stays, and so do those behind it.
         """
         following, previous, end = self._next, self._previous, -1 - line
         taken: list[int] = []
@@ -153,14 +171,14 @@ class FreeBlockQueue:
         return taken
 
     def grow(self, num_blocks: int) -> None:
-        """Allow ids below `num_blocks`; none of the new ones is held yet."""
+        """Allow ids below `num_blocks`; no new id is held yet."""
         before, added = self._num_blocks, [_ABSENT] * (num_blocks - self._num_blocks)
         self._next[before:before] = added
         self._previous[before:before] = added
         self._num_blocks = num_blocks
 
     def check(self) -> None:
-        """Follow all links both ways. Raises BlockStateError if they disagree.  Cost: O(num_blocks)."""
+        """Follow all links both ways, and raise BlockStateError if they disagree.  Cost: O(num_blocks)."""
         forward = list(self)
         backward = []
         for end in range(-self._num_lines, 0):

@@ -1,6 +1,7 @@
-"""Groups of layers that need the same of a sequence to resume it, and the one search for how many of its tokens all of them have.
+"""Finds after how many tokens of a sequence all groups of layers can resume it.
 
-Layers that see every token are in no group: a block that is cached is all that they need.
+A group is the layers that need the same of a sequence to resume it. Layers that see every token are in no group: a
+cached block is all that they need.
 """
 
 from __future__ import annotations
@@ -11,30 +12,32 @@ from typing import Protocol
 
 
 class Group(Protocol):
-    """Layers with one window (`WindowBlocks`), or those that carry a state (`Snapshots`)."""
+    """`Group` stands for the layers with one window (`WindowBlocks`), or for those that carry a state (`Snapshots`)."""
 
     @property
     def name(self) -> int | str:
-        """Names the layers in the pool and in files: what their sight is named, or "states"."""
+        """Name of the layers in the pool and in files: the name of their sight, or "states"."""
 
     def seen(self, num_tokens: int) -> range:
-        """Logical indices of the blocks of which something must be kept to resume after so many tokens."""
+        """Return logical indices of the blocks of which something must be kept to resume after `num_tokens` tokens."""
 
     def has(self, block_id: int) -> bool:
-        """Whether what these layers need of a block is kept."""
+        """Return whether what these layers need of a block is kept."""
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
-        """No fewer than the most tokens, up to `num_tokens`, after which these layers can resume; exact if it is `num_tokens`.
+        """Return an upper bound of the tokens, of `num_tokens`, after which these layers can resume.
+
+        The bound is no lower than the most such tokens, and it is exact if it is `num_tokens`.
 
         Args:
-            has: whether what they need of the block with this logical index is kept.
+            has: returns whether what the layers need of the block with a logical index is kept.
         """
 
 
 def resumable(groups: Iterable[Group], block_ids: Sequence[int], num_tokens: int) -> int:
-    """The most of the first `num_tokens` tokens of these blocks after which every group can resume.  Effects: none.
+    """Return the most tokens, of the first `num_tokens` in these blocks, after which every group can resume.
 
-    There may be fewer blocks than for so many.
+    Effects: none. There may be fewer blocks than `num_tokens` tokens need.
 
     Examples:
         >>> from . import PrefixCachingBlockAllocator, Window, WindowBlocks
@@ -49,7 +52,11 @@ def resumable(groups: Iterable[Group], block_ids: Sequence[int], num_tokens: int
 
 
 def resumable_where(groups: Iterable[Group], num_tokens: int, has: Callable[[Group, int], bool]) -> int:
-    """`resumable` by another answer to whether a group has what it needs of the block with a logical index."""
+    """Do what `resumable` does, by another answer to whether a group has what it needs of a block.
+
+    Args:
+        has: returns whether a group has what it needs of the block with a logical index.
+    """
     most = None
     while most != num_tokens:
         most = num_tokens

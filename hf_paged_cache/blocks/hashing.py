@@ -16,13 +16,16 @@ from typing import NamedTuple
 
 from ..errors import BlockStateError, CacheArgumentError
 
-TOKEN_BYTES = 8  # of one token id, in a hash and in `array('q')`
+TOKEN_BYTES = 8  # bytes of one token id, in a hash and in `array('q')`
 _PORTION_BYTES = 32 * 1024
 _HOST_IS_BIG_ENDIAN = sys.byteorder == "big"
 
 
 class BlockHash(NamedTuple):
-    """Identity of a full block. A hit needs an equal digest (256 bits) and equal tokens, so a collision is no hit."""
+    """`BlockHash` identifies a full block.
+
+    A hit needs an equal digest (256 bits) and equal tokens, so a collision is no hit.
+    """
 
     digest: bytes  # 32 bytes; covers root, all tokens up to the block's end, and extra keys
     token_bytes: bytes  # the block's own token ids, int64 little-endian
@@ -30,7 +33,9 @@ class BlockHash(NamedTuple):
 
 
 def root_hash(*parts: bytes) -> bytes:
-    """Digest of `parts`, 32 bytes: the parent of a sequence's first block. `("ab", "c")` and `("a", "bc")` differ.
+    """Return the digest of `parts`, 32 bytes: the parent of a sequence's first block.
+
+    The parts `("ab", "c")` and `("a", "bc")` give different digests.
 
     Effects: none.  Example: `root_hash(model_digest, b"salt of one tenant")`.
     """
@@ -38,7 +43,7 @@ def root_hash(*parts: bytes) -> bytes:
 
 
 def tokens_of(token_bytes: bytes) -> array[int]:
-    """The token ids of a block's `token_bytes`."""
+    """Return the token ids that a block's `token_bytes` hold."""
     token_ids = array("q", token_bytes)
     if _HOST_IS_BIG_ENDIAN:
         token_ids.byteswap()
@@ -46,7 +51,7 @@ def tokens_of(token_bytes: bytes) -> array[int]:
 
 
 def bytes_of(token_ids: array[int]) -> bytes:
-    """The `token_bytes` of a block with these tokens."""
+    """Return the `token_bytes` of a block with these tokens."""
     if _HOST_IS_BIG_ENDIAN:
         token_ids = token_ids[:]
         token_ids.byteswap()
@@ -54,12 +59,16 @@ def bytes_of(token_ids: array[int]) -> bytes:
 
 
 def digest_behind(parent: bytes, token_bytes: bytes) -> bytes:
-    """The digest of a block without extra keys, after the block or the root with the digest `parent`."""
+    """Return the digest of a block without extra keys, after the block or the root with the digest `parent`."""
     return sha256(parent + token_bytes).digest()
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
-    """Token ids as `array('q')`, itself if it is one. Raises CacheArgumentError if one is no integer of 64 bits."""
+    """Return token ids as `array('q')`, which may be `token_ids` itself.
+
+    Raises:
+        CacheArgumentError: a token id is no integer of 64 bits.
+    """
     if isinstance(token_ids, array) and token_ids.typecode == "q":
         return token_ids
     try:
@@ -69,14 +78,16 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
 
 
 class HashChain:
-    """Tokens and block hashes of one sequence that grows and is cut. A hash is computed once, when it is asked for.
+    """`HashChain` holds the tokens and the block hashes of one sequence that grows and is cut.
 
+    A hash is computed once, when it is asked for.
     Ranges, in blocks: `[0, len(_hashes))` hashed | `[len(_hashes), num_full_blocks)` full, not yet hashed | the rest.
 
     Args:
         root: parent of the first block's hash, see `root_hash`.
         block_size: tokens of a block, at least 1.
-        extra_keys: logical block index -> bytes that the block's hash covers besides tokens; empty for none.
+        extra_keys: function of a logical block index that returns bytes for the block's hash to cover besides tokens;
+            empty for none.
 
     Examples:
         >>> chain = HashChain(root_hash(b"model"), block_size=2)
@@ -94,10 +105,10 @@ class HashChain:
         self.block_size = block_size
         self.extra_keys = extra_keys
         self.token_ids: array[int] = array("q")  # position -> token id
-        self._hashes: list[BlockHash] = []  # logical block index -> its hash, as far as asked for
+        self._hashes: list[BlockHash] = []  # logical block index -> hash, as far as asked for
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         return len(self.token_ids)
 
     def __repr__(self) -> str:
@@ -105,11 +116,15 @@ class HashChain:
 
     @property
     def num_full_blocks(self) -> int:
-        """Number of blocks that have a hash, asked for or not."""
+        """Number of full blocks, each of which has a hash, asked for or not."""
         return len(self.token_ids) // self.block_size
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens; hashes nothing. Raises CacheArgumentError, with nothing appended, if one is no 64-bit integer."""
+        """Append tokens, and hash nothing.
+
+        Raises:
+            CacheArgumentError: a token is no 64-bit integer; nothing was appended.
+        """
         self.token_ids.extend(token_array(token_ids))
 
     def truncate(self, num_tokens: int) -> None:
@@ -119,18 +134,18 @@ class HashChain:
         del self._hashes[num_tokens // self.block_size :]
         try:
             del self.token_ids[num_tokens:]
-        except BufferError:  # a comparison that was interrupted still reads it, held by its traceback
+        except BufferError:  # a traceback holds an interrupted comparison that still reads the array
             self.token_ids = self.token_ids[:num_tokens]
 
     def copy(self) -> HashChain:
-        """An independent chain with the same tokens and the hashes computed so far."""
+        """Return an independent chain with the same tokens and the hashes computed so far."""
         copied = HashChain(self.root, self.block_size, self.extra_keys)
         copied.token_ids = self.token_ids[:]
         copied._hashes = self._hashes[:]
         return copied
 
     def block_hash(self, block_index: int) -> BlockHash:
-        """Hash of one block. Raises CacheArgumentError if it is not full."""
+        """Return the hash of one block. Raises CacheArgumentError if the block is not full."""
         if not 0 <= block_index < self.num_full_blocks:
             raise CacheArgumentError(
                 f"block {block_index} has no hash: blocks 0 to {self.num_full_blocks - 1} are full"
@@ -138,22 +153,22 @@ class HashChain:
         return next(self.hashes(block_index))
 
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
-        """The hashes of full blocks `[start, stop)`; computed as they are asked for, and kept.
+        """Iterate over the hashes of full blocks `[start, stop)`, which are computed as they are asked for, and kept.
 
         Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed; at most as many are computed
         ahead as were asked for.
 
         Args:
-            start: 0 <= start; hashes before it are computed where needed.
-            stop: None, or above the number of full blocks: all of them.
+            start: first block, 0 or more; hashes before it are computed where needed.
+            stop: block to stop at; None, or a number above that of full blocks, stands for all of them.
 
         Raises:
-            BlockStateError: the chain was cut below blocks already computed. It may grow.
+            BlockStateError: the chain was cut below blocks whose hashes were given out already. The chain may grow.
         """
         return chain.from_iterable(self._runs(start, stop))
 
     def _runs(self, start: int, stop: int | None) -> Iterator[list[BlockHash]]:
-        """`hashes`: those known, then twice as many with each further run."""
+        """Give the hashes of `hashes` in runs: those known, then twice as many with each further run."""
         known, index, ahead = self._hashes, start, 1
         stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)
         while index < stop:
@@ -167,7 +182,7 @@ class HashChain:
                 raise BlockStateError(f"hash chain cut to {len(known)} blocks while block {index - 1} was being read")
 
     def hashes_of(self, start: int, stop: int) -> list[BlockHash]:
-        """The hashes of full blocks `[start, stop)`, all at once."""
+        """Return the hashes of full blocks `[start, stop)`, all computed at once."""
         if len(self._hashes) < stop:
             self._hash_until(stop)
         return self._hashes[start:stop]

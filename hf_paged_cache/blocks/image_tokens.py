@@ -1,12 +1,14 @@
-"""Owns the ids that tokens of an image have in rows and hashes: each holds a part of the image's digest, and where the image begins.
+"""Names the tokens of images, in rows and hashes, by parts of the image's digest.
 
-A model's id of a placeholder is the same whatever image fills it. An *image token* stands in its place, as a negative number, so that
-whatever compares or hashes tokens tells images apart by their content, in every process:
+Owns the ids of these tokens: each holds a part of its image's digest, and whether the image begins there. A model's id
+of a placeholder is the same whatever image fills it. An *image token* stands in its place, as a negative number, so
+that whatever compares or hashes tokens tells images apart by their content, in every process:
 
     ~(42 bits of the digest | kind, 2 bits | the model's id, 19 bits)
 
-Seven of them hold 294 bits, more than the digest's 256; four, 168. So that the first block with tokens of an image has seven before its
-end, or nothing else where a block has fewer tokens than that, tokens before the image in that block are named with it, if need be.
+Seven image tokens hold 294 bits, more than the digest's 256; four hold 168. The first block with tokens of an image
+gets at least seven image tokens, or nothing but image tokens if a block has fewer. If the image has too few tokens in
+that block, text tokens before the image become image tokens, too.
 """
 
 import sys
@@ -17,27 +19,27 @@ from itertools import takewhile
 
 from .tokens import TokenIds, common_prefix_length
 
-NO_TOKEN = -1  # of an embedding that was passed without ids
-_FILLER = -2  # after an image, in place of other text; no image token is as small a number
+NO_TOKEN = -1  # id of an embedding that was passed without ids
+_FILLER = -2  # stands in place of the text after an image; every image token is below it
 _MOST_IDS = 1 << 19
-_NAMED = 7  # image tokens that hold a digest
-_LEAST_NAMED = 4  # in blocks of fewer tokens: 168 bits of it, which nobody can make two images agree in
-_TOP_BYTE = 7 if sys.byteorder == "little" else 0  # of a number of 64 bits
+_NAMED = 7  # number of image tokens that hold a whole digest
+_LEAST_NAMED = 4  # least number, in small blocks: 168 bits, in which nobody can make two digests agree
+_TOP_BYTE = 7 if sys.byteorder == "little" else 0  # index of the byte with the sign in a number of 64 bits
 _OF_NO_NEGATIVE = bytes(range(128))
 _BYTES, _MASK = 6, (1 << 42) - 1
-_BEFORE, _BEGINS, _GOES_ON = 1, 2, 3  # kinds: of the text before an image, and of the image
+_BEFORE, _BEGINS, _GOES_ON = 1, 2, 3  # kinds of tokens: text before an image, the image's first token, its others
 
 
 def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_size: int) -> bool:
     """Put image tokens in the place of `tokens[start:stop]`, which an image fills.
 
     Args:
-        tokens: of a whole row, from its first token on; images before this one have their names.
-        digest: 32 bytes, of all that shapes what the image fills, and where the text after it stands.
+        tokens: token ids of a whole row, from its first token on; images before this one have their names.
+        digest: 32 bytes that cover all that shapes what the image fills, and where the text after it stands.
 
     Returns:
-        Whether it has a name; False, with nothing changed, where too few tokens of its first block come before its end, blocks have
-        fewer than four, or ids are too large.
+        True if the image has a name. False, with nothing changed, if too few tokens of its first block come before the
+            image's end, if blocks have fewer than four tokens, or if ids are too large.
     """
     num_first = min(stop, (start // block_size + 1) * block_size) - start
     lead = max(0, min(_NAMED, block_size) - num_first)
@@ -58,7 +60,7 @@ def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_siz
 
 
 def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
-    """The most tokens, up to `num_tokens`, after which no image is cut.
+    """Return the most tokens, up to `num_tokens`, after which no image is cut.
 
     Examples:
         >>> tokens = array("q", range(20))
@@ -73,7 +75,7 @@ def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
 
 
 def said_image(tokens: Sequence[int], start: int, stop: int) -> str:
-    """Which image the first one is that begins in `tokens[start:stop]`; "" where none does.
+    """Describe which image is the first that begins in `tokens[start:stop]`; return "" if none does.
 
     Examples:
         >>> tokens = array("q", range(40))
@@ -92,7 +94,10 @@ def said_image(tokens: Sequence[int], start: int, stop: int) -> str:
 
 
 def num_common(tokens: TokenIds, others: TokenIds) -> int:
-    """How many tokens two sequences have in common, those included that name the image after them, where that alone differs."""
+    """Return how many leading tokens two sequences have in common.
+
+    Tokens that differ only because they name the image after them are counted as common.
+    """
     common = common_prefix_length(tokens, others)
     both = zip(tokens[common:], others[common:], strict=False)
     return common + sum(1 for _ in takewhile(_differ_in_an_image_to_come, both))
@@ -104,7 +109,7 @@ def _differ_in_an_image_to_come(pair: tuple[int, int]) -> bool:
 
 
 def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
-    """The last place in `(start, stop)` at which an image ends and text follows."""
+    """Return the last place in `(start, stop)` at which an image has just ended; None if there is no such place."""
     for at in range(min(stop, len(tokens)) - 1, start, -1):
         if _kind(tokens[at - 1]) >= _BEGINS and _kind(tokens[at]) != _GOES_ON:
             return at
@@ -112,12 +117,15 @@ def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
 
 
 def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
-    """The first `end` tokens, with fillers up to the end of a block."""
+    """Return the first `end` tokens, with fillers up to the end of a block."""
     return tokens[:end] + array("q", [_FILLER]) * (-end % block_size)
 
 
 class WholeImages:
-    """A `Group` of no layers: a sequence resumes nowhere inside an image, whose tokens may see each other."""
+    """`WholeImages` is a `Group` without layers: it lets no sequence resume inside an image.
+
+    The tokens of an image may see each other.
+    """
 
     name: int | str = "images"
 
@@ -125,32 +133,32 @@ class WholeImages:
         self._tokens = tokens
 
     def seen(self, num_tokens: int) -> range:
-        """None: it needs nothing of a block."""
+        """Return no block: images need nothing of a block."""
         return range(0)
 
     def has(self, block_id: int) -> bool:
-        """True: see `seen`."""
+        """Return True: images need nothing of a block, see `seen`."""
         return True
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
-        """See `whole_images`."""
+        """Return the most tokens after which no image is cut; see `whole_images`."""
         return whole_images(self._tokens, num_tokens)
 
 
 def hold_images(tokens: Sequence[int]) -> bool:
-    """Whether there are image tokens among them: ids alone do not say what ran there."""
+    """Return whether `tokens` have image tokens among them: then ids alone do not say what ran there."""
     if isinstance(tokens, array) and not tokens.tobytes()[_TOP_BYTE::8].translate(None, _OF_NO_NEGATIVE):
         return False
     return bool(tokens) and min(tokens) < NO_TOKEN
 
 
 def shown_id(token: int) -> int:
-    """The model's id of a token."""
+    """Return the model's id of a token."""
     return ~token & (_MOST_IDS - 1) if _is_named(token) else token
 
 
 def shown_ids(tokens: TokenIds) -> TokenIds:
-    """The model's ids of tokens, without fillers; themselves where there is no image."""
+    """Return the model's ids of tokens, without fillers; `tokens` itself if there is no image."""
     if not hold_images(tokens):
         return tokens
     return array("q", (shown_id(token) for token in tokens if token != _FILLER))
@@ -165,6 +173,6 @@ def _kind(token: int) -> int:
 
 
 def _bits(digest: bytes, num_tokens: int) -> list[int]:
-    """As many times 42 bits that follow from a digest."""
+    """Return `num_tokens` numbers of 42 bits that follow from a digest."""
     held = shake_256(digest).digest(_BYTES * num_tokens)
     return [int.from_bytes(held[at : at + _BYTES], "little") & _MASK for at in range(0, len(held), _BYTES)]

@@ -1,4 +1,4 @@
-"""Owns the hit rate of a prefix cache. Refuses more tokens hit and shared than queried."""
+"""Owns the hit rate of a prefix cache. Refuses to count more tokens hit and shared than queried."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..errors import CacheArgumentError
 
 
 class PrefixCacheMetrics:
-    """Share of queried tokens that were hit, over all queries and over the last `window` of them.
+    """`PrefixCacheMetrics` counts which share of queried tokens was hit, in all queries and in the last `window`.
 
     Examples:
         >>> metrics = PrefixCacheMetrics(window=1)
@@ -26,7 +26,7 @@ class PrefixCacheMetrics:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.num_shared_tokens = 0
-        self._recent: deque[tuple[int, int, int]] = deque(maxlen=window)  # tokens queried, hit, shared
+        self._recent: deque[tuple[int, int, int]] = deque(maxlen=window)  # numbers of tokens queried, hit and shared
 
     def __repr__(self) -> str:
         return f"PrefixCacheMetrics(num_queries={self.num_queries}, hit_rate={self.hit_rate:.3f})"
@@ -35,7 +35,8 @@ class PrefixCacheMetrics:
         """Count one query, of one sequence or of several.
 
         Args:
-            num_shared_tokens: not hit, and computed once for several sequences of the query: all but the first of each.
+            num_shared_tokens: number of tokens that were not hit, and that were computed once for several sequences of
+                the query: those of all these sequences but the first.
 
         Raises:
             CacheArgumentError: more tokens hit and shared than queried, or fewer than 0.
@@ -53,16 +54,19 @@ class PrefixCacheMetrics:
 
     @property
     def recent(self) -> list[tuple[int, int, int]]:
-        """Tokens queried, hit and shared of each of the last `window` queries, the oldest first."""
+        """Numbers of tokens queried, hit and shared in each of the last `window` queries, the oldest first."""
         return list(self._recent)
 
     @property
     def hit_rate(self) -> float:
-        """Tokens hit / tokens queried over all queries; 0.0 before the first."""
+        """Share of tokens hit among tokens queried, over all queries; 0.0 before the first."""
         return self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0
 
     @property
     def recent_hit_rate(self) -> float:
-        """Tokens hit / tokens queried over the last `window` queries; 0.0 before the first. Cost: O(window)."""
+        """Share of tokens hit among tokens queried, over the last `window` queries; 0.0 before the first.
+
+        Cost: O(window).
+        """
         queried, hit, _ = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0, 0)
         return hit / queried if queried else 0.0

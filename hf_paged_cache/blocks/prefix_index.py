@@ -9,18 +9,19 @@ from .hashing import BlockHash
 
 
 class PrefixIndex:
-    """Digest <-> block. The blocks' own digests are the truth; the map from digests to blocks is derived, see `rebuild`.
+    """`PrefixIndex` finds the block of a digest and the digest of a block.
 
-    The tokens of a block are kept beside its digest and compared on every hit. Both are lists of bytes: the garbage
-    collector need not visit an object for each of a million blocks.
+    The blocks' own digests are the truth; the map from digests to blocks is derived from them, see `rebuild`. The
+    tokens of a block are kept beside its digest and compared on every hit. Digests and tokens are lists of bytes: the
+    garbage collector need not visit an object for each of a million blocks.
 
     Attributes (read by the allocator's loops, changed here only):
         blocks: digest -> block id.
-        digests: block id -> digest, or None without a hash.
-        token_bytes: block id -> token ids of its hash; without a digest, anything.
-        parents: block id -> digest of the block before, or the root; without a digest, anything.
-        namespaces: block id -> namespace that it was taken for; of a free block, anything.
-        uncomputed: ids of blocks that have a hash and not yet their content.
+        digests: block id -> digest, or None for a block without a hash.
+        token_bytes: block id -> token ids of its hash; anything for a block without a digest.
+        parents: block id -> digest of the block before, or the root; anything for a block without a digest.
+        namespaces: block id -> namespace that the block was taken for; anything for a free block.
+        uncomputed: ids of blocks that have a hash but not yet their content.
     """
 
     __slots__ = ("blocks", "digests", "namespaces", "parents", "token_bytes", "uncomputed")
@@ -34,29 +35,29 @@ class PrefixIndex:
         self.uncomputed: set[int] = set()
 
     def __len__(self) -> int:
-        """Number of blocks that have a hash."""
+        """Return the number of blocks that have a hash."""
         return len(self.blocks)
 
     def __repr__(self) -> str:
         return f"PrefixIndex(length={len(self.blocks)}, uncomputed={len(self.uncomputed)})"
 
     def get(self, block_hash: BlockHash, namespace: bytes = b"") -> int | None:
-        """The block of a namespace with this digest and these tokens, computed or not, or None."""
+        """Return the block of a namespace with this digest and these tokens, computed or not; None if there is none."""
         block_id = self.blocks.get(block_hash.digest)
         if block_id is None or self.token_bytes[block_id] != block_hash.token_bytes:
             return None
         return block_id if self.namespaces[block_id] == namespace else None
 
     def hash_of(self, block_id: int) -> BlockHash | None:
-        """The hash of a block, or None."""
+        """Return the hash of a block, or None if it has none."""
         digest = self.digests[block_id]
         return None if digest is None else BlockHash(digest, self.token_bytes[block_id], self.parents[block_id])
 
     def match(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
-        """Blocks of the longest leading run of hashes that are here, in this namespace, and computed.
+        """Return the blocks of the longest leading run of hashes that are here, in this namespace, and computed.
 
-        Asks for no hash after the first miss.  Effects: none.  Cost: one dict probe, one comparison of tokens and one of
-        namespaces a block.
+        Asks for no hash after the first miss.  Effects: none.  Cost: one dict probe, one comparison of tokens and one
+        of namespaces for each block.
         """
         find, token_bytes, uncomputed = self.blocks.get, self.token_bytes, self.uncomputed
         namespaces = self.namespaces
@@ -72,9 +73,12 @@ class PrefixIndex:
         return hits
 
     def continuations(self, parent: bytes, namespace: bytes = b"") -> Iterator[bytes]:
-        """Tokens of the computed blocks that come straight after the prefix with this digest, or after a root.
+        """Iterate over the tokens of each computed block that comes straight after a prefix.
 
         Cost: a look at each block.
+
+        Args:
+            parent: digest of the prefix's last block, or a root.
         """
         for block_id in self.blocks.values():
             if self.parents[block_id] == parent and self.namespaces[block_id] == namespace:
@@ -82,7 +86,7 @@ class PrefixIndex:
                     yield self.token_bytes[block_id]
 
     def has_tokens(self, token_bytes: bytes, namespace: bytes = b"") -> bool:
-        """Whether a block of the namespace has these tokens, after whatever prefix.  Cost: O(num_blocks)."""
+        """Return whether a block of the namespace has these tokens, whatever its prefix.  Cost: O(num_blocks)."""
         held = (block_id for block_id in self.blocks.values() if self.token_bytes[block_id] == token_bytes)
         return any(self.namespaces[block_id] == namespace for block_id in held)
 
@@ -90,10 +94,10 @@ class PrefixIndex:
         """Give a block its hash.
 
         Args:
-            computed: whether its content is there; `match` stops at a block without.
+            computed: True if the block's content is there; `match` stops at a block without content.
 
         Raises:
-            BlockStateError: the block has a hash, or another block has this one.
+            BlockStateError: the block has a hash, or another block has this hash.
         """
         if self.digests[block_id] is not None:
             raise BlockStateError(f"block {block_id} has a hash already; remove it first")
@@ -107,16 +111,16 @@ class PrefixIndex:
         self.blocks[block_hash.digest] = block_id
 
     def remove(self, block_id: int) -> None:
-        """Take a block's hash away. Raises BlockStateError if it has none."""
+        """Take a block's hash away. Raises BlockStateError if the block has none."""
         digest = self.digests[block_id]
         if digest is None:
             raise BlockStateError(f"block {block_id} has no hash to remove")
         self.digests[block_id] = None
         del self.blocks[digest]
-        self.uncomputed.discard(block_id)  # last, for the same reason
+        self.uncomputed.discard(block_id)  # last: if interrupted, the block must not look computed
 
     def grow(self, num_blocks: int) -> None:
-        """Allow ids below `num_blocks`."""
+        """Allow block ids below `num_blocks`."""
         added = num_blocks - len(self.digests)
         self.token_bytes.extend([b""] * added)
         self.parents.extend([b""] * added)
@@ -138,7 +142,7 @@ class PrefixIndex:
         self.uncomputed = {block_id for block_id in self.blocks.values() if block_id in self.uncomputed}
 
     def check(self, in_use: Collection[int]) -> None:
-        """Raises BlockStateError unless both maps are inverse and only blocks `in_use` are uncomputed."""
+        """Raise BlockStateError unless both maps are inverse and only blocks `in_use` are uncomputed."""
         inverse = {digest: block_id for block_id, digest in enumerate(self.digests) if digest is not None}
         same_length = len(self.digests) == len(self.token_bytes) == len(self.parents) == len(self.namespaces)
         if inverse != self.blocks or self.digests[0] is not None or not same_length:

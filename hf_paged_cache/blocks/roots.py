@@ -1,6 +1,7 @@
-"""Owns what each root stands for: the parent of a sequence's first block, which is all that conditions keys and values besides tokens.
+"""Remembers what each root stands for: all that conditions keys and values besides tokens.
 
-A root means something in its process alone. What it stands for can be said elsewhere, once the model has a name there.
+A root is the parent of a sequence's first block. It means something only in its own process; what it stands for can be
+said elsewhere, once the model has a name there.
 """
 
 from __future__ import annotations
@@ -10,19 +11,19 @@ from typing import NamedTuple
 
 from .hashing import root_hash
 
-_MOST = 2**14  # remembered; where frequencies depend on length, every length has its own
+_MOST = 2**14  # roots remembered; where frequencies depend on length, every length has its own root
 
 
 class RootFacts(NamedTuple):
-    """What conditions a row.
+    """`RootFacts` says what conditions the keys and values of a row besides its tokens.
 
     Attributes:
-        digest: of the model, as of its last look.
-        salt: of the cache.
-        regime: of its forwards: rotary frequencies that depend on length, and the shapes that they keep to.
-        adapter: that the row was given by name.
-        counted_from: columns of padding, where these show in keys and values.
-        first_position: of the row's first token.
+        digest: digest of the model, as of the last look at it.
+        salt: salt of the cache.
+        regime: what the row's forwards keep to: rotary frequencies that depend on length, and shapes.
+        adapter: name of the adapter that the row was given.
+        counted_from: number of columns of padding, where padding shows in keys and values.
+        first_position: position of the row's first token.
     """
 
     digest: bytes
@@ -33,20 +34,20 @@ class RootFacts(NamedTuple):
     first_position: int = 0
 
     def root(self) -> bytes:
-        """The root under `digest`."""
+        """Return the root of a row with these facts."""
         of_row = f"{self.counted_from} {self.first_position}".encode()
         return root_hash(self.digest, self.salt, self.regime, self.adapter.encode(), of_row)
 
 
 class Roots:
-    """Root -> what it stands for, the last ones that were new."""
+    """`Roots` maps the latest roots to the facts that they stand for."""
 
     def __init__(self) -> None:
         self._facts: OrderedDict[bytes, RootFacts] = OrderedDict()
         self._roots: dict[RootFacts, bytes] = {}
 
     def of(self, facts: RootFacts) -> bytes:
-        """The root of these facts. Remembered, so that a row of the next call costs a look."""
+        """Return the root of these facts. The root is remembered, so that a row of the next call costs one look-up."""
         root = self._roots.get(facts)
         if root is None:
             root = facts.root()
@@ -58,13 +59,13 @@ class Roots:
         return root
 
     def facts_of(self, root: bytes) -> RootFacts | None:
-        """What a root stands for; None: of long ago."""
+        """Return the facts that a root stands for; None if the root is too old to be remembered."""
         return self._facts.get(root)
 
     def all(self) -> list[RootFacts]:
-        """Those remembered."""
+        """Return the facts of all roots remembered."""
         return list(self._facts.values())
 
     def all_of(self, digest: bytes, salt: bytes) -> list[RootFacts]:
-        """Those of a model as it is now, and of one salt."""
+        """Return the facts remembered of a model as it is now, and of one salt."""
         return [facts for facts in list(self._facts.values()) if (facts.digest, facts.salt) == (digest, salt)]

@@ -1,5 +1,6 @@
-"""How far back the layers of a group see: which tokens they need to resume a sequence, and which columns attention is handed.
+"""Says how far back the layers of a group see.
 
+From that follow the tokens that these layers need to resume a sequence, and the columns that attention is handed.
 Layers that see another run of the last tokens than a window are another class beside `Window`.
 """
 
@@ -10,34 +11,34 @@ from typing import Protocol
 
 
 class Sight(Protocol):
-    """What layers see of the tokens before one. Equal and hashed by value."""
+    """`Sight` says which tokens before a token its layers see. Sights are compared and hashed by value."""
 
     @property
     def name(self) -> int | str:
-        """Names the group, in the pool and in files."""
+        """Name of the group, in the pool and in files."""
 
     @property
     def words(self) -> str:
-        """For messages."""
+        """Description of the sight, for messages."""
 
     @property
     def size(self) -> int:
-        """The most tokens that a query sees, itself included: what transformers is told."""
+        """Most tokens that a query sees, itself included; this is the number that transformers is told."""
 
     @property
     def most_needed(self) -> int:
-        """The most tokens that `needed` has."""
+        """Most tokens that `needed` returns."""
 
     def needed(self, num_tokens: int) -> range:
-        """The tokens that must be kept to resume after so many."""
+        """Return the positions of the tokens that must be kept to resume after `num_tokens` tokens."""
 
     def handed_from(self, start: int) -> int:
-        """The first column that attention is handed in a forward from column `start` on."""
+        """Return the first column that attention is handed in a forward from column `start` on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A query sees itself and the `size - 1` tokens before it.
+    """`Window` lets a query see itself and the `size - 1` tokens before it.
 
     Examples:
         >>> Window(8).handed_from(20), Window(8).needed(20)
@@ -48,23 +49,23 @@ class Window:
 
     @property
     def name(self) -> int:
-        """See `Sight`."""
+        """Name of the group: the window's size; see `Sight`."""
         return self.size
 
     @property
     def words(self) -> str:
-        """See `Sight`."""
+        """Description of the window, for messages; see `Sight`."""
         return f"a window of {self.size} tokens"
 
     @property
     def most_needed(self) -> int:
-        """See `Sight`; the last token is always kept."""
+        """Most tokens that `needed` returns: the last token is always kept; see `Sight`."""
         return max(1, self.size - 1)
 
     def needed(self, num_tokens: int) -> range:
-        """See `Sight`."""
+        """Return the positions of the tokens that must be kept; see `Sight`."""
         return range(max(0, num_tokens - self.most_needed), num_tokens)
 
     def handed_from(self, start: int) -> int:
-        """See `Sight`."""
+        """Return the first column that attention is handed; see `Sight`."""
         return max(0, start - self.size + 1)

@@ -1,6 +1,7 @@
-"""Owns which blocks have a snapshot: what layers with a state carry at the block's end. Refuses one for a block that cannot be hit.
+"""Owns which blocks have a snapshot: what layers with a state carry at the block's end.
 
-A snapshot is kept under its block's digest, found with the block, and gone with it or before. What it holds is not looked at.
+Refuses a snapshot for a block that cannot be hit. A snapshot is kept under its block's digest, found with the block,
+and gone with the block or before. The content of a snapshot is not looked at.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ Content = TypeVar("Content")
 
 
 class Snapshots(Generic[Content]):
-    """Digest of a block -> snapshot. Where there are too many, the least recently used goes.
+    """`Snapshots` maps the digest of a block to its snapshot. If there are too many, the least recently used one goes.
 
-    Every operation finishes or changes nothing: a snapshot is there as soon as the map has it, and no sooner. One whose block has
-    gone cannot be found, for nobody holds a block with its digest; `settle` drops it.
+    Every operation finishes or changes nothing: a snapshot is there as soon as the map has it, and no sooner. A
+    snapshot whose block has gone cannot be found, for nobody holds a block with its digest; `settle` drops it.
 
     Args:
-        allocator: of the blocks.
+        allocator: allocator of the blocks.
 
     Attributes:
-        most: snapshots that there can be.
-        num_evictions: those that others have taken the place of, so far.
-        on_evict: told of each of these, with its block's digest; None: nobody is.
+        most: most snapshots that there can be.
+        num_evictions: number of snapshots that gave way to others so far.
+        on_evict: function called with the block's digest and the content of each such snapshot; None: no function.
 
     Examples:
         >>> from . import BlockTable, PrefixCachingBlockAllocator, resumable, root_hash
@@ -47,16 +48,16 @@ class Snapshots(Generic[Content]):
         self.num_evictions = 0
         self.on_evict: Callable[[bytes, Content], None] | None = None
         self._allocator = allocator
-        self._contents: OrderedDict[bytes, Content] = OrderedDict()  # the least recently used first
-        self._num_changes = (0, 0)  # the allocator's, when all were looked at last
+        self._contents: OrderedDict[bytes, Content] = OrderedDict()  # digest -> snapshot, the least recently used first
+        self._num_changes = (0, 0)  # the allocator's evictions and lapses when all snapshots were looked at last
 
     def __len__(self) -> int:
-        """Snapshots that there are."""
+        """Return the number of snapshots."""
         self.settle()
         return len(self._contents)
 
     def __bool__(self) -> bool:
-        """True also without any."""
+        """Return True, also without snapshots."""
         return True
 
     def __repr__(self) -> str:
@@ -64,19 +65,20 @@ class Snapshots(Generic[Content]):
 
     @property
     def num_free(self) -> int:
-        """Snapshots that can be kept beside those that there are."""
+        """Number of snapshots that can be kept beside those that there are."""
         return self.most - len(self)
 
     def num_of(self, namespace: bytes) -> int:
-        """Those of the blocks of one namespace.  Cost: a look at each."""
+        """Return the number of snapshots of one namespace's blocks.  Cost: a look at each snapshot."""
         self.settle()
         return sum(self._allocator.namespace_of_digest(digest) == namespace for digest in self._contents)
 
     def keep(self, block_id: int, content: Content, *, may_evict: bool = True) -> bool:
-        """Keep a snapshot at the end of a block, where it has none; whether it has one now.
+        """Keep a snapshot at the end of a block that has none; return whether the block has one now.
 
         Args:
-            may_evict: in place of the least recently used one, where there are as many as there can be.
+            may_evict: True if the snapshot may take the place of the least recently used one, where there are as many
+                as there can be.
         """
         digest = self._allocator.digest_of(block_id)
         if digest is None:
@@ -101,24 +103,27 @@ class Snapshots(Generic[Content]):
             self._contents.pop(digest, None)
 
     def seen(self, num_tokens: int) -> range:
-        """See `Group`: the last full block."""
+        """Return the index of the last full block, as a range; see `Group`."""
         num_blocks = num_tokens // self._allocator.block_size
         return range(max(0, num_blocks - 1), num_blocks)
 
     def has(self, block_id: int) -> bool:
-        """Whether a block has a snapshot."""
+        """Return whether a block has a snapshot."""
         return self._allocator.digest_of(block_id) in self._contents
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
-        """See `Group`: at the end of the last block with a snapshot; 0, from no state, where none has one."""
+        """Return the tokens up to the end of the last block with a snapshot, see `Group`.
+
+        If no block has a snapshot, the sequence resumes from no state, after 0 tokens.
+        """
         size = self._allocator.block_size
         return next((index * size for index in range(num_tokens // size, 0, -1) if has(index - 1)), 0)
 
     def use(self, block_id: int) -> Content:
-        """The snapshot of a block that has one; from here on it is the most recently used.
+        """Return the snapshot of a block, and make it the most recently used.
 
         Raises:
-            BlockStateError: the block has none.
+            BlockStateError: the block has no snapshot.
         """
         digest = self._allocator.digest_of(block_id)
         if digest is None or digest not in self._contents:
@@ -127,7 +132,7 @@ class Snapshots(Generic[Content]):
         return self._contents[digest]
 
     def settle(self) -> None:
-        """Forget snapshots whose blocks have gone since."""
+        """Forget snapshots whose blocks have gone."""
         changes = (self._allocator.num_evictions, self._allocator.num_lapses)
         if self._num_changes != changes:
             gone = [digest for digest in self._contents if self._allocator.namespace_of_digest(digest) is None]
@@ -136,13 +141,13 @@ class Snapshots(Generic[Content]):
             self._num_changes = changes
 
     def limit(self, most: int) -> None:
-        """There can be so many from here on; the least recently used of more than that go."""
+        """Allow `most` snapshots from now on; the least recently used ones beyond that number go."""
         self.most = most
         while len(self._contents) > most:
             self._evict()
 
     def of_digest(self, digest: bytes) -> Content | None:
-        """The snapshot at the end of the block with this digest, or None; it is used no more recently for that."""
+        """Return the snapshot at the end of the block with this digest, or None. This does not count as a use."""
         return self._contents.get(digest)
 
     def _evict(self) -> None:
@@ -152,11 +157,11 @@ class Snapshots(Generic[Content]):
             self.on_evict(digest, content)
 
     def reset(self) -> None:
-        """Forget all."""
+        """Forget all snapshots."""
         self._contents.clear()
 
     def check(self) -> None:
-        """Raises BlockStateError unless each snapshot's block can be hit, and there are no more than there can be."""
+        """Raise BlockStateError unless each snapshot's block can be hit, and there are at most `most` snapshots."""
         self.settle()
         gone = [digest for digest in self._contents if self._allocator.namespace_of_digest(digest) is None]
         if gone or len(self._contents) > max(0, self.most):

@@ -1,7 +1,9 @@
-"""Owns which blocks are kept where attention sees a window: those from which running sequences resume, and others while there is room.
+"""Owns which blocks are kept for layers whose attention sees a window.
 
-A block has one identity, the allocator's. A group of layers with a window keeps its tokens in a *window block*, a place of
-their own of which there may be far fewer. Blocks that a window has passed have none, or one that the next sequence may take.
+These are the blocks from which running sequences resume, and others while there is room. A block has one identity, the
+allocator's. A group of layers with a window keeps a block's tokens in a *window block*, a place of the group's own;
+there may be far fewer of these than blocks. Blocks that a window has passed have no window block, or one that the next
+sequence may take.
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from .sight import Sight
 
 
 class Changing:
-    """A holder of blocks changes: left by an exception, what these groups derive is derived again by whoever is next."""
+    """`Changing` marks groups while a holder of blocks changes.
+
+    If the `with` is left by an exception, whoever uses these groups next derives again what they derive.
+    """
 
     __slots__ = ("_groups",)
 
@@ -36,26 +41,31 @@ class Changing:
 
 
 class WindowBlocks:
-    """The window blocks of all layers with one window. Numbers are ids in their tensors; 0 is never handed out.
+    """`WindowBlocks` hands out the window blocks of all layers with one window.
 
-    window block: free | needed, by a live allocation's `resumption` | idle: its block may still be hit, and it is taken when none is free
-    Idle ones *passed* by a sequence are taken before those at an *end* of one, each the least recently used first.
+    The number of a window block is its id in the layers' tensors; number 0 is never handed out. A window block is
 
-    Every operation finishes or changes nothing. What is free, needed or idle follows from `places`, the allocations and the
-    allocator's states; after an interrupt it is derived again.
+    free | needed, by a live allocation's `resumption` | idle: its block may still be hit, and it is taken when none is
+    free
+
+    Idle window blocks that a sequence has *passed* are taken before those at an *end* of a sequence; of either, the
+    least recently used one is taken first.
+
+    Every operation finishes or changes nothing. What is free, needed or idle follows from `places`, the allocations and
+    the allocator's states; after an interrupt it is derived again.
 
     Args:
-        allocator: of the blocks.
+        allocator: allocator of the blocks.
         sight: what the layers see.
-        num_blocks: window blocks at first, with number 0.
+        num_blocks: number of window blocks at first, with number 0.
 
     Attributes:
-        places: block id -> window block.
+        places: block id -> number of its window block.
         copies: (source, destination) window blocks, to be copied in this order before the next write.
-        most: window blocks that there can be.
-        num_evictions: idle window blocks that were taken so far.
-        on_evict: told of each of these: the group's name, its number, the hash and the namespace of its block. What it holds is
-            there until the next write. None: nobody is.
+        most: most window blocks that there can be.
+        num_evictions: number of idle window blocks that were taken so far.
+        on_evict: function called for each of these with the group's name, the window block's number, and the hash and
+            namespace of its block. The content is there until the next write. None: no function.
 
     Examples:
         >>> from .sight import Window
@@ -74,11 +84,11 @@ class WindowBlocks:
         self._allocator = allocator
         self._block_size = allocator.block_size
         self._free = list(range(num_blocks - 1, 0, -1))
-        self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks
+        self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks that a sequence has passed
         self._ends: OrderedDict[int, None] = OrderedDict()
         self.num_evictions = 0
         self.on_evict: Callable[[int | str, int, BlockHash, bytes], None] | None = None
-        self._num_lapses = 0  # the allocator's, when all was derived last
+        self._num_lapses = 0  # the allocator's number when everything was derived last
         self.is_dirty = False  # see `Changing`
 
     def __repr__(self) -> str:
@@ -86,58 +96,64 @@ class WindowBlocks:
 
     @property
     def num_needed(self) -> int:
-        """Window blocks that cannot be taken."""
+        """Number of window blocks that are needed, and so cannot be taken."""
         return len(self.places) - len(self._passed) - len(self._ends)
 
     @property
     def num_idle(self) -> int:
-        """Window blocks of blocks that may be hit, and that nobody needs."""
+        """Number of window blocks that nobody needs, and whose blocks may be hit."""
         return len(self._passed) + len(self._ends)
 
     def num_idle_of(self, namespace: bytes) -> int:
-        """`num_idle` of the blocks of one namespace.  Cost: a look at each."""
+        """Return the number of idle window blocks of one namespace's blocks.  Cost: a look at each."""
         of_block = self._allocator.namespace_of
         return sum(of_block(block_id) == namespace for ids in (self._passed, self._ends) for block_id in ids)
 
     @property
     def num_free(self) -> int:
-        """Window blocks that hold nothing."""
+        """Number of window blocks that hold nothing."""
         return len(self._free)
 
     @property
     def num_spare(self) -> float:
-        """Window blocks that may be given to what is not needed, so that running calls still get theirs."""
+        """Number of window blocks that may go to blocks which nobody needs, so that running calls still get theirs."""
         return self.most - 1 - self.num_needed
 
     def span(self, start: int, stop: int) -> range:
-        """Logical indices of the blocks with the tokens `[start, stop)` and with those that the first of them sees."""
+        """Return logical indices of the blocks with tokens `[start, stop)` and with those that token `start` sees."""
         return range(self.sight.needed(start).start // self._block_size, -(-stop // self._block_size))
 
     def seen(self, num_tokens: int) -> range:
-        """See `Group`."""
+        """Return logical indices of the blocks that must be kept to resume after `num_tokens` tokens; see `Group`."""
         return self.span(num_tokens, num_tokens)
 
     def has(self, block_id: int) -> bool:
-        """Whether a block has a window block."""
+        """Return whether a block has a window block."""
         return block_id in self.places
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
-        """See `Group`. From the end: what follows a block that is not there is looked at no more."""
+        """Return an upper bound of the tokens after which these layers can resume; see `Group`.
+
+        Blocks are looked at from the end; no block before one that is not there is looked at.
+        """
         size = self._block_size
         return next((index * size for index in reversed(self.seen(num_tokens)) if not has(index)), num_tokens)
 
     def needed_of(self, resumption: Resumption) -> tuple[range, range]:
-        """Logical indices of the blocks that are needed: those that are seen, and those that are written or may be resumed from."""
+        """Return logical indices of the blocks that a resumption needs.
+
+        The first range has the blocks that are seen, the second those that are written or may be resumed from.
+        """
         start, first, cut, stop = resumption
         kept = self.span(cut, stop)
         return self.seen(start), range(min(kept.start, first // self._block_size), kept.stop)
 
     def needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
-        """Ids of the blocks that these allocations need here."""
+        """Return ids of the blocks whose window blocks these allocations need."""
         return self._needed_by(allocations) & self.places.keys()
 
     def _needed_by(self, allocations: Iterable[Allocation]) -> set[int]:
-        """`needed_by`, with those that have no window block."""
+        """Return ids of the blocks that these allocations need here, with or without a window block."""
         needed: set[int] = set()
         for allocation in allocations:
             if allocation.resumption is not None:
@@ -146,19 +162,22 @@ class WindowBlocks:
         return needed
 
     def num_to_take(self, block_ids: Iterable[int]) -> int:
-        """How many of these blocks have no window block that is needed."""
+        """Return how many of these blocks have no window block that is needed."""
         return sum(
             block_id not in self.places or block_id in self._passed or block_id in self._ends for block_id in block_ids
         )
 
     def is_needed_by_others(self, block_id: int, allocation: Allocation) -> bool:
-        """Whether anybody but `allocation` needs a block here."""
+        """Return whether any allocation but `allocation` needs a block here."""
         if self._allocator.ref_count(block_id) < 2:
             return False
         return block_id in self.needed_by(other for other in self._allocator.allocations() if other is not allocation)
 
     def require(self, num_blocks: int, namespace: bytes = b"") -> None:
-        """Raises OutOfBlocksError unless so many window blocks can be taken; with the arithmetic, but for a namespace."""
+        """Raise OutOfBlocksError unless `num_blocks` window blocks can be taken.
+
+        The message tells the numbers, except to a caller with a namespace.
+        """
         if num_blocks > len(self._free) + self.num_idle:
             self.sweep()
         if num_blocks > len(self._free) + self.num_idle:
@@ -169,7 +188,7 @@ class WindowBlocks:
             )
 
     def settle(self) -> None:
-        """Derive all again where a change was interrupted, or blocks have gone without their holder's doing."""
+        """Derive everything again if a change was interrupted, or blocks have gone without their holder's doing."""
         if self.is_dirty or self._num_lapses != self._allocator.num_lapses:
             self.sweep()
             self.is_dirty = False
@@ -185,16 +204,17 @@ class WindowBlocks:
         """Give each required block a window block, and mark it needed.
 
         Args:
-            optional: others that get one where it is spare, and not at the end of another sequence. Half of what is spare
-                is left to who asks before these have been written.
-            copied: a block, and one that takes its place for one holder: required, and begins with the same content.
-            likely: of the optional ones, those that may take all that is spare, also from the end of another sequence.
+            optional: other blocks, which get a window block if one is spare and not at the end of another sequence.
+                Half of what is spare is left to who asks before these blocks have been written.
+            copied: a block, and the block that takes its place for one holder; the second is required, and begins with
+                the content of the first.
+            likely: optional blocks that may take all that is spare, also from the end of another sequence.
 
         Raises:
-            OutOfBlocksError: there are not enough; nothing has changed.
+            OutOfBlocksError: there are not enough window blocks; nothing has changed.
         """
         required = list(required)
-        num_copied = 0  # that leave their source's window block to others
+        num_copied = 0  # number of copies that leave their source's window block to others
         if copied is not None:
             num_copied = copied[0] in self.needed_by(self._allocator.allocations())
         self.require(self.num_to_take(required) + num_copied)
@@ -208,33 +228,36 @@ class WindowBlocks:
             num_spare = self.num_spare if may_take_ends else self.num_spare / 2
             for block_id in block_ids:
                 if self.num_to_take((block_id,)):
-                    if block_id in self.places:  # of what was in the block before
+                    if block_id in self.places:  # window block of what was in the block before
                         self._drop(block_id)
                     if num_spare > 0 and (self._free or self._passed or (may_take_ends and self._ends)):
                         num_spare -= 1
                         self.places[block_id] = self._take()
 
     def _copy(self, source: int, destination: int) -> None:
-        """A block was copied on write: copy its window block before the next write, or move it where there is no other."""
+        """Copy a block's window block before the next write, after the block was copied on write.
+
+        The window block is moved, not copied, where there is no other.
+        """
         self.hold((destination,))
         if destination not in self.places and not self._free and not self.num_idle:
             self.places[destination] = self.places[source]
             del self.places[source]
             return
         place = self.places[destination] if destination in self.places else self._take()
-        if source in self.places:  # else it was the one to take
+        if source in self.places:  # else the source's window block is the one that was taken
             self.copies.append((self.places[source], place))  # first: a copy too many does no harm, one too few does
         self.places[destination] = place
         self.release((source,), num_own=0, is_end=True)
 
     def take_places(self, fresh: Iterable[int], number: int) -> list[int]:
-        """Window blocks for contents that are loaded: `places` gets them once they are there. Until then, whoever derives all
-        again gets them back.
+        """Take window blocks for contents that are to be loaded.
 
-        The caller has checked that there are so many.
+        The caller puts them into `places` once the contents are there. Until then, whoever derives everything again
+        gets the window blocks back. The caller has checked that there are so many.
 
         Args:
-            fresh: blocks that were taken for such contents, too; what they had here before is dropped.
+            fresh: blocks that were taken for such contents, too; what these blocks had here before is dropped.
         """
         for block_id in fresh:
             if block_id in self.places:
@@ -242,17 +265,19 @@ class WindowBlocks:
         return [self._take() for _ in range(number)]
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Blocks are needed from here on; those without a window block are skipped."""
+        """Mark blocks as needed from now on; blocks without a window block are skipped."""
         for block_id in block_ids:
             self._passed.pop(block_id, None)
             self._ends.pop(block_id, None)
 
     def release(self, block_ids: Iterable[int], *, num_own: int, is_end: bool) -> None:
-        """A holder that needed these blocks does so no more: those that nobody needs are idle, or free where they cannot be hit.
+        """Note that a holder needs these blocks no more.
+
+        Blocks that nobody needs become idle; where they cannot be hit, their window blocks become free.
 
         Args:
-            num_own: 1 where it still holds them, else 0.
-            is_end: they are the end of a sequence, where others are likely to resume.
+            num_own: 1 if the holder still holds the blocks, else 0.
+            is_end: True if the blocks are the end of a sequence, where others are likely to resume.
         """
         released = [block_id for block_id in block_ids if block_id in self.places]
         are_shared = any(count > num_own for count in self._allocator.ref_counts(released))
@@ -265,26 +290,29 @@ class WindowBlocks:
                 (self._ends if is_end else self._passed)[block_id] = None
 
     def drop_lost(self, block_ids: Iterable[int]) -> None:
-        """Blocks were given back: those that nobody holds and nobody can hit have no window block any more."""
+        """Drop the window blocks of blocks that were given back, and that nobody holds and nobody can hit."""
         for block_id in block_ids:
             if block_id in self.places and not self._is_of_use(block_id):
                 self._drop(block_id)
 
     def leave(self, block_ids: Sequence[int], resumption: Resumption) -> None:
-        """A holder has given these blocks back, and needs none of them any more."""
+        """Release all these blocks for a holder that has given them back."""
         for span in self.needed_of(resumption):
             self.release(block_ids[span.start : span.stop], num_own=0, is_end=True)
         self.drop_lost(block_ids)
 
     def share(self, source: int, destination: int) -> bool:
-        """Let a block of equal content have the window block of `source`, too, until `end_share`; whether it does."""
+        """Let `destination`, a block of equal content, share the window block of `source`; return whether it does.
+
+        The two share it until `end_share`.
+        """
         if destination in self.places or source not in self.places or self._allocator.ref_count(source) > 1:
             return False
         self.places[destination] = self.places[source]
         return True
 
     def end_share(self, source: int, destination: int, *, replaced: bool) -> None:
-        """One of the two keeps it: `destination` where it has `replaced` the other."""
+        """Leave the window block to `destination` if it has `replaced` `source`, else to `source`."""
         if replaced:
             self.hold((source,))
         del self.places[source if replaced else destination]
@@ -297,7 +325,7 @@ class WindowBlocks:
             self._free.extend(added)
 
     def reset(self, num_blocks: int) -> None:
-        """Forget all; no block is in use."""
+        """Forget everything and begin with `num_blocks` window blocks; no block may be in use."""
         self.is_dirty = True
         self.num_blocks = num_blocks
         self.places, self._free = {}, list(range(num_blocks - 1, 0, -1))
@@ -306,10 +334,13 @@ class WindowBlocks:
         self.is_dirty = False
 
     def sweep(self) -> None:
-        """Derive what is free, needed and idle from the places, the allocations and the allocator.  Cost: O(num_blocks)."""
+        """Derive what is free, needed and idle from the places, the allocations and the allocator.
+
+        Cost: O(num_blocks).
+        """
         allocator, kept, taken = self._allocator, {}, {}
-        for block_id, place in self.places.items():  # a block that shares another's place comes after it
-            is_block = block_id < allocator.num_blocks  # not all are there after a reset that was interrupted
+        for block_id, place in self.places.items():  # a block that shares a place comes after the place's first block
+            is_block = block_id < allocator.num_blocks  # blocks may be missing after an interrupted reset
             if place not in taken and is_block and self._is_of_use(block_id):
                 kept[block_id] = place
                 taken[place] = block_id
@@ -329,11 +360,12 @@ class WindowBlocks:
         """Prove the invariants:
 
         1. each window block but number 0 is free or has one block;
-        2. needed are those that live allocations need, and no others: none that a window has passed is held;
+        2. the needed window blocks are those that live allocations need, and no others: none that a window has passed
+           is held;
         3. an allocation has all that it needs to resume.
 
         Raises:
-            BlockStateError: one does not hold; with the whole state.
+            BlockStateError: an invariant does not hold; the message has the whole state.
         """
         self.settle()
         problem = self._problem()
@@ -364,11 +396,11 @@ class WindowBlocks:
         return None
 
     def _is_of_use(self, block_id: int) -> bool:
-        """Whether somebody holds a block or can hit it."""
+        """Return whether somebody holds a block or can hit it."""
         return self._allocator.ref_count(block_id) > 0 or self._allocator.block_hash_of(block_id) is not None
 
     def _take(self) -> int:
-        """A window block: a free one, else that of the first idle block."""
+        """Take a window block: a free one, or else that of the first idle block."""
         if self._free:
             return self._free.pop()
         victims = self._passed or self._ends
@@ -380,7 +412,7 @@ class WindowBlocks:
         return place
 
     def _drop(self, block_id: int) -> None:
-        """Take a block's window block away."""
+        """Take a block's window block away, and make it free."""
         self.hold((block_id,))
         place = self.places.pop(block_id, None)
         if place is not None:

@@ -1,1 +1,1 @@
-"""The rows and forwards of one call: what is asked, found, planned, filled, shared, kept and counted."""
+"""Holds the steps of one call on rows: what is asked, found, planned, filled, shared, kept and counted."""

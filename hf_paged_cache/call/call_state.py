@@ -1,4 +1,4 @@
-"""What is remembered of a call while it runs, and for `last_call` after it."""
+"""Defines what is remembered of a call while it runs, and for `last_call` after it."""
 
 from typing import Any
 
@@ -10,25 +10,25 @@ from .limits import CallLimits
 
 
 class CallState:
-    """What is remembered of a call while it runs.
+    """`CallState` remembers what is known of a call while it runs.
 
     Attributes:
-        digest: of the model, as its rows began.
-        regime: the rotary frequencies of its prompt, where they depend on length.
-        is_in_step: other processes run as many forwards.
-        resets: see `BlockStore.resets_of`, as its rows began.
-        was_alone: nobody could change the model then.
-        counts: a line for each row of the batch.
-        counts_more: forwards after the first are of a prompt, too.
-        stopwatch: of a long forward of a prompt, its tokens, and whether it is the store's first.
-        kv_bytes: of its rows, as of its last forward of a prompt.
-        peak_kv_bytes: the most that blocks in use and rows took.
-        captured: how its forwards ran, as text.
-        chunked: its prompt, where that comes in chunks.
-        deltas: how far images have moved positions, as modules keep it; None: none does.
-        images: that its first forward is to run, taken from its arguments.
-        is_custom: a function of its caller's own runs the forwards.
-        calls_back: code of its caller's may run between its forwards.
+        digest: digest of the model, as the call's rows began.
+        regime: rotary frequencies of the prompt, where they depend on length.
+        is_in_step: True if other processes run as many forwards.
+        resets: what `BlockStore.resets_of` gave as the call's rows began.
+        was_alone: True if nobody could change the model as the call's rows began.
+        counts: counts of each row of the batch.
+        counts_more: True if forwards after the first may be of a prompt, too.
+        stopwatch: stopwatch of a long forward of a prompt, the forward's tokens, and whether it is the store's first.
+        kv_bytes: bytes of the call's rows, as of its last forward of a prompt.
+        peak_kv_bytes: most bytes that blocks in use and rows took.
+        captured: how the call's forwards ran, as text.
+        chunked: the call's prompt, where it comes in chunks.
+        deltas: how far images have moved positions, as modules keep it; None: no module does.
+        images: images that the first forward is to run, taken from its arguments.
+        is_custom: True if a function of the caller's own runs the forwards.
+        calls_back: True if code of the caller's may run between the forwards.
     """
 
     def __init__(self, kind: str, limits: CallLimits, *, beams: bool) -> None:
@@ -39,12 +39,12 @@ class CallState:
         self.was_alone = False
         self.counts: list[RowCount] = []
         self.pending: tuple[list[RowCount], bool] | None = (
-            None  # of the running forward, and whether the call begins with it
+            None  # counts of the running forward, and whether the call begins with it
         )
         self.chains: dict[bytes, HashChain] = {}
         self.counts_more = True
         self.kv_bytes = self.peak_kv_bytes = 0
-        self.seen: Seen | None = None  # how attention read its rows, from its first forward on
+        self.seen: Seen | None = None  # how attention read the call's rows, from its first forward on
         self.captured: object = ""
         self.is_custom = False
         self.calls_back = True
@@ -54,14 +54,14 @@ class CallState:
         self.stopwatch: tuple[Stopwatch, int, bool] | None = None
 
     def copy(self) -> "CallState":
-        """Of rows that go on beside these."""
+        """Return the state of rows that go on beside these."""
         copied = CallState(self.kind, self.limits, beams=self.beams)
         copied.digest, copied.resets, copied.regime = self.digest, self.resets, self.regime
         copied.deltas = self.deltas
         return copied
 
     def note_bytes(self, in_use: int, of_rows: int) -> None:
-        """So much do blocks in use and the rows take now."""
+        """Note how many bytes blocks in use and the rows take now."""
         self.kv_bytes = of_rows
         self.peak_kv_bytes = max(self.peak_kv_bytes, in_use + of_rows)
 

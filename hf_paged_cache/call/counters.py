@@ -1,4 +1,4 @@
-"""What prompts cost: of the last call, and of all calls of a cache. Plain numbers."""
+"""Counts what prompts cost: in the last call, and in all calls of a cache. Plain numbers."""
 
 from collections.abc import Sequence
 
@@ -8,36 +8,37 @@ from .call_state import CallState
 
 
 class PromptCounters:
-    """Counts of the last call, a row a sequence, and of all calls before it.
+    """`PromptCounters` counts the rows of the last call one by one, and the rows of all calls together.
 
     Args:
-        of_all: of all caches of the store, in which these calls are counted, too; None: in none.
+        of_all: totals of all caches of the store, in which these calls are counted, too; None: they are not.
 
     Attributes:
-        totals: of all calls.
+        totals: totals of all calls.
     """
 
     def __init__(self, of_all: CallTotals | None = None) -> None:
         self.totals = CallTotals()
         self._of_all = CallTotals() if of_all is None else of_all
         self._last: tuple[str, Sequence[RowCount]] = "none", ()
-        self._state: CallState | None = None  # of the last call, where it ran on rows of this cache
-        self._peak = 0  # of the last call, where it did not
+        self._state: CallState | None = None  # state of the last call, if it ran on rows of this cache
+        self._peak = 0  # peak bytes of the last call, if it did not
 
     def add_call(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int, *, bypassed: bool) -> None:
-        """Count a call that ran elsewhere; it is the last one from here on."""
+        """Count a call that ran elsewhere; it is the last call from here on."""
         if bypassed:
             self.note_bypass()
         self._record(rows, [row.stopped for row in rows], num_calls=1)
         self._last, self._state, self._peak = (kind, [*rows]), None, peak_kv_bytes
 
     def add_forward(self, state: CallState, new: Sequence[RowCount], *, begins: bool, bypassed: bool) -> None:
-        """Count a forward of prompts of a call that is the last one from here on.
+        """Count a forward of prompts; its call is the last call from here on.
 
         Args:
-            state: of the call, this forward included.
+            state: state of the call, this forward included.
             new: what this forward adds.
-            begins, bypassed: of the call.
+            begins: the call begins with this forward.
+            bypassed: the call reuses and keeps nothing.
         """
         if begins and bypassed:
             self.note_bypass()
@@ -45,12 +46,12 @@ class PromptCounters:
         self.end_call(state)
 
     def note_bypass(self) -> None:
-        """A call that has begun otherwise reuses and keeps nothing more."""
+        """Count a call as bypassed: it reuses and keeps nothing more."""
         for totals in (self.totals, self._of_all):
             totals.num_bypassed_calls += 1
 
     def end_call(self, state: CallState) -> None:
-        """A call has ended: it is the last one, also where others ran inside of it."""
+        """End a call: it is the last call from here on, also where others ran inside of it."""
         self._last, self._state = (state.kind, state.counts), state
 
     def _record(self, rows: Sequence[RowCount], reasons: Sequence[str], *, num_calls: int) -> None:
@@ -62,11 +63,11 @@ class PromptCounters:
 
     @property
     def peak_kv_bytes(self) -> int:
-        """The most that the last call took."""
+        """Most bytes that the last call took."""
         return self._peak if self._state is None else self._state.peak_kv_bytes
 
     def last_call(self) -> CallStats:
-        """What was confirmed of the last call."""
+        """Return what was confirmed of the last call."""
         kind, counted = self._last
         tokens, num_rows, dense = (0, 0, "") if self._state is None else self._state.read_once
         rows = tuple(row.frozen() for row in counted)

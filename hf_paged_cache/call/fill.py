@@ -1,6 +1,7 @@
-"""Fills rows that begin with what is known of them: from leased blocks, from rows that ran ahead, from those of the call before.
+"""Fills rows that begin with what is known of them.
 
-The memory of the call before becomes the rows' own where they go on in it: then nothing is copied at all.
+What is known comes from leased blocks, from rows that ran ahead, or from the rows of the call before. The memory of the
+call before becomes the rows' own where they go on in it: then nothing is copied at all.
 """
 
 from collections.abc import Sequence
@@ -30,13 +31,15 @@ def fill(
     """Let rows begin with their columns before `start`, all of which are known.
 
     Args:
-        wanted: columns that they will have, as far as that is known.
-        previous: of the call before.
-        copies: row that goes on after the first forward -> the row that runs for it there; None: each runs.
-        takes_over: its memory may become these rows'.
+        inputs: the rows as they were asked for.
+        known: what is known of each row.
+        wanted: columns that the rows will have, as far as that is known.
+        previous: rows of the call before.
+        copies: row that goes on after the first forward -> the row that runs for it there; None: each row runs.
+        takes_over: the memory of `previous` may become these rows'.
     """
     rows.begin(inputs, wanted)
-    captured = rows.captured  # its rows are dense, and begin where they stay
+    captured = rows.captured  # captured rows are dense, and begin where they stay
     make = memory.make if captured is None else captured.make
     with store.lock:
         slabs = store.slabs()
@@ -70,7 +73,7 @@ def fill(
 
 
 def _states_at(row: RowInput, start: int, known: Known, previous: Rows | None) -> States:
-    """What layers carry of one row before column `start`, where it resumes; nothing of padding."""
+    """Return what layers carry of one row before column `start`, where the row resumes; nothing for padding."""
     num_tokens = start - row.pad
     if num_tokens <= 0:
         return {}
@@ -137,7 +140,7 @@ def _fill_windows(
 def _load_windows(
     store: BlockStore, windows: WindowColumns, number: int, pad: int, block_ids: Sequence[int], num_tokens: int
 ) -> None:
-    """Copy what layers with a window see after so many tokens of a row from the window blocks of its lease."""
+    """Copy what layers with a window see after `num_tokens` tokens of a row, from blocks of the row's lease."""
     size = store.block_size
     with store.lock:
         slabs = store.window_slabs()
@@ -156,7 +159,11 @@ def _load_windows(
 def _take_over(
     rows: Rows, inputs: Sequence[RowInput], known: Sequence[Known], start: int, previous: Rows | None
 ) -> int:
-    """Take the memory of the call before, where each row goes on in its own there. Returns up to which column they do; 0: not at all."""
+    """Take the memory of the call before, where each row goes on in its own row there.
+
+    Returns:
+        the column up to which all rows do; 0: the memory was not taken.
+    """
     if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
         return 0
     if previous.base or previous.has_own or (rows.is_exact and not previous.can_go_on_at(start)):
@@ -175,7 +182,7 @@ def _take_over(
 def _load(
     store: BlockStore, rows: Rows, number: int, known: Known, done: int, start: int, previous: Rows | None
 ) -> None:
-    """Copy the columns `[done, start)` of one row to it."""
+    """Copy the known columns `[done, start)` of one row into it."""
     size, base, pad = store.block_size, rows.base, rows.prompts[number].pad
     first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
     if known.lease is not None and end > first * size:
@@ -192,7 +199,11 @@ def _load(
 
 
 def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop: int) -> int:
-    """Copy columns of a row, counted as in the row that they go to. Returns up to which column that has them."""
+    """Copy columns of a row to another row; return the column up to which the other row has them.
+
+    Args:
+        start, stop: columns as they are counted in the row that is written.
+    """
     if stop <= start:
         return start
     shift = source.prompts[source_row].pad - rows.prompts[row].pad
@@ -201,6 +212,6 @@ def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop:
 
 
 def _shapes_elsewhere(known: Sequence[Known], previous: Rows | None) -> list[memory.Shape]:
-    """Of the streams of rows in which something is known, where the pool holds nothing yet."""
+    """Return the shapes of streams of rows in which something is known, where the pool holds nothing yet."""
     sources = [row.ahead[0] for row in known if row.ahead is not None] + ([] if previous is None else [previous])
     return memory.shapes_of_rows(sources[0].all_memory()) if sources else []

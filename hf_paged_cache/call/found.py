@@ -1,4 +1,7 @@
-"""Where the known part of a row ends, and why: rows of the call before, token by token, and the words for `last_call`."""
+"""Finds where the known part of a row ends, and says why.
+
+It compares rows of the call before token by token, and has the words for `last_call`.
+"""
 
 from bisect import bisect_left
 from collections.abc import Iterable
@@ -11,14 +14,14 @@ from .request import RowInput
 
 
 class Found(NamedTuple):
-    """How many leading tokens of a row were known, and why no more."""
+    """`Found` says how many leading tokens of a row were known, and why no more were."""
 
     num_tokens: int
     stopped: str
 
 
 class EndedRow(Protocol):
-    """A row of the call before."""
+    """`EndedRow` is a row of the call before."""
 
     @property
     def root(self) -> bytes: ...
@@ -31,8 +34,10 @@ Ended = TypeVar("Ended", bound=EndedRow)
 
 
 class PreviousRows(Generic[Ended]):
-    """Rows of the call before, each root's sorted by their tokens as bytes, so that the row with the longest prefix in
-    common with a new one lies next to it. Made once for all rows of a call: in pairs, many would take long.
+    """`PreviousRows` finds the row of the call before that has the longest prefix in common with a new row.
+
+    The rows of each root are sorted by their tokens as bytes, so that this row lies next to the new one. They are
+    sorted once for all rows of a call: comparing many rows in pairs would take long.
     """
 
     def __init__(self, rows: Iterable[Ended] = ()) -> None:
@@ -44,7 +49,10 @@ class PreviousRows(Generic[Ended]):
             known.sort(key=_as_bytes)
 
     def closest(self, new: RowInput) -> tuple[Ended | None, int]:
-        """The row with the longest prefix in common with a new one, and its length; None where no row has its root."""
+        """Return the row with the longest prefix in common with a new row, and the prefix's length.
+
+        The row is None where no row has the new row's root.
+        """
         known = self._of_root.get(new.root, [])
         at = bisect_left(known, new.token_ids.tobytes(), key=_as_bytes)
         closest: Ended | None = None
@@ -66,10 +74,11 @@ _as_bytes = attrgetter("as_bytes")
 
 
 def why_stopped(num_known: int, token_ids: TokenIds, block_size: int, num_previous: int | None) -> str:
-    """Why a row is known no further.
+    """Say why no more of a row is known.
 
     Args:
-        num_previous: tokens of the previous row by which it is known; None: by blocks.
+        num_known: number of leading tokens that are known.
+        num_previous: number of tokens of the previous row by which the row is known; None: it is known by blocks.
     """
     if num_known == len(token_ids):
         return "the whole prompt was known"

@@ -1,6 +1,7 @@
-"""Keeps what rows have computed: full blocks that are new are taken, written, and then published under their hashes.
+"""Keeps what rows have computed: new full blocks are taken, written, and then published under their hashes.
 
-Never raises into a call for want of blocks or memory: what does not fit is not kept. A block is written once, before anybody can find it.
+Keeping never raises into a call for want of blocks or memory: what does not fit is not kept. A block is written once,
+before anybody can find it.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -37,10 +38,11 @@ def keep(
 
     Args:
         chains: root and first tokens of rows -> their hashes, as far as they were computed; added to.
-        ends: token ids after which, behind the prompt, a row is not kept.
-        prompt_columns: of the prompt.
-        make_room: is asked before so many blocks are taken; the store's lock is held.
-        is_wanted: whether nobody has asked to forget meanwhile what was computed until now; the store's lock is held.
+        ends: token ids that end a row: behind the prompt, nothing after the first of them is kept.
+        prompt_columns: columns of the prompt.
+        make_room: called with a number of blocks before so many are taken; the store's lock is held.
+        is_wanted: returns whether what was computed until now may still be kept, because nobody has asked meanwhile to
+            forget it; the store's lock is held.
     """
     if not rows.is_source:
         return
@@ -81,25 +83,30 @@ def keep(
 
 
 def _layout_for(store: BlockStore, rows: Rows) -> int | None:
-    """The layout of the pool that has tensors for all streams of the rows; None: it cannot have them."""
+    """Return the layout of the pool that has tensors for all streams of the rows; None: the pool cannot have them."""
     try:
         if not lay_out(store, rows):
             return None
     except torch.OutOfMemoryError:
         return None
-    with store.lock:  # a reset in another thread may have given them back meanwhile
+    with store.lock:  # a reset in another thread may have given the tensors back meanwhile
         are_there = _lies_alike(store, rows) or _has_tensors(store, rows)
         return store.pool.num_layouts if are_there else None
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
-    """The tokens up to the first end of a sequence behind the first ones."""
+    """Return the tokens up to the first end of a sequence, the end included.
+
+    Args:
+        ends: token ids that end a sequence.
+        first: number of leading tokens that are not looked at.
+    """
     at = next((at for at in range(first, len(tokens)) if tokens[at] in ends), None)
     return tokens if at is None else tokens[: at + 1]
 
 
 def _chain_of(chains: dict[bytes, HashChain], root: bytes, size: int, tokens: TokenIds) -> HashChain:
-    """The hashes of these tokens; those of a row of which they are known are computed once."""
+    """Return the hashes of these tokens; hashes that are known of a row are not computed again."""
     best = chains.get(root)
     if best is not None:
         common = common_prefix_length(best.token_ids, tokens)
@@ -141,7 +148,7 @@ def _keep_row(
             slabs = store.pool.all.slabs()
         _write(rows, number, pad + first * size, fresh, size, slabs)
         with store.lock:
-            if store.pool.all.slabs() is not slabs:  # they have grown meanwhile, and moved
+            if store.pool.all.slabs() is not slabs:  # the slabs have grown meanwhile, and moved
                 store.pool.join_streams()
                 _write(rows, number, pad + first * size, fresh, size, store.pool.all.slabs())
             store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
@@ -160,10 +167,10 @@ def _keep_row(
 def _write(
     rows: Rows, number: int, start: int, fresh: Sequence[tuple[int, list[int]]], size: int, slabs: Sequence[Slab]
 ) -> None:
-    """Write blocks of a row's columns from `start` on.
+    """Write blocks of a row's columns, from column `start` on.
 
     Args:
-        fresh: runs of them: the number of the first, counted from there, and their ids.
+        fresh: runs of blocks, each as the number of its first block, counted from `start`, and the ids of its blocks.
     """
     for at, block_ids in fresh:
         first = start + at * size
@@ -171,7 +178,7 @@ def _write(
 
 
 def _columns(rows: Rows, number: int, start: int, stop: int) -> memory.Columns:
-    """Columns of a row, of which the last ones may not be there: a block is filled up with anything."""
+    """Return columns of a row, of which the last ones may not be there: a block is filled up with anything."""
     if stop <= rows.n:
         return rows.columns(number, start, stop)
     made = memory.make(memory.shapes_of_rows(rows.all_memory()), 1, stop - start)
@@ -187,19 +194,21 @@ def _keep_states(store: BlockStore, taken: dict[int, States], held: Allocation) 
 
 
 def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, number: int, held: Allocation) -> None:
-    """Keep what layers with a window see at the end of the blocks that are held, and before it as far as there is room. The store's lock
-    is held, so that nobody finds what is not written yet.
+    """Keep what layers with a window see at the end of the blocks that are held.
+
+    What they see before that end is kept as far as there is room. The store's lock is held, so that nobody finds what
+    is not written yet.
 
     Raises:
         OutOfBlocksError: there is no room; nothing has changed.
     """
     size, num_tokens = store.block_size, len(held.block_ids) * store.block_size
     groups, block_ids = store.windows.groups, held.block_ids
-    wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # logical indices: what must be there, and what may
+    wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # (group, required logical indices, optional ones)
     for group in groups:
         memory_of_rows, base = windows.of(group.sight)
         seen = group.seen(num_tokens)
-        first = max(0, -(-(base - pad) // size))  # block that the rows have whole
+        first = max(0, -(-(base - pad) // size))  # first block that the rows have whole
         missing = [index for index in seen if not group.has(block_ids[index])]
         if not memory_of_rows or (missing and missing[0] < first):
             return
@@ -233,13 +242,14 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
 
 
 def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> list[tuple[int, list[int]]]:
-    """Blocks for as many of these hashes as fit, behind those that are held.
+    """Take blocks for as many of these hashes as fit, behind the blocks that are held.
 
     Returns:
-        those that are fresh: the number of the first hash, and the blocks of it and those after it. One further on may be there.
+        runs of fresh blocks: the number of the first hash, and the ids of its block and of those after it. Hashes
+            between two runs are there already.
     """
     allocator, before = store.allocator, len(held.block_ids)
-    # also those that another call is writing
+    # also known are hashes whose blocks another call is writing
     known = [allocator.hash_of_digest(each.digest) is not None for each in hashes]
     store.make_room(known.count(False))
     left = min(store.num_obtainable_blocks(), allocator.num_available_blocks - known.count(True))
@@ -260,7 +270,7 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
             fresh[-1][1].append(block_id)
         else:
             fresh.append((at, [block_id]))
-    for group in store.windows.groups:  # a window block of what was in these before is none of theirs
+    for group in store.windows.groups:  # window blocks of what these blocks held before are given up
         group.take_places([block_id for _, of_run in fresh for block_id in of_run], 0)
     return fresh
 
@@ -269,7 +279,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
     Returns:
-        whether it can hold them: not those of a dtype for which it has too many blocks.
+        whether the pool can hold the streams. It cannot hold streams of a dtype for which it has too many blocks.
     """
     pool = store.pool
     with store.lock:
@@ -291,7 +301,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
         store.read_budget()
         with store.lock:
             store.settle_budget()
-    with store.lock:  # tensors are made anew for a wider dtype, or on the device where the model is now
+    with store.lock:  # tensors are made anew for a wider dtype, or on the model's device if it has moved
         if all(_can_hold(store, stream, states) for stream, states in streams.items()):
             return True
         is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))
@@ -299,8 +309,9 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
 
 
 def _lies_alike(store: BlockStore, rows: Rows) -> bool:
-    """Whether streams that lie together in the rows do so in the pool, too, in the same dtype and on the same device. The store's lock is
-    held.
+    """Return whether streams that lie together in the rows do so in the pool, too.
+
+    They do so only in the same dtype and on the same device. The store's lock is held.
     """
     found = [*store.slabs(), *chain.from_iterable(store.window_slabs().values())]
     slabs = {names: (held.dtype, held.device) for held, names in found}
@@ -311,20 +322,20 @@ def _lies_alike(store: BlockStore, rows: Rows) -> bool:
 
 
 def _has_tensors(store: BlockStore, rows: Rows) -> bool:
-    """Whether the pool has tensors for all streams of the rows. The store's lock is held."""
+    """Return whether the pool has tensors for all streams of the rows. The store's lock is held."""
     layers = [layer for layer in rows.layers if getattr(layer, "held", None) is not None]
     return all(name in store.pool.layer(layer.layer_idx) for layer in layers for name, _ in layer.named())
 
 
 def _bytes_of_block(store: BlockStore, stream: Stream, states: torch.Tensor) -> int:
-    """Of a stream, in a dtype that takes what the pool holds as well."""
+    """Return the bytes that a block has of a stream, in a dtype that takes what the pool holds as well."""
     held = store.pool.layer(stream[0]).get(stream[1])
     dtype = states.dtype if held is None else torch.promote_types(held.dtype, states.dtype)
     return states.shape[1] * states.shape[3] * store.block_size * dtype.itemsize
 
 
 def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:
-    """Whether the pool holds such numbers; where it counts blocks alone, its tensor takes a wider dtype."""
+    """Return whether the pool can hold such numbers; where it counts blocks alone, its tensor takes a wider dtype."""
     held = store.pool.layer(stream[0]).get(stream[1])
     if held is None:
         return False

@@ -1,4 +1,4 @@
-"""What `generate` knows of the call that it begins. Plain numbers."""
+"""Defines what `generate` knows of the call that it begins. Plain numbers."""
 
 import math
 from dataclasses import dataclass
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """What `generate` knows of the call that it begins.
+    """`CallLimits` has what `generate` knows of the call that it begins.
 
     Attributes:
-        num_prompt_columns: columns of the prompt, padding included; later ones are generated.
-        max_columns: the most columns a row can get.
+        num_prompt_columns: columns of the prompt, padding included; later columns are generated.
+        max_columns: most columns that a row can get.
         num_rows: rows of the batch once beams and samples are expanded.
         end_of_sequence: token ids that end a row.
     """
@@ -22,4 +22,4 @@ class CallLimits:
 
 
 UNLIMITED = CallLimits()
-"""Of forwards without `generate`, and of calls whose arguments do not tell."""
+"""Limits of forwards without `generate`, and of calls whose arguments do not tell any."""

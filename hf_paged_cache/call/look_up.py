@@ -1,4 +1,7 @@
-"""What a call would find that began now. Effects: none; the store's lock is held by whoever asks."""
+"""Finds what a call would find that began now.
+
+Effects: none; whoever asks holds the store's lock.
+"""
 
 from collections.abc import Sequence
 
@@ -13,11 +16,12 @@ from .request import RowInput
 
 
 def look_up(store: BlockStore, new: RowInput, last: Sequence[PreviousRow], num_needed: int) -> tuple[Found, str | None]:
-    """What a call of one row would find; and the furthest lower tier that some of it would come up from, if any.
+    """Return what a call of one row would find, and the furthest lower tier that some of it would come up from, if any.
 
     Args:
-        last: the rows of the cache's last call.
-        num_needed: of its last tokens, so many run in any case.
+        new: the row.
+        last: rows of the cache's last call.
+        num_needed: number of the row's last tokens that run in any case.
     """
     most = max(0, len(new.token_ids) - num_needed)
     found = _in_pool(store, new, most)
@@ -38,7 +42,7 @@ def look_up(store: BlockStore, new: RowInput, last: Sequence[PreviousRow], num_n
 
 
 def _in_pool(store: BlockStore, new: RowInput, most: int) -> Found:
-    """What the pool's blocks hold of a row that may resume after `most` tokens at most."""
+    """Return what the pool's blocks hold of a row that may resume after `most` tokens at most."""
     with store.new_table(new.root, new.salt) as table:
         block_ids, num_tokens, num_matched = table.match_prefix(new.token_ids)
         if hold_images(new.token_ids):
@@ -57,7 +61,7 @@ def _in_pool(store: BlockStore, new: RowInput, most: int) -> Found:
 
 
 def _end_of_image(table: BlockTable, tokens: TokenIds, num_hit: int, block_size: int) -> int:
-    """The tokens up to the end of an image in the block after a hit, where that was kept; else 0."""
+    """Return the number of tokens up to the end of an image in the block after a hit, if that was kept; else 0."""
     end = end_of_image(tokens, num_hit, num_hit + block_size)
     if end is None:
         return 0
@@ -66,7 +70,9 @@ def _end_of_image(table: BlockTable, tokens: TokenIds, num_hit: int, block_size:
 
 
 def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequence[PreviousRow]) -> TokenIds:
-    """How the closest of what a call would find continues after a row's first `num_tokens` tokens; empty where nothing does.
+    """Return how the closest of what a call would find continues after a row's first `num_tokens` tokens.
+
+    The result is empty where nothing continues there.
 
     Cost: a SHA-256 for each block of the store.
 

@@ -1,6 +1,6 @@
-"""What is known of a row that begins: full blocks by their hashes, and the rows of the call before token by token.
+"""Finds what is known of a row that begins: full blocks by their hashes, and rows of the call before token by token.
 
-Changes nothing but who holds which block: a lease keeps the blocks that it names from being evicted or written.
+This changes nothing but who holds which block: a lease keeps the blocks that it names from being evicted or written.
 """
 
 from collections import Counter
@@ -18,10 +18,10 @@ from .request import RowInput
 
 
 class PreviousRow:
-    """A row of the call before, by its prefix key and its tokens.
+    """`PreviousRow` is a row of the call before, described by its prefix key and its tokens.
 
     Attributes:
-        number: among the rows of that call.
+        number: number of the row among the rows of that call.
     """
 
     def __init__(self, number: int, root: bytes, tokens: TokenIds, pad: int = 0, rows: Rows | None = None) -> None:
@@ -29,24 +29,26 @@ class PreviousRow:
         self._pad, self._rows = pad, rows
 
     def can_go_on_at(self, num_tokens: int) -> bool:
-        """Whether another row may go on after so many of its tokens: not where layers with a window have given up what is seen there, and
-        where layers carry states, after the last one alone.
+        """Return whether another row may go on after the first `num_tokens` tokens of this row.
+
+        It may not where layers with a window have given up what is seen there. Where layers carry states, it may go on
+        only after the last token.
         """
         return self._rows is None or self._rows.can_go_on_at(self._pad + num_tokens)
 
     @property
     def is_exact(self) -> bool:
-        """Whether rows go on after certain columns alone."""
+        """True if rows go on only after certain columns."""
         return self._rows is not None
 
     @property
     def num_true_tokens(self) -> int:
-        """All of them."""
+        """Number of all tokens of the row."""
         return len(self.true_token_ids)
 
 
 def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
-    """The rows of a call that is over, where what they hold is what their tokens say."""
+    """Return the rows of a call that is over; empty where they may hold something else than their tokens say."""
     if rows is None or not rows.is_source:
         return ()
     tokens, exact = rows.token_ids(), rows if rows.is_exact else None
@@ -57,21 +59,23 @@ def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
 
 
 class Known:
-    """What is known of one row.
+    """`Known` says what is known of one row.
 
     Attributes:
-        chain: its tokens and their hashes.
-        lease: of the blocks that hold its first tokens; None: they were not asked for.
+        chain: the row's tokens and their hashes.
+        lease: lease of the blocks that hold the row's first tokens; None: the blocks were not asked for.
         previous: number of the row of the call before that begins alike; None: there is none.
-        num_common: tokens that it has in common with that row.
-        ahead: rows that were computed first for this call, the number of one of them, and how many tokens of it this row has.
-        num_in_blocks: tokens that blocks hold.
-        num_tokens: leading tokens that are known, wherever.
-        num_found: those that could be reused, if the row might start anywhere.
-        num_matched: tokens of which blocks are known, whether layers with a state can resume after them or not.
-        states: what layers with a state carry after those in blocks.
-        brought: lower tier -> tokens in blocks that have come from there for this call.
-        stopped: why it was known no further, before anything ran ahead.
+        num_common: number of tokens that the row has in common with that row.
+        ahead: rows that were computed first for this call, the number of one of them, and how many of its tokens this
+            row has.
+        num_in_blocks: number of leading tokens that blocks hold.
+        num_tokens: number of leading tokens that are known, wherever.
+        num_found: number of leading tokens that could be reused, if the row might start anywhere.
+        num_matched: number of leading tokens of which blocks are known, whether layers with a state can resume after
+            them or not.
+        states: what layers with a state carry after the tokens in blocks.
+        brought: lower tier -> number of tokens in blocks that have come from there for this call.
+        stopped: why no more of the row was known, before anything ran ahead.
     """
 
     __slots__ = (
@@ -101,19 +105,19 @@ class Known:
         self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
 
     def forget(self) -> None:
-        """The row begins anew, whatever is known of it."""
+        """Let the row begin anew, whatever is known of it."""
         self.num_tokens = self.num_in_blocks = self.num_common = 0
         self.previous = self.ahead = None
         self.states = {}
 
     def limit(self, num_tokens: int) -> None:
-        """The row knows at most so many tokens: another rank knows no more."""
+        """Limit what the row knows to so many tokens: another rank knows no more."""
         if num_tokens < self.num_tokens:
             self.num_tokens, self.stopped = num_tokens, f"{self.stopped}; another rank's hit is shorter"
             self.num_in_blocks, self.num_common = min(self.num_in_blocks, num_tokens), min(self.num_common, num_tokens)
 
     def learn(self, ahead: Rows, number: int, num_tokens: int) -> None:
-        """So many tokens were computed first, in a row of these rows."""
+        """Note that so many tokens were computed first, in a row of these rows."""
         if num_tokens > self.num_tokens:
             self.ahead, self.num_tokens = (ahead, number, num_tokens), num_tokens
 
@@ -126,17 +130,18 @@ def match(
     latest: int | None = None,
     brought: Mapping[int, str] = MappingProxyType({}),
 ) -> list[Known]:
-    """What is known of rows that begin. The store's lock is held.
+    """Find what is known of rows that begin. The store's lock is held.
 
-    A row alone of which one of the call before knows more than blocks do holds none.
+    A row that runs alone holds no blocks where a row of the call before knows more of it than blocks do.
 
     Args:
         chains: root and tokens of rows of the call before -> their hashes, as far as they were computed.
-        latest: the last column at which rows may start, where layers have windows or states: then they start exactly where they are known.
-        brought: block -> lower tier that it has come from for this call.
+        latest: last column at which rows may start, where layers have windows or states: then rows start exactly where
+            they are known. None: rows may start after any of their known tokens.
+        brought: block -> lower tier that the block has come from for this call.
 
     Returns:
-        of each row; its lease is the caller's to give back.
+        what is known of each row; each lease is the caller's to give back.
     """
     before, found = PreviousRows(previous), []
     for row in new:
@@ -159,10 +164,14 @@ def match(
 def _up_to_an_image(
     store: BlockStore, row: RowInput, lease: Allocation, num_held: int, num_matched: int, latest: int | None
 ) -> tuple[Allocation, int]:
-    """A lease that holds the end of the image in the block after what is known, too, where that was kept; and the tokens that it holds.
+    """Return a lease that also holds the end of the image in the block after what is known, and its tokens.
+
+    The given lease is returned where the end of the image was not kept.
 
     Args:
-        num_held, num_matched: tokens that a lease holds, and those that are known whether a row can resume there or not.
+        lease: lease of the known blocks.
+        num_held: number of tokens that this lease holds.
+        num_matched: number of tokens that are known, whether a row can resume after them or not.
     """
     end = end_of_image(row.token_ids, num_matched, num_matched + store.block_size)
     if end is None or (latest is not None and end > latest - row.pad):
@@ -181,7 +190,7 @@ def _up_to_an_image(
 def _anywhere(
     store: BlockStore, row: RowInput, chain: HashChain, closest: PreviousRow | None, num_common: int, *, is_alone: bool
 ) -> Known:
-    """What is known of a row that may start after any of its tokens, but for those of an image."""
+    """Find what is known of a row that may start after any of its tokens, but for those inside an image."""
     num_common, lease, num_held, size = whole_images(row.token_ids, num_common), None, 0, store.block_size
     if not is_alone or num_common % size == 0 or _is_known(store, chain, num_common, row.salt):
         lease = store.leases.take(chain.hashes_of(0, chain.num_full_blocks), row.salt)
@@ -195,7 +204,7 @@ def _anywhere(
 def _exactly(
     store: BlockStore, row: RowInput, chain: HashChain, closest: PreviousRow | None, num_common: int, latest: int
 ) -> Known:
-    """What is known of a row that starts exactly where it is known: where its layers can resume."""
+    """Find what is known of a row that starts exactly where it is known: where its layers can resume."""
     most = max(0, latest - row.pad)
     num_there = whole_images(row.token_ids, min(num_common, most))
     if closest is None or not closest.can_go_on_at(num_there):
@@ -223,19 +232,22 @@ def _exactly(
 
 
 def _is_known(store: BlockStore, chain: HashChain, token: int, salt: bytes) -> bool:
-    """Whether the pool has the full block of this token of a row."""
+    """Return whether the pool has the full block of this token of a row."""
     block = token // store.block_size
     return block < chain.num_full_blocks and bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), salt))
 
 
 def _chain_of(row: RowInput, size: int, chains: Mapping[bytes, HashChain]) -> HashChain:
-    """A row's tokens and their hashes; those of the tokens that it has in common with a row of before are not computed again."""
+    """Return a row's tokens and their hashes.
+
+    Hashes of the tokens that the row has in common with an earlier row are not computed again.
+    """
     before = chains.get(row.root)
     if before is None:
         chain = HashChain(row.root, size)
         chain.extend(row.token_ids)
         return chain
-    chain = before.copy()  # who has that row may go on with it
+    chain = before.copy()  # whoever has that row may go on with it
     chain.truncate(common_prefix_length(chain.token_ids, row.token_ids))
     chain.extend(row.token_ids[len(chain) :])
     return chain

@@ -1,10 +1,14 @@
-"""Which forwards run ahead of one over all rows, so that all rows start at one column. Pure: rows in, plan out; no table, no tensor.
+"""Plans which forwards run ahead of one over all rows, so that all rows start at one column.
 
-A row starts after any of its known tokens. Where layers carry states or have windows it starts after exactly so many, at its *origin*, or
-begins anew, in its padding. So rows join where they start, as on a staircase, and all run together from the last stair on. A prefix that
-rows share is computed in one row first. Forwards are cut where a snapshot is wanted.
+Pure: rows in, plan out; no table, no tensor.
 
-A forward of one column counts as the step of a token: layers with a state do not look at its mask, so no row may be in its padding there.
+A row starts after any of its known tokens. Where layers carry states or have windows, it starts after exactly so many
+tokens, at its *origin*, or begins anew, in its padding. So rows join where they start, as on a staircase, and all run
+together from the last stair on. A prefix that rows share is computed in one row first. Forwards are cut where a
+snapshot is wanted.
+
+A forward of one column counts as the step of a token: layers with a state do not look at its mask, so no row may be in
+its padding there.
 """
 
 from array import array
@@ -17,54 +21,54 @@ from typing import NamedTuple
 from ..blocks.tokens import TokenIds, common_prefix_length
 
 # What a forward costs beside its tokens, in tokens: reading all weights, launching all kernels. For SmolLM2-135M on two
-# cores that is some 45 (`python benchmarks/bench_generate.py --scenes forward_cost`); more here, so that it is a gain.
-# An accelerator computes tokens faster and launches no faster; its number is a guess.
+# cores that is some 45 (`python benchmarks/bench_generate.py --scenes forward_cost`). The number here is larger,
+# so that plans are a gain. An accelerator computes tokens faster and launches no faster; its number is a guess.
 FORWARD_COST_ON_HOST = 64
 FORWARD_COST_ON_ACCELERATOR = 512
 
-_MAX_WEIGHED = 64  # prefixes, and columns at which rows may join; more rows than that rarely differ in more
+_MAX_WEIGHED = 64  # most prefixes, and most columns to join at, that are weighed; more rows rarely differ in more
 
 
 class PlannedRow(NamedTuple):
-    """A row that runs."""
+    """`PlannedRow` is a row that runs."""
 
     pad: int  # columns of left padding
-    start: int | None = None  # column before which it is known; None: it begins anew
-    token_ids: TokenIds = array("q")  # all, those of the forward included; none: it shares nothing
+    start: int | None = None  # column before which the row is known; None: it begins anew
+    token_ids: TokenIds = array("q")  # all tokens, those of the forward included; empty: the row shares nothing
     kind: int = 0  # rows of one kind can share
     wanted: tuple[int, ...] = ()  # tokens after which a snapshot is wanted
 
     @property
     def known(self) -> int:
-        """Tokens after which it starts."""
+        """Number of tokens after which the row starts."""
         return 0 if self.start is None else max(0, self.start - self.pad)
 
 
 class Bounds(NamedTuple):
-    """Where the forward over all rows may lie, and what forwards ahead of it cost."""
+    """`Bounds` says where the forward over all rows may lie, and what forwards ahead of it cost."""
 
-    before: int  # it starts at this column or further right
-    stop: int  # its end
-    latest: int  # it starts no further right
-    forward_cost: int  # of a forward more, in tokens
-    is_exact: bool = False  # rows start where they are known, or anew; else also further left
+    before: int  # the forward starts at this column or further right
+    stop: int  # column at which the forward ends
+    latest: int  # last column at which the forward may start
+    forward_cost: int  # cost of one more forward, in tokens
+    is_exact: bool = False  # rows start where they are known, or anew; if not, also further left
     first: int = 0  # column at which rows begin anew, if not later in their padding
-    width: int = 0  # columns of padding that a row must see, where it has so many, to be as if it had seen all
-    least: int = 1  # columns of a forward that does not begin with the rows, 1 or 2
+    width: int = 0  # columns of padding that a row must see, if it has so many, to be as if it saw all
+    least: int = 1  # fewest columns of a forward that does not begin with the rows, 1 or 2
     align: int = 1  # rows share prefixes of a multiple of so many tokens
 
 
 class Prefix(NamedTuple):
-    """A forward of one row alone, that computes what others begin with."""
+    """`Prefix` is a forward of one row alone, which computes what others begin with."""
 
     row: int
     num_tokens: int
-    known: int  # of these, tokens that are not computed
-    heirs: Mapping[int, int]  # row -> tokens after which it resumes from there, itself included
+    known: int  # number of these tokens that are not computed
+    heirs: Mapping[int, int]  # row -> tokens after which it resumes from there; the row that runs is included
 
 
 class Step(NamedTuple):
-    """A forward of columns `[start, stop)` of some rows."""
+    """`Step` is a forward of the columns `[start, stop)` of some rows."""
 
     rows: tuple[int, ...]
     start: int
@@ -72,30 +76,32 @@ class Step(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How rows come to `column`, where all of them resume together."""
+    """`Plan` says how rows come to `column`, where all of them resume together."""
 
-    prefixes: tuple[Prefix, ...]  # each after those that it resumes from
+    prefixes: tuple[Prefix, ...]  # each prefix comes after those that it resumes from
     steps: tuple[Step, ...]
     column: int
     cold: frozenset[int]  # rows that begin anew, whatever is known of them
-    cost: int  # tokens, with those of the forward over all rows
+    cost: int  # cost in tokens, with that of the forward over all rows
 
     @property
     def runs(self) -> bool:
-        """Whether anything comes first."""
+        """True if anything runs first."""
         return bool(self.prefixes or self.steps)
 
     def starts(self, num_rows: int) -> dict[int, int]:
-        """Row -> the column at which it joins."""
+        """Return row -> column at which the row joins."""
         starts = {number: step.start for step in reversed(self.steps) for number in step.rows}
         return {number: starts.get(number, self.column) for number in range(num_rows)}
 
 
 def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan | None:
-    """The forwards after which all rows together cost least, in tokens; None where rows cannot come to one column without any.
+    """Find the forwards after which all rows together cost least, in tokens.
+
+    None where rows cannot come to one column, which may need forwards ahead.
 
     Args:
-        may_run_ahead: else none come first.
+        may_run_ahead: forwards may run ahead; if not, none does.
 
     Examples:
         >>> from array import array
@@ -111,7 +117,7 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
     if best is None or not may_run_ahead:
         return best
     prefixes: list[Prefix] = []
-    ahead = 0  # what the prefixes cost
+    ahead = 0  # cost of the prefixes, in tokens
     for members, length in _shared(rows, bounds):
         limits = {number: bounds.latest - rows[number].pad for number in members}
         if not bounds.is_exact:
@@ -123,7 +129,7 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
         known = rows[row].known
         if known and length - known < bounds.least:
             continue
-        # After a prefix of which rows need no more than its blocks, that very forward goes further.
+        # Where a prefix ends at what the row knows, and rows need only its blocks, that very forward goes further.
         at = next((at for at, held in enumerate(prefixes) if held.row in heirs and held.num_tokens == known), None)
         longer = Prefix(row, length, known, dict.fromkeys(heirs, length))
         if bounds.is_exact or at is None:
@@ -142,7 +148,10 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
 
 
 def _with_prefixes(found: Plan, prefixes: Sequence[Prefix], rows: Sequence[PlannedRow], ended: Collection[int]) -> Plan:
-    """The same after prefixes; where the first step only resumes in the row of one, that very forward goes further."""
+    """Put prefixes before a plan.
+
+    Where the first step only resumes in the row of a prefix, the forward of that prefix itself goes further.
+    """
     first = found.steps[0] if found.steps else None
     if first is None or len(first.rows) > 1 or first.rows[0] not in ended:
         return found._replace(prefixes=tuple(prefixes))
@@ -157,7 +166,10 @@ def _with_prefixes(found: Plan, prefixes: Sequence[Prefix], rows: Sequence[Plann
 
 
 def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int, ...], int]]:
-    """Rows and what they have in common, in tokens; the shorter ones first, and of the same rows the longest."""
+    """List groups of rows with the number of tokens that they have in common.
+
+    Shorter prefixes come first; for the same rows, only the longest prefix is listed.
+    """
     order = sorted(
         (number for number, row in enumerate(rows) if row.token_ids),
         key=lambda number: (rows[number].kind, rows[number].token_ids.tobytes()),
@@ -180,7 +192,9 @@ def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int,
 def _climb(
     rows: Sequence[PlannedRow], bounds: Bounds, ended: Collection[int] = (), *, may_run_ahead: bool = True
 ) -> Plan | None:
-    """The same without prefixes: of the rows that start where they are known, those that are known least begin anew where that costs less.
+    """Plan without prefixes.
+
+    Of the rows that start where they are known, those of which least is known begin anew where that costs less.
 
     Args:
         ended: rows at the end of a forward, which may as well go further.
@@ -209,8 +223,11 @@ def _staircase(
     *,
     may_run_ahead: bool,
 ) -> Plan | None:
-    """The cheapest stairs: rows of `exact` join at these columns, all others at the last stair that they may."""
-    ends = []  # of each row, the last column at which it may join
+    """Find the cheapest stairs.
+
+    Rows of `exact` join at these columns, all other rows at the last stair that they may.
+    """
+    ends = []  # for each row, the last column at which it may join
     for number, row in enumerate(rows):
         end = row.pad - bounds.width if bounds.is_exact or row.start is None else row.start
         ends.append(exact.get(number, max(bounds.first, min(end, bounds.latest))))
@@ -220,7 +237,7 @@ def _staircase(
     must, joined = set(exact.values()), sorted(ends)
     ways: dict[
         int, tuple[int, int | None]
-    ] = {}  # column -> what rows cost that run up to there, and the stair before it
+    ] = {}  # column -> cost of the rows that run up to it, and the stair before it
     for at, stop in enumerate(columns):
         if stop <= joined[0]:
             ways[stop] = (0, None)
@@ -259,15 +276,17 @@ def _staircase(
 
 
 def _may_run(start: int, stop: int, pad: int, bounds: Bounds) -> bool:
-    """Whether a forward of these columns, of rows of so much padding, computes what one of more columns does."""
+    """Return whether a forward of these columns, of rows of so much padding, computes what one of more columns does."""
     return stop - start > 1 or (pad <= start and (bounds.least < 2 or not start))
 
 
 def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds, *, share: int = 8) -> Plan:
-    """The same with forwards cut where snapshots are wanted: all of a single row, or of all rows, others where they are cheap.
+    """Cut the forwards of a plan where snapshots are wanted.
+
+    All cuts of a single row, or cuts that all rows want, are made; other cuts are made where they are cheap.
 
     Args:
-        share: what such forwards may cost, as a part of the tokens computed.
+        share: the other cuts cost at most the tokens computed, divided by this number.
     """
     columns: Counter[int] = Counter()
     starts = plan.starts(len(rows))
@@ -286,7 +305,7 @@ def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds, *, share: int = 
         if column in taken or not all(may_part(*sorted((column, other))) for other in taken):
             continue
         if number < len(rows):
-            allowed -= 1  # those that all rows want cost no row a forward more
+            allowed -= 1  # a cut that all rows want costs no row a forward more
         if number == len(rows) or allowed >= 0:
             cuts.append(column)
             taken.add(column)

@@ -1,4 +1,4 @@
-"""What the rows of a call began with and cost, for `last_call` and `stats`. Plain numbers."""
+"""Counts what the rows of a call began with and cost, for `last_call` and `stats`. Plain numbers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -16,15 +16,15 @@ def count_prompt(
     start: int,
     ahead: Mapping[int, int],
 ) -> list[RowCount]:
-    """A line for each row of the batch.
+    """Count the tokens of each row of the batch.
 
     Args:
-        known: of each row that runs.
-        num_found: tokens of each that were there before the call.
+        known: what is known of each row that runs.
+        num_found: for each row that runs, number of tokens that were there before the call.
         members: row that runs -> the row of the batch that it is.
         copies: row of the batch -> the row that runs for it.
-        start: the column from which on they run.
-        ahead: row that runs -> tokens that were computed for it first.
+        start: column from which on the rows run.
+        ahead: row that runs -> number of tokens that were computed for it first.
     """
     counts = []
     for row in request.rows:
@@ -53,5 +53,5 @@ def count_prompt(
 
 
 def count_bypassed(num_tokens: Sequence[int], why: str) -> list[RowCount]:
-    """A line for each row of a call, or of one more forward, that reuses and keeps nothing."""
+    """Count the tokens of each row of a call, or of one more forward, that reuses and keeps nothing."""
     return [RowCount(number, number, stopped=why) for number in num_tokens]

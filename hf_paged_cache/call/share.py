@@ -1,4 +1,4 @@
-"""Which columns rows of a call have in common, and where these lie: what they hold once.
+"""Finds the columns that rows of a call have in common, and where these lie, so that they are held once.
 
 Rows share blocks that are known when they begin, and the whole prompt where one row has run it for several.
 """
@@ -28,10 +28,13 @@ def share_known(
     looks: Looks,
     copies: Sequence[int],
 ) -> SharedColumns | None:
-    """What rows have in common of the blocks that hold their columns before `start`; None where to hold it once does not pay.
+    """Find what rows have in common of the blocks that hold their columns before `start`.
+
+    None where it does not pay to hold that once.
 
     Args:
-        copies: row that goes on -> the row that runs for it in the first forward: all that go on read what is held once.
+        copies: row that goes on -> the row that runs for it in the first forward. All rows that go on read what is held
+            once.
     """
     size = store.block_size
     if len(inputs) < 2 or not start:
@@ -40,7 +43,7 @@ def share_known(
         slabs, num_pool_blocks = store.slabs(), store.pool.all.capacity
     if not slabs:
         return None
-    numbers: dict[bytes, int] = {}  # a block's digest -> a number for it
+    numbers: dict[bytes, int] = {}  # a block's digest -> a number for the block
     layouts = []
     for row, of_row in zip(inputs, known, strict=True):
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
@@ -63,9 +66,9 @@ def share_known(
 
 
 def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
-    """The plan of rows, as that of the rows which run for them."""
+    """Turn the plan of rows into that of the rows which run for them."""
     firsts = [copies.index(source) for source in range(1 + max(copies))]
-    segments = dict.fromkeys(  # equal rows may each have got one of their own
+    segments = dict.fromkeys(  # equal rows may each have got a segment of their own
         segment._replace(rows=tuple(sorted({copies[row] for row in segment.rows}))) for segment in plan.segments
     )
     pads, ends = tuple(plan.pads[row] for row in firsts), tuple(plan.ends[row] for row in firsts)
@@ -73,15 +76,15 @@ def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
 
 
 def layouts_padded(layouts: Sequence[BlockRow]) -> bool:
-    """Whether any row has padding."""
+    """Return whether any row has padding."""
     return any(row.pad for row in layouts)
 
 
 def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColumns | None:
-    """What rows have in common that go on from those which ran for them, row `i` from row `copies[i]`; None where that does not pay.
+    """Find what rows have in common that go on from the rows which ran for them, row `i` from row `copies[i]`.
 
-    Columns behind those that rows share already are held once for the rows of one source, or lie in the tail of each, whichever
-    costs less.
+    None where it does not pay to hold that once. Columns behind those that rows share already are held once for the
+    rows of one source, or lie in the tail of each row, whichever costs less.
     """
     held = rows.all_memory()
     if not held or not rows.is_whole:
@@ -98,7 +101,7 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     pads = tuple(rows.prompts[source].pad for source in copies)
     launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads), looks)
     behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
-    apart = len(copies) * (rows.n - rows.base)  # what is read where each row has them
+    apart = len(copies) * (rows.n - rows.base)  # columns read where each row has its own
     once = sum(rows.n - first + launch for first in behind if first < rows.n)
     is_once = old is None or once < apart
     for source, first in enumerate(behind) if is_once else ():
@@ -121,7 +124,11 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
 
 
 def _launch_tokens(tensors: Sequence[Tensor], are_padded: bool, looks: Looks) -> float:
-    """See `tokens_of_a_launch`; of tensors [S, H, .., D] of the streams of all layers."""
+    """Return how many tokens one more launch costs; see `tokens_of_a_launch`.
+
+    Args:
+        tensors: streams of all layers, [S, H, .., D] each.
+    """
     if not looks.weighs_launches:
         return 0
     num_bytes = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[-1] * tensor.dtype.itemsize for tensor in tensors)
@@ -132,7 +139,10 @@ def _launch_tokens(tensors: Sequence[Tensor], are_padded: bool, looks: Looks) ->
 def _where(
     store: BlockStore, slabs: Sequence[Slab], segment: Segment, known: Sequence[Known], size: int
 ) -> tuple[list[Streams], Allocation | None] | None:
-    """Memory of one row that holds the tokens of a segment, and the lease that keeps it."""
+    """Find memory of one row that holds the tokens of a segment, and the lease that keeps the memory, if it needs one.
+
+    None where no row has the segment's tokens in one place.
+    """
     first, num = segment.start // size, len(segment.block_ids)
     for row in segment.rows:
         of_row = known[row]

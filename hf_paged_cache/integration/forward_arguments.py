@@ -5,7 +5,7 @@ is named as the reason why the forward is computed without reuse. Inputs are sho
 """
 
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol
@@ -173,12 +173,7 @@ class ArgumentReader:
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """
-        for name in self.cross_inputs:
-            if arguments.get(name) is not None:
-                raise CacheArgumentError(
-                    f"{name} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
-                    "without past_key_values, or use generate, which then leaves this cache out"
-                )
+        self._require_readable(arguments, rows, by_default)
         before, running = rows.num_columns, rows.in_batch()
         given = read_inputs(
             arguments,
@@ -192,15 +187,9 @@ class ArgumentReader:
         num_new, mask = given.num_new_columns, given.mask
         if running:
             self._require_kept(running, mask)
-        asked = _asked_output(arguments, by_default)
-        if rows.lacks_padding and _is_asked("output_attentions", arguments, by_default):
-            raise CacheArgumentError(
-                "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys and values "
-                "of that padding are not kept: ask for it from the rows' first forward on, or cache.reset() first"
-            )
         bypass = (
             self._unread(arguments)
-            or asked
+            or _asked_output(arguments, by_default)
             or _why_no_ids(given, arguments)
             or mask.why_unusual
             # generate itself counts them right
@@ -214,12 +203,8 @@ class ArgumentReader:
         keep_columns, num_needed = all_outputs, 1
         if all_outputs is None:
             keep_columns, num_needed = self._read_logits(arguments, in_generate, records_drafts)
-        inputs = []
-        for tokens, pad, first, num_zeros in zip(given.token_ids, pads, firsts, mask.num_zeros, strict=True):
-            skipped = num_pads(pad, before, num_new)
-            inputs.append(RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_zeros - skipped)))
         return ForwardRequest(
-            rows=tuple(inputs),
+            rows=tuple(_rows_after(before, given, pads, firsts)),
             num_new_columns=num_new,
             num_logits_needed=max(1, min(num_needed, num_new)),
             bypass=bypass,
@@ -227,6 +212,24 @@ class ArgumentReader:
             may_alias=bypass is None and all_outputs is None,
             max_position=given.max_position,
         )
+
+    def _require_readable(self, arguments: Mapping[str, Any], rows: RunningRows, by_default: Sequence[str]) -> None:
+        """Refuse a forward whose layers would read what rows cannot hold.
+
+        Raises:
+            CacheArgumentError: a cross attention is used, or attention may see padding whose keys and values are not kept.
+        """
+        for name in self.cross_inputs:
+            if arguments.get(name) is not None:
+                raise CacheArgumentError(
+                    f"{name} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
+                    "without past_key_values, or use generate, which then leaves this cache out"
+                )
+        if rows.lacks_padding and _is_asked("output_attentions", arguments, by_default):
+            raise CacheArgumentError(
+                "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys and values "
+                "of that padding are not kept: ask for it from the rows' first forward on, or cache.reset() first"
+            )
 
     def _unread(self, arguments: Mapping[str, Any]) -> str | None:
         """An argument that may condition keys and values and is none of those read here."""
@@ -393,6 +396,13 @@ def _why_no_ids(given: InputValues, arguments: Mapping[str, Any]) -> str | None:
         return None
     instead = "codes of its own" if arguments.get("inputs_embeds") is None else "embeddings"
     return f"{instead} were passed instead of token ids"
+
+
+def _rows_after(before: int, given: InputValues, pads: Sequence[int], firsts: Sequence[int]) -> Iterator[RowInput]:
+    """The rows without their padding, where so many columns are there; they have no roots yet."""
+    for tokens, pad, first, num_zeros in zip(given.token_ids, pads, firsts, given.mask.num_zeros, strict=True):
+        skipped = num_pads(pad, before, given.num_new_columns)
+        yield RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_zeros - skipped))
 
 
 def _asked_output(arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:

@@ -1,1 +1,1 @@
-"""Keys and values as tensors, indexed by block id. Knows nothing of who holds a block."""
+"""Owns keys and values as tensors, indexed by block id. Knows nothing of who holds a block."""

@@ -1,7 +1,7 @@
 """Owns the tensors of all keys and values that the cache holds, and their growth. Refuses states of another shape.
 
-Layers that need the same tokens are a group: its tensors hold as many blocks. Knows nothing of tokens, hashes, rows or who
-holds a block. Block ids are trusted: a range check would synchronise an accelerator.
+Layers that need the same tokens are a group, whose tensors all hold the same number of blocks. Knows nothing of tokens,
+hashes, rows or who holds a block. Block ids are trusted: a range check would synchronise an accelerator.
 """
 
 import contextlib
@@ -25,11 +25,12 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 
 
 class Slab(NamedTuple):
-    """Blocks of several streams, the keys or the values of a layer each, that lie in one tensor.
+    """`Slab` holds blocks of several streams in one tensor; a stream is the keys or the values of one layer.
 
     Attributes:
-        tensor: [streams, heads, blocks, block_size, head_dim]; blocks that follow one another are one run of tokens of each head.
-        streams: (layer index, name) of each.
+        tensor: [streams, heads, blocks, block_size, head_dim]; blocks that follow one another are one run of tokens of
+            each head.
+        streams: (layer index, name) of each stream.
     """
 
     tensor: Tensor
@@ -37,16 +38,18 @@ class Slab(NamedTuple):
 
 
 class GroupTensors:
-    """Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device; see `_zeroed`.
+    """`GroupTensors` holds the tensors of the layers of one group.
+
+    Layer index -> name -> `[capacity, num_heads, block_size, head_dim]`, on that layer's device; see `_zeroed`.
 
     Args:
-        streams: asked to wait for what is released.
-        placing: which block has which place here, where not all have one; None: block ids are the places.
+        streams: order of streams, which is asked to wait for what is released.
+        placing: says which block has which place here, where not all blocks have one; None: block ids are the places.
 
     Attributes:
-        capacity: blocks that every tensor holds; where growing was cut short, some hold more.
+        capacity: number of blocks that every tensor holds; where growing was cut short, some tensors hold more.
         num_blocks_used: 1 + the highest place written so far.
-        bytes_per_block: in all layers written so far.
+        bytes_per_block: bytes of a block in all layers written so far.
     """
 
     def __init__(self, streams: StreamOrder, placing: WindowBlocks | None = None) -> None:
@@ -54,18 +57,18 @@ class GroupTensors:
         self.layers: dict[int, dict[str, Tensor]] = {}
         self.capacity = self.num_blocks_used = self.bytes_per_block = 0
         self._streams = streams
-        self._together: list[Slab] = []  # whose tensors were made together
-        self._slabs: list[Slab] | None = None  # all; None: to be found anew
+        self._together: list[Slab] = []  # slabs of tensors that were made together
+        self._slabs: list[Slab] | None = None  # all slabs; None: to be found anew
 
     def __iter__(self) -> Iterator[Tensor]:
         return (tensor for layer in self.layers.values() for tensor in layer.values())
 
     def named(self) -> dict[tuple[int, str], Tensor]:
-        """(Layer index, name) -> tensor."""
+        """Return (layer index, name) -> tensor."""
         return {(idx, name): held for idx, layer in self.layers.items() for name, held in layer.items()}
 
     def slabs(self) -> list[Slab]:
-        """All tensors, those that were made together as one."""
+        """Return all tensors as slabs; tensors that were made together are one slab."""
         if self._slabs is None:
             self._slabs = self._find_slabs()
         return self._slabs
@@ -92,32 +95,38 @@ class GroupTensors:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """Make the tensors of these streams, which have none yet, in one."""
+        """Make the tensors of these streams, which have none yet, as parts of one tensor."""
         slab = Slab(zeros((len(streams), heads, self.capacity, block_size, head_dim), dtype, device), tuple(streams))
         self._together.append(slab)
         self._follow(slab)
         self.bytes_per_block += _bytes_of_one(slab.tensor)
 
     def _follow(self, slab: Slab) -> None:
-        """The layers' tensors are parts of this slab."""
+        """Let the layers' tensors be parts of this slab."""
         self._slabs = None
         for (layer_idx, name), part in zip(slab.streams, slab.tensor, strict=True):
             self.layers.setdefault(layer_idx, {})[name] = part.transpose(0, 1)
 
     def use(self, num_blocks: int) -> None:
-        """The first so many are about to be written."""
+        """Note that the first `num_blocks` blocks are about to be written."""
         self.num_blocks_used = max(self.num_blocks_used, num_blocks)
 
     def bytes_on(self) -> dict[torch.device, int]:
-        """Bytes taken of each device; of a host, those of the blocks used so far, as untouched pages cost nothing."""
+        """Return the bytes taken of each device.
+
+        On a host these are the bytes of the blocks used so far, as untouched pages cost nothing.
+        """
         return self._bytes_on(lambda tensor: (tensor[: self.num_blocks_used] if tensor.is_cpu else tensor).nbytes)
 
     def bytes_per_block_on(self) -> dict[torch.device, int]:
-        """Bytes that a block takes of each device, in the layers written so far."""
+        """Return the bytes that a block takes of each device, in the layers written so far."""
         return self._bytes_on(lambda tensor: tensor[:1].nbytes)
 
     def bytes_to_grow(self, num_blocks: int) -> dict[torch.device, int]:
-        """Bytes that `ensure_capacity` needs free on each device: the new blocks, and for a moment what lies in one tensor twice."""
+        """Return the bytes that `ensure_capacity` needs free on each device.
+
+        They are the bytes of the new blocks, and those of the largest tensor, which is there twice for a moment.
+        """
         new = self._bytes_on(lambda tensor: max(0, num_blocks - tensor.shape[0]) * tensor[:1].nbytes)
         twice: dict[torch.device, int] = {}
         for held, streams in self._find_slabs():
@@ -126,15 +135,15 @@ class GroupTensors:
         return {device: extra + twice[device] for device, extra in new.items()}
 
     def ensure_capacity(self, num_blocks: int) -> None:
-        """Hold at least `num_blocks` blocks, all those used so far with their content.
+        """Hold at least `num_blocks` blocks, and keep the content of all blocks used so far.
 
-        One tensor after the other, each of which gives its old memory back before the next one grows.
+        The tensors grow one after the other; each gives its old memory back before the next one grows.
 
         Cost: a copy of the blocks used so far, when the tensors must grow.
 
         Raises:
-            torch.OutOfMemoryError: the content and `capacity` are as before. Tensors that had grown keep their new memory
-                where there is none for a smaller one.
+            torch.OutOfMemoryError: the content and `capacity` are as before. Tensors that had grown keep their new
+                memory where there is no memory for a smaller tensor.
         """
         if num_blocks <= self.capacity:
             return
@@ -147,7 +156,7 @@ class GroupTensors:
         self.capacity = num_blocks
 
     def resized(self, tensor: Tensor, num_blocks: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Another tensor with the content of a layer's, which is released."""
+        """Return another tensor with the content of a layer's tensor, and release the layer's tensor."""
         self._streams.join({tensor.device, device})  # others have written to it since this call began
         resized = _zeroed(num_blocks, tensor.shape[1], tensor.shape[2], tensor.shape[3], dtype, device)
         resized[: self.num_blocks_used].copy_(tensor[: self.num_blocks_used])
@@ -159,7 +168,7 @@ class GroupTensors:
         """Copy whole blocks in all layers, as if one `(source, destination)` after the other.
 
         Args:
-            transfer: that their ids go with, where a device needs them; None: one of their own.
+            transfer: transfer that the block ids go with, where a device needs them; None: a transfer of their own.
         """
         for device in {tensor.device for tensor in self}:
             self._streams.follow(device)
@@ -167,7 +176,7 @@ class GroupTensors:
         self.use(1 + max(destinations, default=-1))
         in_any_order = len({*sources, *destinations}) == len(set(sources)) + len(destinations)
         if len(copies) > 1 and in_any_order:
-            with contextlib.suppress(torch.OutOfMemoryError):  # one by one takes no memory
+            with contextlib.suppress(torch.OutOfMemoryError):  # copying one by one takes no memory
                 copy_rows(self, sources, destinations, transfer)
                 return
         for source, destination in copies:
@@ -188,7 +197,10 @@ class GroupTensors:
         return dict(total)
 
     def _resize_tensors(self, is_due: Callable[[int], bool], num_blocks: int) -> None:
-        """Give the tensors whose number of blocks is due `num_blocks` blocks, one after the other; those made together in one."""
+        """Resize each tensor whose number of blocks is due to `num_blocks` blocks, one tensor after the other.
+
+        Tensors that were made together are resized as one.
+        """
         self._together, self._slabs = [slab for slab in self._find_slabs() if len(slab.streams) > 1], None
         for number, (held, streams) in enumerate(self._together):
             if is_due(held.shape[2]):
@@ -203,29 +215,30 @@ class GroupTensors:
         for layer in self.layers.values():
             for name in layer:
                 self._slabs = None
-                if is_due(layer[name].shape[0]):  # no name for it here: it goes when the new one takes its place
+                if is_due(layer[name].shape[0]):  # no name here: the old tensor goes once replaced
                     layer[name] = self.resized(layer[name], num_blocks, layer[name].dtype, layer[name].device)
 
 
 class BlockPool:
-    """Named tensors per layer, `[num_blocks, num_heads, block_size, head_dim]`, on that layer's device.
+    """`BlockPool` holds named tensors of each layer, on the layer's device.
 
-    In memory the heads come first, so the tokens of a head lie side by side over blocks that follow one another: a run of blocks is
-    one slice. Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ
-    in head size, layers in anything. New tensors are zeroed: masked attention multiplies what was not written by zero, and
-    it must not be a NaN.
+    Their shape is `[num_blocks, num_heads, block_size, head_dim]`. In memory the heads come first, so the tokens of a
+    head lie side by side over blocks that follow one another: a run of blocks is one slice. Shapes, dtypes and devices
+    are those of a layer's first write, not of a config: key and value may differ in head size, layers in anything. New
+    tensors are zeroed: masked attention multiplies what was not written by zero, and what was not written must not be a
+    NaN.
 
-    Whoever asks names blocks by the allocator's ids; layers with a window keep them where its `WindowBlocks` say.
+    Callers name blocks by the allocator's ids; layers with a window keep the blocks where their `WindowBlocks` say.
 
     Args:
-        first_device: where the first write will be, asked as long as there was none.
+        first_device: function that returns where the first write will be; called as long as there was no write.
         sight_of, windows: see `regroup`.
 
     Attributes:
-        groups: name of a group, or None -> the tensors of its layers.
-        all: those of the layers without a window.
-        accelerators: that hold tensors, or have.
-        num_layouts: how often a layer got other tensors: another shape, dtype or device, or its first.
+        groups: name of a group, or None -> tensors of the group's layers.
+        all: tensors of the layers without a window.
+        accelerators: accelerators that hold tensors, or have held some.
+        num_layouts: how often a layer got its first tensors, or tensors of another shape, dtype or device.
 
     Examples:
         >>> pool = BlockPool(block_size=4)
@@ -255,23 +268,23 @@ class BlockPool:
         self.regroup(sight_of, windows)
 
     def regroup(self, sight_of: Mapping[int, Sight], windows: Iterable[WindowBlocks]) -> None:
-        """The layers have these windows from here on. Nothing is in the pool.
+        """Give the layers these windows from now on. Nothing may be in the pool.
 
         Args:
-            sight_of: layer index -> its window, for the layers that have one.
-            windows: the window blocks of each.
+            sight_of: layer index -> window of the layer, for the layers that have one.
+            windows: window blocks of each window.
         """
         self.num_layouts += 1
         self.groups = {None: self.all} | {blocks.name: GroupTensors(self._streams, blocks) for blocks in windows}
         self._group_of = {layer_idx: self.groups[sight.name] for layer_idx, sight in sight_of.items()}
 
     def layer(self, layer_idx: int) -> Mapping[str, Tensor]:
-        """name -> tensor of a layer; empty before it was written."""
+        """Return name -> tensor of a layer; empty before the layer was written."""
         return self._group_of.get(layer_idx, self.all).layers.get(layer_idx, {})
 
     @property
     def layer_indices(self) -> list[int]:
-        """The layers written so far."""
+        """Indices of the layers written so far."""
         return sorted(layer_idx for group in self.groups.values() for layer_idx in group.layers)
 
     @property
@@ -280,7 +293,7 @@ class BlockPool:
         return sum(self.bytes_on().values())
 
     def bytes_on(self) -> dict[torch.device, int]:
-        """Bytes that the pool takes of each device, counted as in `pool_bytes`."""
+        """Return the bytes that the pool takes of each device, counted as in `pool_bytes`."""
         total: Counter[torch.device] = Counter()
         for group in self.groups.values():
             total.update(group.bytes_on())
@@ -288,12 +301,18 @@ class BlockPool:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether all tensors are, or the first one will be, in host memory, where capacity that is not used costs nothing."""
+        """True if all tensors are in host memory, or if there are none and the first one will be there.
+
+        Capacity that is not used costs nothing in host memory.
+        """
         devices = [tensor.device for group in self.groups.values() for tensor in group] or [self._first_device()]
         return all(device.type == "cpu" for device in devices)
 
     def join_streams(self) -> None:
-        """Blocks may have passed from one call to another: what those launched comes before what this thread launches."""
+        """Let what this thread launches come after what other calls have launched.
+
+        Blocks may have passed from one call to another.
+        """
         if self.accelerators:
             self._streams.join(self.accelerators)
 
@@ -304,14 +323,17 @@ class BlockPool:
         self.num_layouts += 1
 
     def lay_out(self, layer_idx: int, name: str, heads: int, head_dim: int, dtype: torch.dtype) -> None:
-        """Make a layer's tensor before anything is written, where the first keys and values will be; a write may move it."""
+        """Make a layer's tensor before anything is written, on the device of the first keys and values.
+
+        A write may move the tensor.
+        """
         if name not in self.layer(layer_idx):
             self.tensor_for(
                 layer_idx, name, torch.empty((0, heads, 0, head_dim), dtype=dtype, device=self._first_device())
             )
 
     def lay_out_together(self, streams: Mapping[tuple[int, str], Tensor]) -> None:
-        """Make the tensors of layers that have none yet, those of one group and shape as one.
+        """Make the tensors of layers that have none yet; those of one group and shape are parts of one tensor.
 
         Args:
             streams: (layer index, name) -> [R, H, T, D], of the shapes that will be written.
@@ -330,10 +352,11 @@ class BlockPool:
             self.num_layouts += 1
 
     def tensor_for(self, layer_idx: int, name: str, new: Tensor) -> Tensor:
-        """The tensor that takes `new`; made, widened or moved where needed.
+        """Return the tensor that takes `new`, and make, widen or move this tensor where needed.
 
         Raises:
-            PoolArgumentError: as `write` does.
+            PoolArgumentError: `new` does not have four dimensions, or has not the heads and head size of the layer's
+                tensor.
         """
         if new.dim() != 4:
             raise PoolArgumentError(
@@ -364,7 +387,7 @@ class BlockPool:
 
 
 def _bytes_of_one(tensor: Tensor) -> int:
-    """Bytes of a block in a slab's tensor, which may hold none."""
+    """Return the bytes of a block in a slab's tensor, which may hold no block."""
     streams, heads, _, size, head_dim = tensor.shape
     return streams * heads * size * head_dim * tensor.dtype.itemsize
 
@@ -372,14 +395,14 @@ def _bytes_of_one(tensor: Tensor) -> int:
 def _zeroed(
     num_blocks: int, num_heads: int, block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """A layer's tensor, `[num_blocks, num_heads, block_size, head_dim]`, whose heads come first in memory."""
+    """Return a zeroed tensor for a layer, `[num_blocks, num_heads, block_size, head_dim]`, heads first in memory."""
     return zeros((num_heads, num_blocks, block_size, head_dim), dtype, device).transpose(0, 1)
 
 
 def copy_rows(
     tensors: Iterable[Tensor], sources: Sequence[int], destinations: Sequence[int], transfer: Transfer | None = None
 ) -> None:
-    """In each tensor, `[destinations[i]]` becomes what `[sources[i]]` was; no destination comes twice."""
+    """Let `[destinations[i]]` of each tensor become what `[sources[i]]` was; no destination comes twice."""
     transfer = Transfer() if transfer is None else transfer
     of, to = transfer.add(sources), transfer.add(destinations)
     for tensor in tensors:
@@ -387,6 +410,6 @@ def copy_rows(
 
 
 def _copy(tensor: Tensor, of: int, to: int, transfer: Transfer) -> None:
-    """`copy_rows` of one tensor; its rows are lists of the transfer."""
+    """Copy the rows of one tensor, as `copy_rows` does; `of` and `to` are numbers of lists in the transfer."""
     device = tensor.device
     tensor.index_copy_(0, transfer.on(device, to), tensor.index_select(0, transfer.on(device, of)))

@@ -1,8 +1,8 @@
-"""What blocks hold, as rows of bytes: out of a pool's tensors, and back into them.
+"""Copies what blocks hold, as rows of bytes, out of a pool's tensors and back into them.
 
-A row has all layers of one block, so that many blocks are copied at once, whatever the number of layers. Knows nothing of
-hashes or tokens. Where a model lies on several devices, and where layers have windows or states, a block has a row in each
-*part*.
+A row has all layers of one block, so that many blocks are copied at once, whatever the number of layers. Knows nothing
+of hashes or tokens. Where a model lies on several devices, and where layers have windows or states, a block has a row
+in each *part*.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,31 +18,31 @@ from .transfers import Transfer
 _ALIGNMENT = 16  # bytes; a view of any dtype must begin at a multiple of its size
 _UNPINNED = ("cpu", "meta", "mps")
 
-Key = tuple[int, str] | StateKey  # of a tensor: layer index and name, or what names a state
+Key = tuple[int, str] | StateKey  # key of a tensor: layer index and name, or the key of a state
 
 
 class Piece(NamedTuple):
-    """Where the bytes of one tensor lie in a row."""
+    """`Piece` says where the bytes of one tensor lie in a row."""
 
     key: Key
     offset: int
     num_bytes: int
-    shape: tuple[int, ...]  # of one block, or of one row's state
+    shape: tuple[int, ...]  # shape of one block, or of one row's state
     dtype: torch.dtype
 
 
 class Part(NamedTuple):
-    """The tensors of one kind on one device: what a row of theirs is made of."""
+    """`Part` lists the tensors of one kind on one device, of which the part's rows are made."""
 
     kind: Literal["blocks", "window", "states"]
-    window: int | str | None  # name of the layers' group; None: they see all
+    window: int | str | None  # name of the layers' group; None: the layers see all tokens
     device: torch.device
-    num_bytes: int  # of a row
+    num_bytes: int  # bytes of a row
     pieces: tuple[Piece, ...]
 
 
 def parts_of_pool(pool: BlockPool) -> list[Part]:
-    """The parts of a pool's blocks and window blocks, as far as layers were written."""
+    """Return the parts of a pool's blocks and window blocks, as far as layers were written."""
     parts = []
     for name, group in pool.groups.items():
         kind: Literal["blocks", "window"] = "blocks" if name is None else "window"
@@ -52,7 +52,7 @@ def parts_of_pool(pool: BlockPool) -> list[Part]:
 
 
 def parts_of_states(states: States) -> list[Part]:
-    """The parts of the states of one row."""
+    """Return the parts of the states of one row."""
     shapes = [(key, held.device, tuple(held.shape[1:]), held.dtype) for key, held in states.items()]
     return _parts("states", None, shapes)
 
@@ -81,10 +81,10 @@ def lay_out_pool(pool: BlockPool, parts: Iterable[Part]) -> None:
 
 
 def new_rows(num_rows: int, num_bytes: int, device: torch.device | None) -> Tensor:
-    """[num_rows, num_bytes] uint8 with unspecified values: of `device`; or of the host, pinned where `device` is None.
+    """Return [num_rows, num_bytes] uint8 with unspecified values, on `device`, or in pinned host memory for None.
 
     Raises:
-        torch.OutOfMemoryError, RuntimeError: there is none.
+        torch.OutOfMemoryError, RuntimeError: there is no such memory.
     """
     with torch.inference_mode(False), torch.no_grad():
         if device is None:
@@ -93,60 +93,66 @@ def new_rows(num_rows: int, num_bytes: int, device: torch.device | None) -> Tens
 
 
 def host_rows(part: Part, num_rows: int) -> Tensor:
-    """Rows of host memory that this part's device copies to and from without anybody waiting, where there is such memory."""
+    """Return rows of host memory that this part's device copies to and from, if possible without a wait."""
     if part.device.type in _UNPINNED:
         return new_rows(num_rows, part.num_bytes, torch.device("cpu"))
     try:
         return new_rows(num_rows, part.num_bytes, None)
-    except RuntimeError:  # none can be pinned: the host waits
+    except RuntimeError:  # no memory can be pinned: the host waits
         return new_rows(num_rows, part.num_bytes, torch.device("cpu"))
 
 
 def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int], transfer: Transfer | None = None) -> Tensor:
-    """What these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device.  Effects: none."""
+    """Return what these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device.
+
+    Effects: none.
+    """
     held, rows = pool.groups[part.window].named(), new_rows(len(ids), part.num_bytes, part.device)
     transfer = Transfer() if transfer is None else transfer
     index = transfer.on(part.device, transfer.add(ids))
     for piece in part.pieces:
-        assert not isinstance(piece.key, StateKey)  # of the pool
+        assert not isinstance(piece.key, StateKey)  # a tensor of the pool
         _field(rows, piece).copy_(held[piece.key].index_select(0, index).flatten(1))
     return rows
 
 
 def write_blocks(pool: BlockPool, part: Part, ids: Sequence[int], rows: Tensor) -> None:
-    """Let these blocks, or window blocks, hold what `rows`, [N, part.num_bytes] on the part's device, say. No id comes twice."""
+    """Write `rows`, [N, part.num_bytes] on the part's device, into these blocks or window blocks. No id comes twice."""
     held = pool.groups[part.window].named()
     pool.groups[part.window].use(1 + max(ids, default=-1))
     transfer = Transfer()
     index = transfer.on(part.device, transfer.add(ids))
     for piece in part.pieces:
-        assert not isinstance(piece.key, StateKey)  # of the pool
+        assert not isinstance(piece.key, StateKey)  # a tensor of the pool
         held[piece.key].index_copy_(0, index, _field(rows, piece).view(-1, *piece.shape))
 
 
 def rows_of_states(part: Part, states: Sequence[States]) -> Tensor:
-    """The states of single rows as rows of bytes, on the part's device."""
+    """Return the states of single rows as rows of bytes, on the part's device."""
     rows = new_rows(len(states), part.num_bytes, part.device)
     for number, held in enumerate(states):
         for piece in part.pieces:
-            assert isinstance(piece.key, StateKey)  # of states
+            assert isinstance(piece.key, StateKey)  # a tensor of states
             _field(rows[number : number + 1], piece).copy_(held[piece.key].flatten(1))
     return rows
 
 
 def states_of_row(parts: Iterable[tuple[Part, Tensor]]) -> dict[StateKey, Tensor]:
-    """The states that rows of bytes say, one of each part, [part.num_bytes]; in memory of their own on the part's device."""
+    """Return the states that rows of bytes hold: one row of each part, [part.num_bytes].
+
+    The states have memory of their own on the part's device.
+    """
     states = {}
     for part, row in parts:
         on_device = row.to(part.device, non_blocking=True)[None]
         for piece in part.pieces:
-            assert isinstance(piece.key, StateKey)  # of states
+            assert isinstance(piece.key, StateKey)  # a tensor of states
             states[piece.key] = _field(on_device, piece).view(1, *piece.shape).clone()
     return states
 
 
 def to_device(part: Part, fragments: Iterable[Tensor]) -> Tensor:
-    """Rows of the host, in some number of tensors, on the part's device: one transfer for each."""
+    """Copy rows of the host, in some number of tensors, to the part's device: one transfer for each tensor."""
     fragments = list(fragments)
     if part.device.type == "cpu":
         return fragments[0] if len(fragments) == 1 else torch.cat(fragments)
@@ -158,7 +164,7 @@ def to_device(part: Part, fragments: Iterable[Tensor]) -> Tensor:
 
 
 def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(first index, length) of the stretches of `numbers` in which each is one more than the one before."""
+    """Iterate over (first index, length) of the stretches of `numbers` in which each is one more than the last."""
     start = 0
     for index in range(1, len(numbers) + 1 if numbers else 0):
         if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
@@ -167,5 +173,5 @@ def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _field(rows: Tensor, piece: Piece) -> Tensor:
-    """One tensor's part of each row, in its dtype: [N, numbers]."""
+    """Return one tensor's part of each row, in the tensor's dtype: [N, numbers]."""
     return rows.narrow(1, piece.offset, piece.num_bytes).view(piece.dtype)

@@ -1,7 +1,7 @@
 """Owns the states of the running rows, where layers carry any: convolutions' last inputs, recurrent states.
 
-They lie in the layers, as transformers keeps them, so that a forward writes them without a word to us. A forward overwrites
-them in place; what is to stay is cloned before.
+The states lie in the layers, as transformers keeps them, so that a forward writes them without a word to us. A forward
+overwrites states in place; those that are to stay are cloned before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from .transfers import to_device
 
 
 class StateKey(NamedTuple):
-    """Names one tensor of a layer."""
+    """`StateKey` names one tensor of a layer."""
 
     layer_idx: int
     name: str  # "conv" or "recurrent"
@@ -22,11 +22,14 @@ class StateKey(NamedTuple):
 
 
 States = Mapping[StateKey, Tensor]
-"""What layers carry of some rows: tensors [R, ...]. Never written once made, but for those that are in the layers."""
+"""States that layers carry of some rows: tensors [R, ...], never written once made, except for those in the layers."""
 
 
 class StateLayer(Protocol):
-    """A layer of transformers with states, each by its index; None, or unspecified, where there are none yet."""
+    """`StateLayer` is a layer of transformers with states, each by its index.
+
+    A state that is not there yet is None, or unspecified.
+    """
 
     number_of_states: int
     conv_states: dict[int, Tensor | None]
@@ -41,11 +44,13 @@ class StateLayer(Protocol):
 
 
 class ConvRecorder:
-    """Takes states of convolutions at some columns out of a running forward: they are the last inputs before each.
+    """`ConvRecorder` takes states of convolutions at some columns out of a running forward.
+
+    The state of a convolution at a column is its last inputs before the column.
 
     Attributes:
         places: (row, tokens) after which a state is wanted.
-        recorded: of the forward, tensors [len(places), ...].
+        recorded: states recorded of the forward, tensors [len(places), ...].
     """
 
     def __init__(self) -> None:
@@ -57,20 +62,20 @@ class ConvRecorder:
     def start_forward(
         self, num_columns: int = 0, places: Sequence[tuple[int, int]] = (), columns: Sequence[int] = ()
     ) -> None:
-        """Another forward begins, of so many columns.
+        """Begin another forward, of `num_columns` columns.
 
         Args:
-            columns: of the forward, before which those places are.
+            columns: column of the forward before which each place is.
         """
         self.places, self.recorded, self._columns, self._num_columns = places, {}, columns, num_columns
 
     def record(self, key: StateKey, inputs: Tensor, width: int) -> None:
-        """A convolution runs.
+        """Record the states that are wanted of a convolution that runs.
 
         Shapes: inputs [R, ..., past + columns of the forward].
 
         Args:
-            width: of a state.
+            width: number of inputs in a state.
         """
         past = inputs.shape[-1] - self._num_columns
         if missing := max(0, width - past):
@@ -83,10 +88,10 @@ class ConvRecorder:
 
 
 class LiveStates:
-    """The states of the rows that run, in the order in which they run.
+    """`LiveStates` gives access to the states of the rows that run, in the order in which they run.
 
     Args:
-        layers: index -> layer, for those that carry states.
+        layers: index -> layer, for the layers that carry states.
     """
 
     def __init__(self, layers: Mapping[int, StateLayer]) -> None:
@@ -94,9 +99,10 @@ class LiveStates:
         self.recorder = ConvRecorder()
 
     def record(self, layer_idx: int, state_idx: int, inputs: Tensor) -> None:
-        """A convolution has run over `inputs`, [R, ..., past + columns of the forward]: take out of them what is wanted.
+        """Record the states that are wanted of a convolution that has run over `inputs`.
 
-        Where there is no memory for that, nothing is recorded of the forward.
+        Shapes: inputs [R, ..., past + columns of the forward]. Where there is no memory for these states, nothing is
+        recorded of the forward.
         """
         if self.recorder.places:
             width = self._layers[layer_idx].conv_kernel_size[state_idx] or 0
@@ -106,13 +112,14 @@ class LiveStates:
                 self.recorder.start_forward()
 
     def __bool__(self) -> bool:
-        """Whether any layer carries states."""
+        """Return whether any layer carries states."""
         return bool(self._layers)
 
     def read(self) -> dict[StateKey, Tensor]:
-        """What the layers hold now, uncopied: the next forward overwrites it. Empty where they hold none.
+        """Return the states that the layers hold now, uncopied; empty where they hold none.
 
-        Of inputs that convolutions keep for `crop`, those that they need.
+        The next forward overwrites these states. Of the inputs that convolutions keep for `crop`, only those that they
+        need are returned.
         """
         return {key: self._needed(key, held) for key, held in self._held()}
 
@@ -120,7 +127,7 @@ class LiveStates:
         width = self._layers[key.layer_idx].conv_kernel_size[key.state_idx] if key.name == "conv" else None
         if width is None or held.shape[-1] == width:
             return held
-        if held.shape[-1] > width:  # what came before the last inputs: drafts may be taken back
+        if held.shape[-1] > width:  # the inputs before the last ones: drafts may be taken back
             return held[..., -width:]
         return torch.nn.functional.pad(held, (width - held.shape[-1], 0))
 
@@ -135,7 +142,7 @@ class LiveStates:
                         yield StateKey(layer_idx, name, state_idx), held
 
     def put(self, states: States) -> None:
-        """Let rows resume from these states, which nobody else has; from none where there are none."""
+        """Let rows resume from these states, which nobody else has; without any, from no state."""
         self.clear()
         for (layer_idx, name, state_idx), tensor in states.items():
             layer = self._layers[layer_idx]
@@ -151,7 +158,7 @@ class LiveStates:
             layer.has_previous_state[state_idx] = True
 
     def clear(self) -> None:
-        """No row has a state: the next forward begins rows."""
+        """Drop all states: the next forward begins rows."""
         for layer in self._layers.values():
             numbers = range(layer.number_of_states)
             layer.has_previous_state = dict.fromkeys(numbers, False)
@@ -161,7 +168,7 @@ class LiveStates:
             layer.device = layer.dtype = None
 
     def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
-        """Row `i` resumes from a copy of the state of row `sources[i]`.
+        """Let row `i` resume from a copy of the state of row `sources[i]`.
 
         Args:
             index: the sources as a tensor on some device, if there is one.
@@ -177,7 +184,7 @@ class LiveStates:
             (layer.conv_states if name == "conv" else layer.recurrent_states)[state_idx] = tensor
 
     def record_past(self, *, records: bool) -> None:
-        """Convolutions keep all their inputs until `crop`, or only those that they need."""
+        """Let convolutions keep all their inputs until `crop`, or only the inputs that they need."""
         if not records:  # from here on a layer holds as many as it needs, and copies into them
             needed = {key: (held, self._needed(key, held)) for key, held in self._held()}
             self._replace({key: part.clone() for key, (held, part) in needed.items() if part is not held})
@@ -185,7 +192,10 @@ class LiveStates:
             layer.record_past = records
 
     def can_crop(self, num_columns: int) -> bool:
-        """Whether the last columns can be taken back: where convolutions alone have kept their inputs."""
+        """Return whether the last columns can be taken back.
+
+        They can if convolutions alone have states, and these have kept their inputs.
+        """
         is_held = False
         for (layer_idx, name, state_idx), held in self._held():
             layer, is_held = self._layers[layer_idx], True
@@ -195,7 +205,7 @@ class LiveStates:
         return is_held
 
     def crop(self, num_columns: int) -> bool:
-        """Take the last columns back; whether that could be done."""
+        """Take the last columns back; return whether that could be done."""
         can = self.can_crop(num_columns)
         held = dict(self._held()) if can else {}
         self._replace(
@@ -208,7 +218,7 @@ class LiveStates:
 
 
 def select_rows(states: States, sources: Sequence[int], index: Tensor | None = None) -> dict[StateKey, Tensor]:
-    """Copies of the states of rows `sources`."""
+    """Return copies of the states of rows `sources`."""
     on: dict[torch.device, Tensor] = {}
     selected = {}
     for key, held in states.items():
@@ -219,17 +229,20 @@ def select_rows(states: States, sources: Sequence[int], index: Tensor | None = N
 
 
 def row_of(states: States, row: int) -> dict[StateKey, Tensor]:
-    """The states of one row, uncopied."""
+    """Return the states of one row, uncopied."""
     return {key: held[row : row + 1] for key, held in states.items()}
 
 
 def copied(states: States) -> dict[StateKey, Tensor]:
-    """The same in memory of their own, row by row, without gradients."""
+    """Return the same states in memory of their own, row by row, without gradients."""
     return {key: held.detach().clone(memory_format=torch.contiguous_format) for key, held in states.items()}
 
 
 def stacked(rows: Sequence[States]) -> dict[StateKey, Tensor]:
-    """Copies of the states of single rows, one after the other; of a row without any, zeros: it has seen nothing yet."""
+    """Return copies of the states of single rows, one row after the other.
+
+    A row without a state gets zeros for it: the row has seen nothing yet.
+    """
     keys = dict.fromkeys(key for row in rows for key in row)
     made = {}
     for key in keys:

@@ -1,7 +1,7 @@
-"""What crosses between the host and a device: what is needed together goes in one transfer.
+"""Moves numbers between the host and devices: what is needed together goes in one transfer.
 
-Owns no tensor of a model. Each transfer to the host waits for the device. One to a device comes from pinned memory where
-there is any, and then nobody waits for it. On a CPU nothing is copied.
+Owns no tensor of a model. Each transfer to the host waits for the device. A transfer to a device comes from pinned
+memory where there is any, and then nobody waits for it. On a CPU nothing is copied.
 """
 
 import contextlib
@@ -16,14 +16,14 @@ _UNPINNED = ("cpu", "meta", "mps")  # kinds of devices that do not copy from pin
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """The integers of each tensor, in order, whatever its shape; see `read_arrays`."""
+    """Return the integers of each tensor, in order, whatever its shape; see `read_arrays`."""
     return [values.ravel().tolist() for values in read_arrays(tensors)]
 
 
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """The values of tensors of integers or booleans, as int64 of their shapes; floats are cut.  Cost: one wait for each accelerator.
+    """Return the values of tensors of integers or booleans, as int64 of their shapes; floats are cut.
 
-    Those in host memory are views of it where they may be.
+    Arrays of tensors in host memory are views of these where they may be.  Cost: one wait for each accelerator.
     """
     found = [np.empty(0, np.int64)] * len(tensors)
     together: dict[torch.device, list[int]] = {}
@@ -41,7 +41,7 @@ def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
 
 
 def read_bytes(tensors: Mapping[tuple[torch.device, torch.dtype], Sequence[Tensor]]) -> bytes:
-    """The bytes of 1-D tensors, those on a device together.  Cost: one wait for each device."""
+    """Return the bytes of 1-D tensors, reading those on a device together.  Cost: one wait for each device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for (device, _), same in tensors.items():
         by_device.setdefault(device, []).append(torch.cat([*same]).view(torch.uint8))
@@ -50,33 +50,34 @@ def read_bytes(tensors: Mapping[tuple[torch.device, torch.dtype], Sequence[Tenso
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """[N] int64 on `device`.  Cost: one transfer, which nobody waits for where memory can be pinned."""
+    """Return [N] int64 on `device`.  Cost: one transfer, which nobody waits for where memory can be pinned."""
     tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type not in _UNPINNED:
-        with contextlib.suppress(RuntimeError):  # none can be had: the host waits
+        with contextlib.suppress(RuntimeError):  # no memory can be pinned: the host waits
             return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
 class Transfer:
-    """Lists of integers that are needed on devices at about the same time: each device gets all of them at once.
+    """`Transfer` sends lists of integers that devices need at about the same time.
 
-    A list that is added after a device has got its own goes there with those that follow it, when it is needed.
+    Each device gets all lists at once. A list that is added after a device has got its own goes there, with the lists
+    that follow it, when it is needed.
     """
 
     __slots__ = ("_lists", "_sent")
 
     def __init__(self) -> None:
         self._lists: list[Sequence[int]] = []
-        self._sent: dict[torch.device, list[Tensor]] = {}  # device -> its lists, as far as they were sent
+        self._sent: dict[torch.device, list[Tensor]] = {}  # device -> lists sent to it, in order
 
     def add(self, numbers: Sequence[int]) -> int:
-        """The number by which the list is asked for; it must not change any more."""
+        """Add a list, which must not change any more, and return the number by which it is asked for."""
         self._lists.append(numbers)
         return len(self._lists) - 1
 
     def on(self, device: torch.device, number: int) -> Tensor:
-        """[N] int64: a list that was added."""
+        """Return a list that was added, as [N] int64 on `device`."""
         sent = self._sent.setdefault(device, [])
         if number >= len(sent):
             lists = self._lists[len(sent) :]

@@ -1,4 +1,4 @@
-"""Zeroed memory for tensors, on a host without writing it.
+"""Makes zeroed memory for tensors, on a host without writing it.
 
 Where there is no address space, torch is asked.
 """
@@ -10,17 +10,18 @@ import mmap
 import torch
 from torch import Tensor
 
-_MIN_MAPPED_BYTES = 2**20  # below, a mapping of its own costs more than writing zeros
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # what torch says of it, by platform
+_MIN_MAPPED_BYTES = 2**20  # below this, a mapping of its own costs more than writing zeros
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch's words for it, by platform
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed memory that any later forward may write in place, in or out of inference mode.
+    """Return zeroed memory that any later forward may write in place, in or out of inference mode.
 
     On a host, large memory is mapped, not written: a page costs nothing until it is used.
 
     Raises:
-        torch.OutOfMemoryError: on whatever device; torch raises others of a host and of some accelerators.
+        torch.OutOfMemoryError: memory runs out on any device, also on a host and on accelerators for which torch raises
+            another error.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
@@ -38,7 +39,11 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Zeroed memory of this process alone: a forked process gets a copy. Raises OSError without address space."""
+    """Return zeroed memory of this process alone: a forked process gets a copy.
+
+    Raises:
+        OSError: there is no address space.
+    """
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no forks
         return mmap.mmap(-1, num_bytes)
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

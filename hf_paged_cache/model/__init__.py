@@ -1,1 +1,1 @@
-"""Whether a model is supported, and whether it is still the one that computed the cached blocks."""
+"""Decides whether a model is supported, and whether it is still the model that computed the cached blocks."""

@@ -1,7 +1,7 @@
-"""How a model's forward wants its cache: under which name, and of which class.
+"""Finds out how a model's forward wants its cache: under which name, and of which class.
 
-Most take any `Cache` as `past_key_values`. The others are told apart by structure: by the names of the forward's arguments,
-and by a class in the model's own file that keeps states beside a `DynamicCache`'s layers.
+Most models take any `Cache` as `past_key_values`. The others are told apart by structure: by the names of the forward's
+arguments, and by a class in the model's own file that keeps states beside a `DynamicCache`'s layers.
 """
 
 import inspect
@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 
 def cache_argument(model: Any) -> str:
-    """The name under which the model's forward takes a cache: "cache_params", or as most "past_key_values"."""
+    """Return the name under which the model's forward takes a cache: "cache_params", or as most "past_key_values"."""
     kind: Any = type(model)
     names = arguments_of(kind)
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
@@ -23,12 +23,16 @@ def cache_argument(model: Any) -> str:
 
 @lru_cache(maxsize=256)
 def arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
-    """The arguments of a class's forward, by name."""
+    """Return the arguments of a class's forward, by name."""
     return inspect.signature(kind.forward).parameters
 
 
 def present_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a forward with a view of their cache in its place, where the model insists on a class of its own."""
+    """Put a view of the cache into the arguments of a forward, where the model insists on a cache class of its own.
+
+    Returns:
+        the arguments with the view; the arguments as they are where the model takes any cache.
+    """
     own, cache = _cache_class_in(type(model).__module__), arguments.get("past_key_values")
     if own is None or cache is None or isinstance(cache, own):
         return arguments
@@ -36,7 +40,7 @@ def present_cache(model: nn.Module, arguments: Mapping[str, Any]) -> Mapping[str
 
 
 def take_back_cache(output: Any) -> Any:
-    """The output of a forward with the cache itself where that has a view of it."""
+    """Put the cache itself back into the output of a forward, where the output has a view of the cache."""
     if isinstance(output, tuple):
         return tuple(map(shown, output))
     if isinstance(getattr(output, "past_key_values", None), _View):
@@ -45,12 +49,12 @@ def take_back_cache(output: Any) -> Any:
 
 
 def shown(cache: Any) -> Any:
-    """The cache that a view shows; any other as it is."""
+    """Return the cache that a view shows; any other cache is returned as it is."""
     return cache.shown_cache if isinstance(cache, _View) else cache
 
 
 def own_cache_class(model: nn.Module) -> type | None:
-    """The class of caches that the model's file has for states, as MiniMax's; None for most models."""
+    """Return the cache class that the model's file has for states, as MiniMax's; None for most models."""
     return _cache_class_in(type(model).__module__)
 
 
@@ -62,7 +66,7 @@ def _cache_class_in(module: str) -> type | None:
 
 
 class _View:
-    """All that is asked of it, the cache that it shows answers; states go by its names for them."""
+    """`_View` answers like the cache that it shows; states go by the model's names for them."""
 
     def __init__(self, cache: Any) -> None:
         self.shown_cache = cache
@@ -76,13 +80,13 @@ class _View:
         return len(self.shown_cache)
 
     def get_linear_cache(self, layer_idx: int) -> Any:
-        """The state of a layer, or None where its rows have none yet."""
+        """Return the state of a layer, or None where the layer's rows have none yet."""
         return self.shown_cache.get_recurrent_state(layer_idx)
 
     def set_linear_cache(self, layer_idx: int, states: Any) -> None:
         """Keep what a forward leaves as a layer's state."""
         self.shown_cache.update_recurrent_state(states, layer_idx)
-        self.shown_cache.layers[layer_idx].has_previous_state[0] = True  # else only a convolution says so
+        self.shown_cache.layers[layer_idx].has_previous_state[0] = True  # otherwise only a convolution sets it
 
 
 @lru_cache(maxsize=16)

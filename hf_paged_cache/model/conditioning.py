@@ -1,6 +1,7 @@
-"""What keys and values depend on besides tokens (weights, hooks, adapters, rope, autocast) as one digest.
+"""Computes one digest of all that keys and values depend on besides tokens: weights, hooks, adapters, rope, autocast.
 
-The digest is part of each row's root. When it changes, blocks of before are not found, so nobody has to reset a cache.
+The digest is part of each row's root. When it changes, blocks that were computed before are not found, so nobody has to
+reset a cache.
 """
 
 import logging
@@ -33,10 +34,11 @@ from .support import attention_of, cache_layers, is_foreign, sights_of
 
 logger = logging.getLogger("hf_paged_cache")
 
-# Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. Of
-# accelerate only the hooks, since its mixed precision replaces a forward, too. What PEFT's carry is read below.
+# Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. From
+# accelerate only hooks count, since its mixed precision replaces a forward, too. What PEFT's hooks carry is read below.
 _NEUTRAL_PACKAGES = ("accelerate.hooks.", "hf_paged_cache.", "peft.", "torch._dynamo.", "transformers.")
-# Those of these change what a layer computes, but for every token alike, and nobody reads what they have seen.
+# Hooks and replaced forwards of these packages change what a layer computes, but for every token alike, and nobody
+# reads what they have seen.
 _UNIFORM_PACKAGES = (
     *_NEUTRAL_PACKAGES,
     *("accelerate.", "deepspeed.", "liger_kernel.", "kernels.", "optimum.", "torch.", "trl."),
@@ -54,20 +56,23 @@ _UNIFORM_PACKAGES = (
     ),
     *("awq.", "bitsandbytes.", "compressed_tensors.", "gptqmodel.", "hqq.", "torchao."),
 )
-_NOISE = ("drop", "jitter", "noise")  # in the names of rates that are attributes of modules
+_NOISE = ("drop", "jitter", "noise")  # parts of the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
 OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
-_MOST_REMEMBERED = 256  # digests that mean nothing to others
+_MOST_REMEMBERED = 256  # most digests remembered that mean nothing to other processes
 _PLAIN = (bool, int, float, str, list, tuple)
 _REPLACED = sorted(REPLACED)
 _FORWARD = attrgetter("forward")
 
-_Settings = list[tuple[str, object]]  # name, value
+_Settings = list[tuple[str, object]]  # (name, value) of each setting
 
 
 class _Look(NamedTuple):
-    """The model as it is now: `digest` is of all that follows, and `weights` the same as long as no weight is written."""
+    """`_Look` describes the model as it is now.
+
+    `digest` is the digest of all that follows; `weights` stays the same as long as no weight is written.
+    """
 
     digest: bytes
     weights: tuple[bytes, ...]
@@ -78,23 +83,29 @@ class _Look(NamedTuple):
 
 
 class Conditioning:
-    """The digest of one model, read anew for every call, in any thread. The model is held, never changed.
+    """`Conditioning` computes the digest of one model, anew for every call, in any thread.
+
+    It holds the model, and never changes it.
 
     Args:
-        tried: what a trial has shown of its states; None for a model without any.
-        trusts_hooks: foreign code treats each token alike, whatever its call, as somebody has said.
+        model: the model.
+        tried: what a trial has shown of the model's states; None for a model without any.
+        trusts_hooks: somebody has said that foreign code treats each token alike, whatever its call.
 
     Attributes:
-        roots: what the hashes of blocks begin with, for rows that were computed under it.
-        rope: the rotary frequencies, of the modules as of the last digest.
-        attention: the attention of transformers that the model is set to, by name, as of the last digest.
-        outputs: that the config asks for in all calls, as of the last digest.
-        state_traits: what was tried, with what the modules said at the last digest.
-        is_shared: blocks leave this process by themselves, so digests mean the same in others where they can. Weights that have
-            changed since they were read first are not read again: what they compute stays in this process.
-        rank_groups: the processes over which the weights are split, as of the last digest; see `distributed.rank_groups`.
-        foreign_code: what runs in forwards and is neither the model's nor of a library that treats all tokens alike, as of the last
-            digest, in words; None: nothing does. It may heed columns, calls or a state of its own.
+        roots: roots of the rows that were computed under these digests, with which the hashes of blocks begin.
+        rope: rotary frequencies of the modules, as of the last digest.
+        attention: name of the attention of transformers that the model is set to, as of the last digest.
+        outputs: outputs that the config asks for in all calls, as of the last digest.
+        state_traits: traits that the trial has shown, joined with those that the modules showed at the last digest.
+        is_shared: True if blocks leave this process by themselves, so that digests mean the same in other processes
+            where they can. Weights that have changed since they were first read are not read again: what they compute
+            stays in this process.
+        rank_groups: groups of processes over which the weights are split, as of the last digest; see
+            `distributed.rank_groups`.
+        foreign_code: code that runs in forwards, and is neither the model's nor that of a library that treats all
+            tokens alike, as of the last digest, in words; None: there is none. Such code may heed columns, calls or a
+            state of its own.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None, *, trusts_hooks: bool = False) -> None:
@@ -105,11 +116,11 @@ class Conditioning:
         self.state_traits = tried or NO_TRAITS
         self._tried = tried
         self.attention = self._attention_tried = attention_of(model)
-        self._lock = new_lock()  # values are fetched under it only of weights that have moved
+        self._lock = new_lock()  # under it, values are fetched only of weights that have moved
         self._weights = WeightFingerprint(model)
         self.rank_groups = rank_groups(model)
-        self._listing = NOT_LISTED  # what follows is of its modules, and of the processes
-        self._processes: Any = None  # all of them; None where this one is alone
+        self._listing = NOT_LISTED  # the attributes below follow from its modules, and from the processes
+        self._processes: Any = None  # group of all processes; None where this one is alone
         self._adapters: list[nn.Module] = []
         self._droppers: list[nn.Module] = []
         self._checkpointed: list[nn.Module] = []
@@ -117,25 +128,26 @@ class Conditioning:
         self._settings = _settings(self._configs)  # as of the last digest
         self.outputs: list[str] = []
         self._peft_hooks: list[tuple[str, dict[str, Any]]] = []
-        self._windows: tuple[_Settings | None, dict[int, Sight]] = (None, {})  # settings, and the windows of then
+        self._windows: tuple[_Settings | None, dict[int, Sight]] = (None, {})  # settings, and the windows they gave
         self._identifying = new_lock()
-        self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means to others, if anything
-        self._weights_read: tuple[tuple[bytes, ...], str] | None = None  # as they were, and the digest of their values
+        self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means elsewhere, if anything
+        self._weights_read: tuple[tuple[bytes, ...], str] | None = None  # weights when read, digest of their values
         self._told: set[str] = set()
-        self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of objects -> number, references to them
+        self._numbers: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of an object -> its number, references to it
         self._next_number = count(1)
         self._num_suspicions = 0
         self.foreign_code: str | None = None
         self._layer_of_others: str | None = None
         self._weights_of: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # digest -> the weights as they were
-        # As of the last digest: hooks, replaced forwards, layers of others, or weights in files.
+        # Whether there were hooks, replaced forwards, layers of others, or weights in files, as of the last digest.
         self._runs_foreign_code = False
 
     def digest(self) -> bytes:
-        """What every row of a forward depends on now.
+        """Return a digest of all that every row of a forward depends on now.
 
-        Cost: passes over flat lists of modules and tensors, 0.5 to 1.2 ms for 290 weights on a CPU, as far as its caches have them; one wait for
-        each accelerator. Where blocks are shared, the first one reads all weights.
+        Cost: passes over flat lists of modules and tensors, 0.5 to 1.2 ms for 290 weights on a CPU, as far as its
+        caches have the lists; one wait for each accelerator. Where blocks are shared, the first digest reads all
+        weights.
         """
         look = self._look()
         self._weights_of[look.digest] = look.weights
@@ -147,23 +159,28 @@ class Conditioning:
         return look.digest if identity is None else identity.digest
 
     def shared_identity(self, digest: bytes) -> ModelIdentity | None:
-        """What a digest means to other processes; None: nothing."""
+        """Return what a digest means to other processes; None: nothing."""
         return next((identity for identity in self.shared_identities() if identity.digest == digest), None)
 
     def shared_identities(self) -> list[ModelIdentity]:
-        """Those that rows were computed under."""
+        """Return the identities that rows were computed under."""
         return [identity for identity in [*self._identities.values()] if identity is not None]
 
     def identity(self) -> ModelIdentity:
-        """What the model is, for other processes; see `identify`. Computed anew where `digest` is another one than last time.
+        """Return what the model is, for other processes; see `identify`.
+
+        It is computed anew where `digest` has changed since the last time.
 
         Raises:
-            NotPortableError: it cannot be told.
+            NotPortableError: what the model is cannot be described.
         """
         return self._identify(self._look())
 
     def roots_of_other_weights(self, digest: bytes) -> set[bytes]:
-        """The roots of rows that were computed under other weights than those of this digest; adapters are no other weights."""
+        """Return the roots of rows that were computed under other weights than those of this digest.
+
+        Other adapters do not count as other weights.
+        """
         weights = self._weights_of.get(digest)
         return {
             facts.root()
@@ -172,29 +189,31 @@ class Conditioning:
         }
 
     def may_change_in_a_forward(self) -> bool:
-        """Whether another thread runs now, or functions that are not the model's are on its modules, or weights are in files.
+        """Return whether the model may change in the middle of a forward.
 
-        Asked before and after a forward, it costs less than another `digest`, which finds the weights' listing gone from the
-        processor's caches. A process that writes into shared memory of this one is not looked for.
+        It may where another thread runs now, where functions that are not the model's are on its modules, or where
+        weights are in files. Asked before and after a forward, this costs less than another `digest`, which finds the
+        weights' listing gone from the processor's caches. A process that writes into shared memory of this process is
+        not looked for.
         """
         if self._runs_foreign_code:
             return True
         return threading.active_count() > 1 and sum(not _draws_progress(thread) for thread in threading.enumerate()) > 1
 
     def sights(self) -> dict[int, Sight]:
-        """Layer index -> its window, for the layers that have one by the model's config as of the last digest."""
+        """Return layer index -> window, for the layers that have one by the model's config as of the last digest."""
         if self._windows[0] != self._settings:
             self._windows = self._settings, sights_of(cache_layers(self.model))
         return self._windows[1]
 
     def sights_now(self) -> dict[int, Sight]:
-        """The same as the config says now."""
+        """Return layer index -> window, for the layers that have one by the model's config as it is now."""
         self._configs = _configs(self.model)
         self._settings = _settings(self._configs)
         return self.sights()
 
     def bypass(self) -> str | None:
-        """Why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
+        """Return why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
         for module in self._droppers:
             if module.training:
                 return "a dropout or noise is active; call model.eval()"
@@ -222,7 +241,7 @@ class Conditioning:
         return None
 
     def adapter_names(self) -> list[str] | None:
-        """The adapter of each row if PEFT was given `adapter_names`, as of the last `digest`; else None."""
+        """Return the adapter of each row if PEFT was given `adapter_names`, as of the last `digest`; else None."""
         for _, passed in self._peft_hooks:
             if (names := passed.get("adapter_names")) is not None:
                 return list(names)
@@ -233,7 +252,7 @@ class Conditioning:
         self._num_suspicions += 1
 
     def _look(self) -> _Look:
-        """The model as it is, counted as in this process."""
+        """Look at the model as it is now; numbers of objects mean something in this process alone."""
         with self._lock:
             listing, changed = self._weights.listing()
             processes = world()
@@ -260,7 +279,7 @@ class Conditioning:
         return _Look(root_hash(*weights, rope.scales(), state), weights, listing, functions, settings, switches)
 
     def _follow(self, listing: Listing, processes: Any) -> None:
-        """These are the model's modules now, and the processes beside this one."""
+        """Follow the model: these are its modules now, and the processes beside this one."""
         modules = listing.modules
         self.rope = RopeRegime(modules)
         if self._tried is not None:
@@ -270,7 +289,7 @@ class Conditioning:
         self._layer_of_others = _foreign_layer(modules)
         self._checkpointed = [module for module in modules if hasattr(module, "gradient_checkpointing")]
         self.rank_groups = rank_groups(self.model)
-        self._listing, self._processes = listing, processes  # last: an interrupt has all of this done again
+        self._listing, self._processes = listing, processes  # set last: after an interrupt all of this is done again
 
     def _share(self, look: _Look) -> None:
         """Find what a digest means to other processes, or say once why it means nothing there."""
@@ -304,7 +323,10 @@ class Conditioning:
             return found
 
     def _numbers_of(self, things: Iterable[Any]) -> list[int]:
-        """Of each object a number that no other has, as long as it lives. References are weak: a hook may hold much memory."""
+        """Return a number for each object that no other object has, as long as the object lives.
+
+        References to objects are weak: a hook may hold much memory.
+        """
         found, numbers = [], self._numbers
         for thing in things:
             # a bound method is another object each time it is read
@@ -322,13 +344,13 @@ def _forget(numbers: dict[tuple[int, int], Any], key: tuple[int, int], _: object
 
 
 def _functions(modules: list[nn.Module], changed: Iterable[int]) -> list[tuple[int, str, Any]]:
-    """Every function that may change what a module computes: (number of the module, name of its class, function).
+    """List every function that may change what a module computes: (number of the module, name of its class, function).
 
-    Those of a module first, then hooks of all modules, of number -2 and the model's class; then the forward of each class, of
-    number -1 and without a name.
+    Functions on a module come first. Then come hooks of all modules, with number -2 and the name of the model's class.
+    Last comes the forward of each class, with number -1 and without a name.
 
     Args:
-        changed: numbers of the modules that may have any.
+        changed: numbers of the modules that may have functions on them.
     """
     found: list[tuple[int, str, Any]] = []
     for number in changed:
@@ -345,16 +367,17 @@ def _functions(modules: list[nn.Module], changed: Iterable[int]) -> list[tuple[i
 
 
 def code_of_others(model: nn.Module) -> str | None:
-    """What hooks, replaces or wraps a module and may heed columns, calls or a state of its own; None: nothing does.
+    """Name code on modules that may heed columns, calls or a state of its own; None: there is none.
 
-    Its author may have counted on seeing every token of each call. Libraries that treat all tokens alike are left out.
+    Such code hooks, replaces or wraps a module. Its author may have counted on seeing every token of each call.
+    Libraries that treat all tokens alike are left out.
     """
     modules = list(model.modules())
     return _foreign_function(modules, _functions(modules, range(len(modules)))) or _foreign_layer(modules)
 
 
 def _foreign_function(modules: list[nn.Module], functions: Iterable[tuple[int, str, Any]]) -> str | None:
-    """The first of `_functions` that is of nobody who is known to treat all tokens alike, in words."""
+    """Name the first of `_functions` whose package is not known to treat all tokens alike; None: there is none."""
     for number, where, function in functions:
         if where and not _is_neutral(function, modules[max(number, 0)], _UNIFORM_PACKAGES):
             name = getattr(function, "__qualname__", type(function).__qualname__)
@@ -363,7 +386,10 @@ def _foreign_function(modules: list[nn.Module], functions: Iterable[tuple[int, s
 
 
 def _foreign_layer(modules: list[nn.Module]) -> str | None:
-    """The first layer of somebody else, round others or without a weight, so that it may compute with what nobody watches, in words."""
+    """Name the first layer of somebody else that may compute with what nobody watches; None: there is none.
+
+    Such a layer is round other layers, or has no weight.
+    """
     own = f"{type(modules[0]).__module__.partition('.')[0]}."
     for module in modules:
         package = f"{type(module).__module__}."
@@ -375,7 +401,10 @@ def _foreign_layer(modules: list[nn.Module]) -> str | None:
 
 
 def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
-    """Modules that define PEFT's hooks, and the arguments of a call that each passes on. All layers have the same, so one is read."""
+    """List the modules that define PEFT's hooks, and the arguments of a call that each hook passes on.
+
+    All layers have the same hooks, so those of one layer are read.
+    """
     if "peft" not in sys.modules:
         return []
     return [
@@ -387,12 +416,15 @@ def _peft_hooks(model: nn.Module, adapters: list[nn.Module]) -> list[tuple[str, 
 
 
 def _draws_progress(thread: threading.Thread) -> bool:
-    """Whether a progress bar of tqdm has left this thread behind, such as that of loading a model: it redraws bars, no more."""
+    """Return whether a thread was left behind by a progress bar of tqdm, such as that of loading a model.
+
+    Such a thread redraws bars, and does nothing else.
+    """
     return isinstance(thread, getattr(sys.modules.get("tqdm"), "TMonitor", ()))
 
 
 def _watched(thing: Any, on_end: Callable[[Any], Any]) -> Any:
-    """A weak reference that calls `on_end` at the end; `thing` itself if its type has no weak references."""
+    """Return a weak reference that calls `on_end` at the end; `thing` itself if its type has no weak references."""
     try:
         return ref(thing, on_end)
     except TypeError:
@@ -400,7 +432,7 @@ def _watched(thing: Any, on_end: Callable[[Any], Any]) -> Any:
 
 
 def _drops(module: nn.Module) -> bool:
-    """Whether a module in train mode drops values or adds noise."""
+    """Return whether a module drops values or adds noise in train mode."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return any(
@@ -410,7 +442,7 @@ def _drops(module: nn.Module) -> bool:
 
 
 def _is_neutral(function: Any, module: nn.Module, packages: tuple[str, ...] = _NEUTRAL_PACKAGES) -> bool:
-    """Whether a function, and every function that it wraps except the module's forward, is of one of these packages."""
+    """Return whether a function is from these packages, as is all that it wraps except the module's forward."""
     while function is not None and getattr(function, "__func__", function) is not type(module).forward:
         if not f"{_module_name(function)}.".startswith(packages):
             return False
@@ -419,7 +451,7 @@ def _is_neutral(function: Any, module: nn.Module, packages: tuple[str, ...] = _N
 
 
 def _module_name(function: Any) -> str:
-    """The module that defines a function. Not `__module__`, which `functools.wraps` copies."""
+    """Return the module that defines a function. It is not `__module__`, which `functools.wraps` copies."""
     function = getattr(function, "func", function)  # functools.partial
     function = getattr(function, "__func__", function)
     written = getattr(function, "__globals__", None)
@@ -427,22 +459,22 @@ def _module_name(function: Any) -> str:
 
 
 def outputs_of(configs: Iterable[Any]) -> list[str]:
-    """The outputs that a model's configs ask for in all calls."""
+    """List the outputs that a model's configs ask for in all calls."""
     return sorted({name for config in configs for name in OUTPUT_FLAGS if getattr(config, name, None)})
 
 
 def _configs(model: Any) -> tuple[Any, ...]:
-    """A model's config, and last the one of its text, where that is another one."""
+    """Return a model's config, followed by its text's config where that is another one."""
     config = model.config
     text = config.get_text_config(decoder=True)
     return (config,) if text is config else (config, text)
 
 
 def _settings(configs: Iterable[Any]) -> _Settings:
-    """Numbers, flags, strings, lists and tuples of configs that forwards may read."""
+    """List numbers, flags, strings, lists and tuples of configs that forwards may read."""
     settings: _Settings = []
     for config in configs:
         for name, value in config.__dict__.items():
             if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION):
-                settings.append((name, tuple(value) if isinstance(value, list) else value))  # one may be written into
+                settings.append((name, tuple(value) if isinstance(value, list) else value))  # a list may change
     return settings

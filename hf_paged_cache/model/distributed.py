@@ -1,4 +1,4 @@
-"""Which processes must run as many forwards of a model as this one, since its weights are split over them.
+"""Finds the processes that must run as many forwards of a model as this one, since its weights are split over them.
 
 Owns what is read of torch.distributed, and the collective by which such processes (*ranks*) settle numbers.
 """
@@ -13,13 +13,13 @@ import torch.distributed
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks among which weights are split.
+    """`RankGroup` is the ranks among which weights are split.
 
     Attributes:
-        group: of torch.distributed.
-        share_inputs: each rank is passed the same tokens (tensor parallelism). Else each has its own (FSDP, DeepSpeed's
-            ZeRO 3), and only the number of forwards must be the same.
-        device: where the group's backend wants tensors.
+        group: process group of torch.distributed.
+        share_inputs: True if each rank is passed the same tokens (tensor parallelism). If not, each rank has its own
+            tokens (FSDP, DeepSpeed's ZeRO 3), and only the number of forwards must be the same.
+        device: device where the group's backend wants tensors.
     """
 
     group: Any
@@ -28,7 +28,10 @@ class RankGroup:
 
 
 def world() -> Any:
-    """The group of all processes; None where this one is alone.  Cost: nothing where torch.distributed is not used."""
+    """Return the group of all processes; None where this process is alone.
+
+    Cost: nothing where torch.distributed is not used.
+    """
     processes = torch.distributed
     if not processes.is_available() or not processes.is_initialized() or processes.get_world_size() == 1:
         return None
@@ -36,9 +39,10 @@ def world() -> Any:
 
 
 def rank_groups(model: Any) -> tuple[RankGroup, ...]:
-    """The groups that a model's weights are split over, those that share inputs first; none where it is here as a whole.
+    """Return the groups that a model's weights are split over; groups whose ranks share inputs come first.
 
-    Data parallelism, where every process has a whole copy, is none. Tensor parallelism inside of FSDP is two.
+    The result is empty where the whole model is in this process. Data parallelism, where every process has a whole
+    copy, gives no group. Tensor parallelism inside of FSDP gives two.
     """
     if world() is None:
         return ()
@@ -67,12 +71,14 @@ def rank_groups(model: Any) -> tuple[RankGroup, ...]:
 
 
 def rank() -> int:
-    """The number of this process."""
+    """Return the number of this process."""
     return torch.distributed.get_rank()
 
 
 def least_of_ranks(ranks: RankGroup, values: Sequence[int]) -> list[int]:
-    """The least that any rank of the group gives, for each of the values; every rank must give as many.
+    """Return the least number that any rank of the group gives, for each of the values.
+
+    Every rank must give as many values.
 
     Effects: waits for the other ranks. No lock may be held.  Cost: one all_reduce of int64.
     """
@@ -83,6 +89,6 @@ def least_of_ranks(ranks: RankGroup, values: Sequence[int]) -> list[int]:
 
 
 def _device(group: Any, of_weights: torch.device) -> torch.device:
-    """A device whose tensors the group's backend takes: the CPU if it can."""
+    """Return a device whose tensors the group's backend takes: the CPU if it can."""
     takes_cpu = "cpu:" in torch.distributed.get_backend_config(group)
     return torch.device("cpu") if takes_cpu else of_weights

@@ -1,9 +1,9 @@
-"""A digest of a model's weights and modules, cheap enough for every call.
+"""Computes a digest of a model's weights and modules, cheap enough for every call.
 
-The model's tensors are listed once, then two things are read of them, since neither shows every change:
+The model's tensors are listed once. Then two things are read of them, since neither shows every change:
 
-- eight values of each tensor: they miss an optimizer step that changes few rows of an embedding;
-- how often each was changed, as torch and optimizers count it: this misses writes through `.data` or numpy.
+- eight values of each tensor, which miss an optimizer step that changes few rows of an embedding;
+- how often each tensor was changed, as torch and optimizers count it, which misses writes through `.data` or numpy.
 
 The values mean the same in every process, the counts only in this one.
 """
@@ -28,29 +28,32 @@ from ..kv.transfers import read_bytes
 _VALUES_PER_TENSOR = 8
 _Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
 _Place = tuple[dict[str, Any], str] | str  # a mapping in host memory and the key in it, or the path of a file
-# What others put on a module in place of its class's.
+# Names of functions that others put on a module in place of its class's.
 REPLACED = frozenset({"forward", "get_image_features", "get_video_features"})
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # size in bytes -> dtype
 
 
 class _Weight(NamedTuple):
-    """A weight as it was listed: `owner[key]` was `tensor`."""
+    """`_Weight` describes a weight as it was listed: `owner[key]` was `tensor`."""
 
     owner: Any
     key: str
     tensor: Tensor
     layout: _Layout | None
-    alias: Tensor | None  # keeps the memory of then, also after `p.data = ...`
+    alias: Tensor | None  # keeps the memory that the weight had, also after `p.data = ...`
     samples: list[Tensor]  # strided views
-    counted: list[tuple[Tensor, int]]  # those with a version; base + version is never the same number for other values
+    counted: list[tuple[Tensor, int]]  # (part, base) of parts with a version; base + version differs for other values
 
 
 class _Places(NamedTuple):
-    """Where weights were found, as columns: `owners[i][keys[i]]` was `tensors[i]`, and `laid[i]` lay at `addresses[i]`.
+    """`_Places` says where weights were found, as columns.
+
+    `owners[i][keys[i]]` was `tensors[i]`, and `laid[i]` lay at `addresses[i]`.
 
     Attributes:
-        are_contiguous: of each that is laid; how a contiguous one of as many elements is laid, its forward says by its shape.
-        strided, strides: those that are not.
+        are_contiguous: whether each laid tensor was contiguous. How a contiguous tensor of as many elements is laid out
+            follows from its shape.
+        strided, strides: laid tensors that were not contiguous, and their strides.
     """
 
     owners: list[dict[str, Any]]
@@ -65,7 +68,7 @@ class _Places(NamedTuple):
 
     @classmethod
     def of(cls, weights: list[_Weight]) -> "_Places":
-        """Those of these weights."""
+        """Return the places of these weights."""
         laid = [(weight.tensor, *weight.layout) for weight in weights if weight.layout is not None]
         strided = [(tensor, strides) for tensor, _, _, strides in laid if not tensor.is_contiguous()]
         return cls(
@@ -81,7 +84,7 @@ class _Places(NamedTuple):
         )
 
     def are_as_found(self) -> bool:
-        """Whether each weight is the same tensor in the same memory."""
+        """Return whether each weight is the same tensor in the same memory."""
         return (
             all(map(is_, map(dict.get, self.owners, self.keys), self.tensors))
             and [*map(Tensor.data_ptr, self.laid)] == self.addresses
@@ -92,7 +95,7 @@ class _Places(NamedTuple):
 
 
 class _Structure(NamedTuple):
-    """Modules as columns: their types, attributes and children."""
+    """`_Structure` describes modules as columns: their types, attributes and children."""
 
     kinds: list[type[nn.Module]]
     attributes: list[dict[str, Any]]
@@ -100,16 +103,16 @@ class _Structure(NamedTuple):
 
     @classmethod
     def of(cls, modules: list[nn.Module]) -> "_Structure":
-        """That of these modules."""
+        """Return the structure of these modules."""
         attributes = [module.__dict__ for module in modules]
         return cls([*map(type, modules)], attributes, [dict(each["_modules"]) for each in attributes])
 
     def is_as_found(self, modules: list[nn.Module]) -> bool:
-        """Whether each module is of the same type and has the same children."""
+        """Return whether each module is of the same type and has the same children."""
         return [*map(type, modules)] == self.kinds and [*map(_children, self.attributes)] == self.children
 
     def with_functions(self) -> list[int]:
-        """Numbers of those that have hooks or replaced functions."""
+        """Return the numbers of the modules that have hooks or replaced functions."""
         attributes = self.attributes
         have_some = [*map(any, map(_HOOKS, attributes))]
         found = {*compress(count(), have_some)} if True in have_some else set()
@@ -123,31 +126,31 @@ _HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 class Listing(NamedTuple):
-    """A model's modules and tensors as they were found. It never changes, so it is read without a lock.
+    """`Listing` has a model's modules and tensors as they were found. It never changes, so it is read without a lock.
 
     Attributes:
-        modules: all of them, in the order of `nn.Module.modules`.
-        unwatched: name of a weight whose changes cannot be seen.
+        modules: all modules, in the order of `nn.Module.modules`.
+        unwatched: name of a weight whose changes cannot be seen; None: there is none.
     """
 
     modules: list[nn.Module]
-    found: _Structure  # of the modules
+    found: _Structure  # structure of the modules
     weights: list[_Weight]
-    places: _Places  # of the weights
-    counted: tuple[list[Tensor], list[int]]  # of all weights: those with a version, and the base of each
+    places: _Places  # places of the weights
+    counted: tuple[list[Tensor], list[int]]  # all tensors of weights with a version, and the base of each
     on_host: list[np.ndarray]  # samples of all weights in host memory, as integers
-    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # of all others
-    device_types: list[str]  # that hold weights, and the CPU
-    files: list[str]  # of weights that are on disk
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # samples of all other weights
+    device_types: list[str]  # types of the devices that hold weights, and the CPU
+    files: list[str]  # paths of the files of weights that are on disk
     structure: bytes
     unwatched: str | None
 
     def files_now(self) -> bytes:
-        """Times and sizes of the files that hold weights."""
+        """Return times and sizes of the files that hold weights."""
         return repr([_file_state(path) for path in self.files]).encode()
 
     def values(self, frequencies: Iterable[Tensor]) -> bytes:
-        """Those of the samples, and others of [N].  Cost: one wait for each accelerator."""
+        """Return the values of the samples and of other tensors, [N] each.  Cost: one wait for each accelerator."""
         samples = {kind: [*same] for kind, same in self.samples.items()}
         for each in frequencies:
             samples.setdefault((each.device, each.dtype), []).append(each)
@@ -155,14 +158,20 @@ class Listing(NamedTuple):
         return on_host + read_bytes(samples)
 
     def versions(self) -> list[int]:
-        """How often each weight was changed, from a number on that no other listing has had for other values."""
+        """Return a number for each tensor with a version; the number grows with each change.
+
+        No other listing has had the same number for other values of the tensor.
+        """
         tensors, bases = self.counted
         return [*map(add, bases, map(_version, tensors))]
 
     def changed_modules(self) -> list[int] | None:
-        """Numbers of the modules with hooks or replaced functions; None if the model no longer has these tensors in these modules.
+        """Return the numbers of the modules with hooks or replaced functions.
 
-        Cost: a few passes over flat lists. It is made for each call, and finds little of them in the processor's caches.
+        None if the model no longer has these tensors in these modules.
+
+        Cost: a few passes over flat lists. They are made for each call, and find little of the lists in the processor's
+        caches.
         """
         if self.places.are_as_found() and self.found.is_as_found(self.modules):
             return self.found.with_functions()
@@ -174,18 +183,21 @@ NOT_LISTED = Listing([], _Structure.of([]), [], _Places.of([]), ([], []), [], {}
 
 
 class WeightFingerprint:
-    """Lists the weights of one model, which it holds and never changes. The caller holds a lock."""
+    """`WeightFingerprint` lists the weights of one model, which it holds and never changes. The caller holds a lock."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.num_steps = 0  # of optimizers on these weights
+        self.num_steps = 0  # steps of optimizers on these weights
         self._listing = NOT_LISTED
         self._numbers = count(1)
         _watching.append(ref(self, _watching.remove))
         _watch_optimizers()
 
     def listing(self) -> tuple[Listing, list[int]]:
-        """The model as it is listed, listed again if it is not as it was; and its `changed_modules`, or more."""
+        """Return the model's listing, made anew if the model has changed, and the listing's `changed_modules`.
+
+        For a new listing, all modules are named as changed.
+        """
         listing = self._listing
         changed = listing.changed_modules() if listing.modules else None
         if changed is None:
@@ -236,13 +248,13 @@ class WeightFingerprint:
         )
 
     def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
-        """The weight as it is now. With the values of `before` in other memory it counts as unchanged."""
+        """Describe the weight as it is now. With the values of `before` in other memory, it counts as unchanged."""
         layout = _layout(tensor)
         if before is not None and before.tensor is tensor and before.layout == layout:
             return before
         plain = list(plain_tensors(tensor))
         samples = [sample for part in plain if (sample := _sample(part)) is not None]
-        # inference tensors have no version; those on the meta device have no values, and each forward may replace them
+        # inference tensors have no version; meta tensors have no values, and each forward may replace them
         versioned = [part for part in plain if not part.is_inference() and part.device.type != "meta"]
         counted = [(part, (next(self._numbers) << 32) - part._version) for part in versioned]
         alias = tensor.detach() if samples and plain[0] is tensor else None
@@ -257,21 +269,24 @@ _watching: list[ref[WeightFingerprint]] = []
 
 @cache
 def _watch_optimizers() -> None:
-    """Register one hook after every optimizer step of this process. It stays, and keeps no fingerprint alive."""
+    """Register one hook after every optimizer step of this process. The hook stays, and keeps no fingerprint alive."""
     register_optimizer_step_post_hook(torch.compiler.disable(_count_step))  # type: ignore[no-untyped-call]
 
 
 def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Called after each step: a fused optimizer changes no version, and may change few rows of an embedding."""
+    """Count an optimizer's step: a fused optimizer changes no version, and may change few rows of an embedding."""
     stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-    for reference in tuple(_watching):  # references of collected ones leave meanwhile
+    for reference in tuple(_watching):  # references of collected fingerprints leave meanwhile
         fingerprint = reference()
         if fingerprint is not None and any(id(weight.tensor) in stepped for weight in fingerprint._listing.weights):
             fingerprint.num_steps += 1
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
-    """(mapping, key, tensor) of each parameter and persistent buffer; other buffers are derived, or scratch of forwards."""
+    """Yield (mapping, key, tensor) for each parameter and persistent buffer.
+
+    Other buffers are derived, or scratch memory of forwards.
+    """
     for owner in (module._parameters, module._buffers):
         for name, tensor in owner.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -279,7 +294,7 @@ def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors inside a wrapper subclass (quantised weights); any other tensor itself."""
+    """Yield the tensors inside a wrapper subclass (quantised weights); any other tensor is yielded itself."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         yield tensor
@@ -290,7 +305,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _sample(tensor: Tensor) -> Tensor | None:
-    """A view of a few values spread over a tensor; None if it has no values here or is sparse."""
+    """Return a view of a few values spread over a tensor; None if the tensor has no values here or is sparse."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided:
         return None
     values = tensor.detach()
@@ -307,7 +322,7 @@ def _sample(tensor: Tensor) -> Tensor | None:
 
 
 def _layout(tensor: Tensor) -> _Layout | None:
-    """What `p.data = ...` changes; None for a wrapper subclass, which has no storage of its own."""
+    """Return what `p.data = ...` changes; None for a wrapper subclass, which has no storage of its own."""
     try:
         return tensor.data_ptr(), tensor.numel(), tensor.stride()
     except RuntimeError:
@@ -315,15 +330,19 @@ def _layout(tensor: Tensor) -> _Layout | None:
 
 
 def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors have the same values; False where that cannot be said."""
+    """Return whether two tensors have the same values; False where that cannot be said."""
     try:
         return one is not None and other is not None and torch.equal(one, other)
-    except RuntimeError:  # of dtypes that are only stored, such as float4, or on two devices
+    except RuntimeError:  # dtypes that are only stored, such as float4, or two devices
         return False
 
 
 def _offloaded_weights(modules: Iterable[nn.Module]) -> dict[tuple[int, str], _Place]:
-    """(id of a module, name of its parameter or buffer) -> where it is loaded from, for every weight that is found."""
+    """Return where each offloaded weight that is found is loaded from.
+
+    Returns:
+        (id of a module, name of its parameter or buffer) -> place.
+    """
     places = {}
     for module in modules:
         hook = getattr(module, "_hf_hook", None)
@@ -339,7 +358,7 @@ def _offloaded_weights(modules: Iterable[nn.Module]) -> dict[tuple[int, str], _P
 
 
 def _file_state(path: str) -> tuple[str, int, int]:
-    """Path, size and time of the last write; zeros for a file that is not there."""
+    """Return path, size and time of the last write of a file; zeros for a file that is not there."""
     try:
         state = os.stat(path)
     except OSError:
@@ -348,7 +367,7 @@ def _file_state(path: str) -> tuple[str, int, int]:
 
 
 def _find(weights_map: Any, name: str) -> _Place | None:
-    """The place of the weight that a hook loads as `weights_map[name]`."""
+    """Return the place of the weight that a hook loads as `weights_map[name]`; None if it is not found."""
     while hasattr(weights_map, "prefix") and hasattr(weights_map, "dataset"):
         name, weights_map = f"{weights_map.prefix}{name}", weights_map.dataset
     held = getattr(weights_map, "state_dict", weights_map)

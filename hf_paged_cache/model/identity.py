@@ -1,8 +1,8 @@
-"""What a model is, told so that it means the same in another process and on another machine.
+"""Describes a model so that the description means the same in another process and on another machine.
 
-`Conditioning.digest` says whether a model is still as it was a moment ago: it counts writes and numbers functions, which mean
-nothing elsewhere. An identity has names, values, shapes and versions alone, and costs a pass over all weights. What cannot be
-named so has no identity: its keys and values stay in their process.
+`Conditioning.digest` says whether a model is still as it was a moment ago. It counts writes and numbers functions,
+which mean nothing elsewhere. An identity has only names, values, shapes and versions, and costs a pass over all
+weights. A model with something that cannot be named so has no identity: its keys and values stay in their process.
 """
 
 import hashlib
@@ -24,19 +24,19 @@ from ..tiers.saved_file import facts_digest
 from .fingerprint import Listing, WeightFingerprint, plain_tensors
 from .rope import RopeRegime
 
-_CHUNK_BYTES = 2**26  # of a device's weights that are on the host at a time
-_THREADS = 4  # that hash; SHA-256 lets others run meanwhile
+_CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
+_THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile
 _NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
-_PACKAGES = ("torch", "transformers")  # whose versions are part of an identity, so that their code need not be
+_PACKAGES = ("torch", "transformers")  # packages whose versions are part of an identity, so that their code is not
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """All that keys and values depend on besides tokens, as text.
+    """`ModelIdentity` has all that keys and values depend on besides tokens, as text.
 
     Attributes:
-        facts: name -> what it is. Two models with equal facts compute the same.
-        settings: of the config, name -> value; `facts["settings"]` is a digest of them.
+        facts: name of a fact -> its text. Two models with equal facts compute the same.
+        settings: name of a setting of the config -> its value; `facts["settings"]` is a digest of them.
     """
 
     facts: Mapping[str, str]
@@ -44,11 +44,11 @@ class ModelIdentity:
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes: of the facts."""
+        """Digest of the facts, 32 bytes."""
         return facts_digest(self.facts)
 
     def why_other(self, facts: Mapping[str, str], settings: Mapping[str, str]) -> str | None:
-        """What another model has otherwise, in one sentence; None: nothing."""
+        """Say in one sentence what another model has otherwise; None: nothing."""
         told: list[str] = []
         for name in _apart(self.facts, facts):
             if name == "settings":
@@ -81,17 +81,19 @@ def identify(
     state: object,
     weights_digest: str,
 ) -> ModelIdentity:
-    """Tell what a model is.
+    """Describe what a model is.
 
     Args:
-        functions: those that may change what a module computes: number and class of the module, or "" for the forward of a class;
-            hook, or forward.
-        settings: of its config.
-        state: of adapters and autocast, numbers and names alone.
+        listing: modules and weights of the model.
+        rope: rotary frequencies of the model.
+        functions: functions that may change what a module computes, each as (number of the module, its class, hook or
+            forward). The class is "" for the forward of a class.
+        settings: settings of the model's config.
+        state: state of adapters and autocast, numbers and names alone.
         weights_digest: see `digest_of_weights`.
 
     Raises:
-        NotPortableError: a hook, or a forward that is a closure: nobody could name them elsewhere.
+        NotPortableError: there is a hook, or a forward that is a closure: nobody could name it elsewhere.
     """
     code: set[str] = set()
     for _, where, function in functions:
@@ -122,9 +124,10 @@ def identify(
 
 
 def sampled_digest(model: Any) -> str:
-    """Of settings, adapters in use and a few values of each weight, the same in every process: 64 hexadecimal digits.
+    """Return a digest of settings, adapters in use and a few values of each weight: 64 hexadecimal digits.
 
-    Cheap, and so no proof: a model of which a few values have changed may have the same.
+    The digest is the same in every process. It is cheap, and so no proof: a model in which a few values have changed
+    may have the same digest.
     """
     listing, _ = WeightFingerprint(model).listing()
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
@@ -135,17 +138,17 @@ def sampled_digest(model: Any) -> str:
 
 
 def adapter_state(module: nn.Module) -> list[object]:
-    """What a layer with PEFT's adapters heeds besides weights: numbers and names."""
+    """Return what a layer with PEFT's adapters heeds besides weights: numbers and names."""
     return [
         getattr(module, name, None) for name in ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
     ]
 
 
 def readable_weights(listing: Listing) -> list[Tensor]:
-    """All of them.
+    """Return all weights of a listing.
 
     Raises:
-        NotPortableError: some lie where their values cannot be read.
+        NotPortableError: some weights lie where their values cannot be read.
     """
     if listing.files or listing.unwatched is not None:
         raise NotPortableError("weights of this model are offloaded to files, or where they cannot be read")
@@ -153,7 +156,10 @@ def readable_weights(listing: Listing) -> list[Tensor]:
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:
-    """SHA-256 over the digests of all tensors, with shape and dtype; the same on every device.  Cost: reads all of them."""
+    """Return a SHA-256 digest over the digests of all tensors, with shape and dtype; the same on every device.
+
+    Cost: reads all tensors.
+    """
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = list(threads.map(_digest, weights))
     return _sha256("\n".join(digests).encode())
@@ -174,15 +180,17 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The values of a 1-D tensor, the same on every device."""
+    """Return the values of a 1-D tensor as bytes, the same on every device."""
     return tensor.cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def _code_of(function: Any) -> Iterator[str]:
-    """What names the code of a class's forward, and of what it wraps: nothing where the version of a package does.
+    """Yield names of the code of a class's forward, and of the functions that it wraps.
+
+    Code of packages whose versions are in the identity is left out.
 
     Raises:
-        NotPortableError: it is a closure, or its source cannot be read.
+        NotPortableError: a function is a closure, or its source cannot be read.
     """
     while function is not None:
         function = getattr(function, "__func__", function)
@@ -206,7 +214,7 @@ def _full_name(function: Callable[..., Any]) -> str:
 
 
 def _version(package: str) -> str:
-    return importlib.metadata.version(package).partition("+")[0]  # without the name of a build
+    return importlib.metadata.version(package).partition("+")[0]  # the version without the name of a build
 
 
 def _sha256(data: bytes) -> str:

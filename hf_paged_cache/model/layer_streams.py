@@ -1,4 +1,7 @@
-"""What a layer of transformers' own holds of rows, by the names that streams have here: the one place that knows its attributes."""
+"""Reads and writes what a layer of transformers' own holds of rows, by the names that streams have here.
+
+It is the one place that knows such a layer's attributes.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +12,10 @@ INDEX = "indexer_key"
 
 
 def streams_of(layer: Any) -> dict[str, Tensor]:
-    """Keys, values and index keys, [R, H, columns, D] each, by name; index keys have one head. Nothing of a layer that holds nothing."""
+    """Return keys, values and index keys of a layer, [R, H, columns, D] each, by name; index keys have one head.
+
+    The result is empty for a layer that holds nothing.
+    """
     held = ((name, getattr(layer, f"{name}s", None)) for name in ("key", "value", INDEX))
     found = {name: tensor for name, tensor in held if isinstance(tensor, Tensor)}
     if INDEX in found:
@@ -21,8 +27,8 @@ def put_streams(layer: Any, held: Mapping[str, Tensor], num_columns: int) -> Non
     """Let a layer that holds nothing hold columns.
 
     Args:
-        held: [R, H, columns, D] each, by name; of a layer with a window the last ones.
-        num_columns: of the rows.
+        held: name -> tensor, [R, H, columns, D]; for a layer with a window, the last columns.
+        num_columns: number of columns of the rows.
     """
     layer.update(held["key"], held["value"])
     if getattr(layer, "is_sliding", False):
@@ -32,7 +38,7 @@ def put_streams(layer: Any, held: Mapping[str, Tensor], num_columns: int) -> Non
 
 
 def cut_streams(layer: Any, num_columns: int) -> None:
-    """Take off what a forward that died has appended: to all of it, or to a part."""
+    """Cut off what a forward that died has appended to the streams of a layer, or to some of them."""
     if layer.get_seq_length() > num_columns:
         layer.keys, layer.values = layer.keys[..., :num_columns, :], layer.values[..., :num_columns, :]
     if (keys := getattr(layer, "indexer_keys", None)) is not None:

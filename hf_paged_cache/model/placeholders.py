@@ -1,8 +1,9 @@
-"""Which token ids of a model stand for something else than text, and whether what fills them is passed.
+"""Finds the token ids of a model that stand for something else than text, and whether what fills them is passed.
 
-An image, a video or a sound takes the places of tokens of one id, its *placeholders*: their keys and values follow from its
-content, which ids do not show. What a call passes that fills them is *content*. Found by structure: by the names that configs
-have for those ids, and by the arguments of the model's forward. A model that takes no content has no placeholders.
+An image, a video or a sound takes the places of tokens of one id, its *placeholders*: their keys and values follow from
+its content, which ids do not show. What a call passes that fills placeholders is *content*. Both are found by
+structure: by the names that configs have for those ids, and by the arguments of the model's forward. A model that takes
+no content has no placeholders.
 """
 
 import inspect
@@ -17,26 +18,26 @@ from transformers import PreTrainedConfig
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 
-# Kind -> parts of the names of arguments that bring its content. A name is of the first kind that it has a part of.
+# Kind -> parts of the names of arguments that bring its content. A name is of the first kind whose part is in it.
 _CONTENT = {
     "video": ("pixel_values_videos", "video_features", "video_embeds"),
     "image": ("pixel_values", "image_features", "image_embeds", "image_patches", "image_hidden_states"),
     "audio": ("input_features", "input_values", "audio_features", "audio_embeds", "audio_input_ids", "audio_values"),
 }
-_BESIDE_CONTENT = ("_mask", "_cutoffs", "_position_ids")  # ends of the names of what says how content lies
+_BESIDE_CONTENT = ("_mask", "_cutoffs", "_position_ids")  # ends of the names of arguments that say how content lies
 _CONTENT_OF_ALL = ("inputs_embeds", "mm_encoder_outputs")
 _THINGS = {"image": "an image", "video": "a video", "audio": "a sound"}
-_ENDS = ("_token_id", "_token_index")  # what configs call a placeholder, after its kind
+_ENDS = ("_token_id", "_token_index")  # ends of the names that configs have for a placeholder, after its kind
 
 
 class Unfilled(NamedTuple):
-    """Placeholders in what was passed, without what fills them.
+    """`Unfilled` describes placeholders that were passed without what fills them.
 
     Attributes:
-        tokens: of each row, all columns that were passed.
-        ends: of each row, the column after its last such placeholder; 0 without any.
-        what: says which one is the first.
-        fillers: the arguments that would fill it.
+        tokens: for each row, all columns that were passed.
+        ends: for each row, the column after its last such placeholder; 0 without any.
+        what: which placeholder is the first one, in words.
+        fillers: names of the arguments that would fill the first one.
     """
 
     tokens: list[TokenIds]
@@ -46,10 +47,12 @@ class Unfilled(NamedTuple):
 
 
 class Placeholders:
-    """The placeholders of one model.  Cost: a pass over its config and the names of its forward's arguments.
+    """`Placeholders` knows the placeholders of one model.
+
+    Cost: a pass over the model's config and the names of its forward's arguments.
 
     Attributes:
-        kinds: token id -> what it may stand for; empty for a model of text alone.
+        kinds: token id -> kinds of content that it may stand for; empty for a model of text alone.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,19 +64,21 @@ class Placeholders:
                 self.kinds[token] = self.kinds.get(token, frozenset()) | {kind}
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any placeholders."""
         return bool(self.kinds)
 
     def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> Unfilled | None:
-        """The placeholders among the ids passed that nothing passed fills; None without any.
+        """Find placeholders among the ids that were passed without what fills them; None without any.
 
-        Content of a kind fills its own placeholders; where there are none of its kind, it fills others: frames of a video may
-        stand at an image's.  Cost: nothing where all is filled, or for a model without any; else one pass over the ids, and
-        one wait for their device.
+        Content of a kind fills its own placeholders. Where there are none of its kind, it fills others: frames of a
+        video may stand at an image's placeholders.
+
+        Cost: nothing where all placeholders are filled, or for a model without any; else one pass over the ids, and one
+        wait for their device.
 
         Args:
-            arguments: of a `generate` or a forward, by name.
-            before: columns of the rows that resume with these, for the message.
+            arguments: arguments of a `generate` or a forward, by name.
+            before: columns of the rows that resume with these ids, for the message.
         """
         ids = arguments.get("input_ids")
         if not self.kinds or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_meta:
@@ -108,13 +113,13 @@ class Placeholders:
         """Refuse placeholders where nothing can be passed that fills them.
 
         Raises:
-            CacheArgumentError: naming the first one, and its position.
+            CacheArgumentError: there is a placeholder; the error names the first one and its position.
         """
         if why := self.why_no_text(tokens):
             raise CacheArgumentError(f"{what} {why}")
 
     def why_no_text(self, tokens: Sequence[int]) -> str:
-        """Completes "the prompt ..." where it holds a placeholder; "" where it does not."""
+        """Complete the sentence "the prompt ..." where it holds a placeholder; "" where it does not."""
         held = ((position, token) for position, token in enumerate(tokens) if token in self.kinds)
         if not self.kinds or (found := next(held, None)) is None:
             return ""
@@ -129,14 +134,14 @@ class Placeholders:
 
 
 def kind_of(name: str) -> str | None:
-    """The kind of content that an argument brings, by its name."""
+    """Return the kind of content that an argument brings, by the argument's name; None: it brings none."""
     if name.endswith(_BESIDE_CONTENT):
         return None
     return next((kind for kind, parts in _CONTENT.items() if any(part in name for part in parts)), None)
 
 
 def _named(config: PreTrainedConfig) -> Iterator[tuple[int, str]]:
-    """The placeholders that a config and those nested in it name, each with its kind."""
+    """Yield the placeholders that a config and the configs nested in it name, each with its kind."""
     for kind in _CONTENT:
         for end in _ENDS:
             token = getattr(config, f"{kind}{end}", None)

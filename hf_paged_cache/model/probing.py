@@ -1,6 +1,7 @@
-"""Short forwards of our own, with a cache and without: their inputs, what their logits and their layers show, and how far rounding goes.
+"""Runs short forwards of our own, with a cache and without.
 
-Two rows of 24 tokens, one padded on the left. What follows from a difference is the callers' to decide.
+Owns their inputs, what their logits and their layers show, and how far rounding goes. The inputs are two rows of 24
+tokens, one padded on the left. Callers decide what follows from a difference.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,19 +22,20 @@ from .support import cache_layers, has_keys, has_state, states_of, takes
 
 NUM_COLUMNS = 24
 NUM_CACHED = 16
-MIN_TOLERANCE = 1e-3  # of the logits' scale; attention to later tokens makes 0.04 and more
-NUM_PADS = 5  # of the second row
+MIN_TOLERANCE = 1e-3  # a share of the logits' scale; attention to later tokens makes 0.04 and more
+NUM_PADS = 5  # columns of padding of the second row
 _TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
 _T = TypeVar("_T")
 
 
 class StateSizes(NamedTuple):
-    """Of the states of one row.
+    """`StateSizes` has the sizes of the states of one row.
 
     Attributes:
-        num_bytes: of all.
-        width: inputs that the widest of its convolutions looks back at, with the last.
-        are_convolutions_alone: their states are inputs of theirs, so a forward can show them at any token.
+        num_bytes: bytes of all states.
+        width: number of inputs that the widest convolution of the states looks back at, the last one included.
+        are_convolutions_alone: True if all states are inputs of convolutions, so that a forward can show them at any
+            token.
     """
 
     num_bytes: int
@@ -42,14 +44,14 @@ class StateSizes(NamedTuple):
 
 
 def input_device(model: Any) -> torch.device:
-    """Where to put token ids: on the weights' device, or on the CPU where weights are offloaded."""
+    """Return where to put token ids: on the weights' device, or on the CPU where weights are offloaded."""
     device: torch.device = model.device
     return torch.device("cpu") if device.type == "meta" else device
 
 
 @contextmanager
 def types_of_logits(model: Any) -> Iterator[set[torch.dtype]]:
-    """Collects the dtypes that logits are computed in.
+    """Collect the dtypes that logits are computed in.
 
     accelerate's mixed precision converts its outputs back to float32, so only the head shows its dtype.
     """
@@ -60,7 +62,7 @@ def types_of_logits(model: Any) -> Iterator[set[torch.dtype]]:
 
 
 def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
-    """The largest `eps` of the dtypes a forward computes in: the weights', autocast's, and those that were seen."""
+    """Return the largest `eps` of the dtypes a forward computes in: the weights', autocast's, and those seen."""
     device_type = input_device(model).type
     dtypes = [model.dtype, *seen]
     if torch.is_autocast_enabled(device_type):
@@ -69,14 +71,15 @@ def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
 
 
 class TiesByPosition(TorchFunctionMode):
-    """Of equal scores, `topk` chooses the first ones.
+    """`TiesByPosition` makes `topk` choose the first of equal scores.
 
-    torch chooses as its kernel comes upon them, which depends on how many columns a forward has: an indexer of few heads, whose
-    scores are often exactly 0, would give other keys with a cache than without.
+    torch chooses in the order in which its kernel comes upon scores, and that order depends on how many columns a
+    forward has. So an indexer of few heads, whose scores are often exactly 0, would give other keys with a cache than
+    without.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function of torch, `topk` by a stable sort."""
+        """Run a function of torch; `topk` is run by a stable sort."""
         kwargs = kwargs or {}
         if func not in (torch.topk, torch.Tensor.topk) or "out" in kwargs:
             return func(*args, **kwargs)
@@ -88,7 +91,7 @@ class TiesByPosition(TorchFunctionMode):
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, nothing compiled; at the end each module's training flag is as before."""
+    """Run in eval mode, without gradients and with nothing compiled; each module's training flag is put back."""
     training = [module for module in model.modules() if module.training]
     try:
         model.eval()
@@ -100,10 +103,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 def attempt(run: Callable[[], _T], otherwise: Callable[[Exception], _T]) -> _T:
-    """What `run` returns; of an error, for a model may raise any, what `otherwise` does.
+    """Return what `run` returns; if it raises an error, return what `otherwise` makes of the error.
+
+    A model may raise any error.
 
     Raises:
-        torch.OutOfMemoryError: as it is; it is no property of the model.
+        torch.OutOfMemoryError: as it is: it is no property of the model.
     """
     try:
         return run()
@@ -116,17 +121,17 @@ def attempt(run: Callable[[], _T], otherwise: Callable[[Exception], _T]) -> _T:
 def logits_at_once(
     model: PreTrainedModel, inputs: dict[str, Tensor], num_columns: int = NUM_COLUMNS - NUM_CACHED
 ) -> Tensor:
-    """The logits of the last columns, of one forward without a cache: [R, num_columns, vocabulary]."""
+    """Return the logits of the last columns, of one forward without a cache: [R, num_columns, vocabulary]."""
     return last_logits(model(**inputs, use_cache=False), num_columns)
 
 
 def continue_behind(
     model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, *, one_by_one: bool = False
 ) -> Tensor:
-    """The logits of the last 8 columns with the first `NUM_CACHED` in the cache: [R, 8, vocabulary].
+    """Return the logits of the last 8 columns with the first `NUM_CACHED` in the cache: [R, 8, vocabulary].
 
     Args:
-        one_by_one: each of the 8 in a forward of its own.
+        one_by_one: run each of the 8 columns in a forward of its own.
 
     Raises:
         ValueError: the cache holds another number of columns than were passed.
@@ -141,13 +146,13 @@ def continue_behind(
 def run_columns(
     model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, start: int, stop: int, **options: Any
 ) -> Any:
-    """The output of a forward of the columns `[start, stop)`, after those that the cache holds.
+    """Run a forward of the columns `[start, stop)`, after those that the cache holds; return its output.
 
     Args:
-        options: other arguments.
+        options: other arguments of the forward.
     """
     argument = cache_argument(model)
-    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # for a cache of ours it is cut
+    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # a cache of ours cuts the mask
     mask_begins = start if wants_new_columns else 0
     columns = {
         name: value[:, mask_begins if name == "attention_mask" else start : stop] for name, value in inputs.items()
@@ -156,26 +161,27 @@ def run_columns(
 
 
 def behind_padding(row: dict[str, Tensor], num_pads: int) -> dict[str, Tensor]:
-    """The same row with so much padding before it."""
+    """Return the same row with `num_pads` columns of padding before it."""
     return {name: torch.nn.functional.pad(value, (num_pads, 0)) for name, value in row.items()}
 
 
 class _OfAnyDtype(DynamicCache):
-    """transformers' cache, whose layers may be given rows in a finer dtype than the model computes in."""
+    """`_OfAnyDtype` is transformers' cache; its layers may be given rows in a finer dtype than the model's."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As transformers does, in the dtypes of what is new."""
+        """Update a layer as transformers does, in the dtypes of what is new."""
         if layer_idx < len(self.layers):
             hold_as(self.layers[layer_idx], key_states, value_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
 def hold_as(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
-    """Let a layer of transformers hold what it has in the dtypes of what it is about to get; a pool may have held it in finer ones.
+    """Convert what a layer of transformers holds to the dtypes of what it is about to get.
 
-    Under autocast it stays as it is, as in a `DynamicCache`: attention casts what it reads. Not fp64, which autocast does not cast.
+    A pool may have held it in finer dtypes. Under autocast it stays as it is, as in a `DynamicCache`: attention casts
+    what it reads. But fp64 is always converted, because autocast does not cast it.
     """
     for name, new in (("keys", key_states), ("values", value_states)):
         held = getattr(layer, name, None)
@@ -186,19 +192,22 @@ def hold_as(layer: Any, key_states: Tensor, value_states: Tensor) -> None:
 
 
 def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
-    """The cache that transformers makes; it grows where the model has more layers than its config names."""
+    """Make the cache that transformers makes. It grows where the model has more layers than its config names."""
     cache = _OfAnyDtype(config=model.config)
     cache.layer_class_to_replicate = DynamicLayer
     return cache
 
 
 def distance(reference: Tensor, logits: Tensor) -> float:
-    """The largest difference where the reference is finite, as a share of its scale; infinite if one is NaN."""
+    """Return the largest difference where the reference is finite, as a share of its scale; infinite if one is NaN."""
     return float(distances(reference, logits).max())
 
 
 def distances(reference: Tensor, logits: Tensor) -> Tensor:
-    """The same of each column; the scale is the largest finite number of all, or 1 if that is 0."""
+    """Return the largest difference of each column, as a share of the reference's scale.
+
+    The scale is the largest finite number of the whole reference, or 1 if that number is 0.
+    """
     finite = reference.isfinite()
     known = reference.where(finite, 0).double()
     differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
@@ -206,12 +215,16 @@ def distances(reference: Tensor, logits: Tensor) -> Tensor:
 
 
 def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
-    """How far rounding may move logits of dtypes `seen` between forwards of other lengths, as a share of their scale."""
+    """Return how far rounding may move logits between forwards of other lengths, as a share of their scale.
+
+    Args:
+        seen: dtypes that logits were computed in.
+    """
     return max(MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
 
 
 def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
+    """Make ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
     config = model.config.get_text_config(decoder=True)
     named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
     special = [token for value in named for token in (value if isinstance(value, list) else [value])]
@@ -230,33 +243,33 @@ def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def first_row(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The first row alone."""
+    """Return the first row alone."""
     return {name: value[:1] for name, value in inputs.items()}
 
 
 def last_logits(output: Any, num_columns: int) -> Tensor:
-    """The logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
+    """Return the logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
     logits: Tensor = output.logits[:, -num_columns:]
     return logits.float().cpu()
 
 
 def measure_layers(model: PreTrainedModel) -> dict[int, tuple[torch.device, int]]:
-    """Layer index -> where its keys and values lie, and their bytes for one token."""
+    """Return layer index -> (device of its keys and values, their bytes for one token)."""
     held = [[*streams_of(layer).values()] for layer in layers_after_a_token(model)]
     return {at: (keys[0].device, sum(tensor.nbytes for tensor in keys)) for at, keys in enumerate(held) if keys}
 
 
 def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
-    """Bytes of keys and values of one token in all layers.
+    """Return the bytes of keys and values of one token in all layers.
 
     Args:
-        shares: layer index -> what part of its bytes counts; of others, all.
+        shares: layer index -> part of the layer's bytes that counts; other layers count whole.
     """
     return sum(shares.get(index, 1) * num_bytes for index, (_, num_bytes) in measure_layers(model).items())
 
 
 def measure_states(model: PreTrainedModel) -> StateSizes | None:
-    """The sizes of its states; None of a model without any."""
+    """Return the sizes of the model's states; None for a model without any."""
     if not any(map(has_state, cache_layers(model))):
         return None
     carriers = [layer for layer in layers_after_a_token(model) if has_state(layer)]
@@ -267,7 +280,7 @@ def measure_states(model: PreTrainedModel) -> StateSizes | None:
 
 
 def layers_after_a_token(model: PreTrainedModel) -> Sequence[Any]:
-    """The layers of a `DynamicCache` after a forward of one token."""
+    """Return the layers of a `DynamicCache` after a forward of one token."""
     cache = dynamic_cache(model)
     with undisturbed(model):
         run_columns(

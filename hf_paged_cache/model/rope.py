@@ -1,6 +1,6 @@
-"""The rotary frequencies that a forward uses; with dynamic NTK and longrope they depend on the sequence's length.
+"""Reads the rotary frequencies that a forward uses; with dynamic NTK and longrope they depend on the sequence's length.
 
-The model owns them, and updates those that depend on length at every forward.
+The model owns the frequencies, and updates those that depend on length at every forward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,19 +15,19 @@ from ..kv.transfers import read_bytes
 _BY_LENGTH = ("dynamic", "longrope")
 
 
-_Place = tuple[nn.Module, str]  # a module, and the prefix of its frequencies: "", or of a layer type
+_Place = tuple[nn.Module, str]  # a module, and the prefix of its frequencies' names: "", or that of a layer type
 
 
 class RopeRegime:
-    """Reads the rotary frequencies of one model, given all its modules.
+    """`RopeRegime` reads the rotary frequencies of one model, given all its modules.
 
     Attributes:
-        depends_on_length: any frequencies depend on the sequence's length.
+        depends_on_length: True if any frequencies depend on the sequence's length.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._by_length: list[_Place] = []
-        self._static: list[_Place] = []  # the same at every length
+        self._static: list[_Place] = []  # places of frequencies that are the same at every length
         for module in modules:
             kinds = getattr(module, "rope_type", None)
             by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
@@ -43,16 +43,19 @@ class RopeRegime:
         self.depends_on_length = bool(self._by_length)
 
     def static(self) -> list[Tensor]:
-        """The frequencies that do not depend on length, as they are now, each [N] on its device."""
+        """Return the frequencies that do not depend on length, as they are now, each [N] on its device."""
         return _frequencies(self._static)
 
     def scales(self) -> bytes:
-        """What the cosines and sines of those are multiplied by."""
+        """Return the factors of the cosines and sines of the frequencies that do not depend on length, as bytes."""
         return _scales(self._static)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """At the end, the model has the frequencies that depend on length as it has them now; not while another forward runs."""
+        """Give the model back, at the end, the frequencies that depend on length as they are now.
+
+        Not to be used while another forward runs.
+        """
         saved = []
         for module in {module for module, _ in self._by_length}:
             buffers = [(name, buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None]
@@ -68,12 +71,12 @@ class RopeRegime:
                         buffer.copy_(value)
 
     def peek(self, max_position: int) -> bytes:
-        """`at`, with the model's frequencies put back; not while a forward runs."""
+        """Return what `at` returns, and put the model's frequencies back; not while a forward runs."""
         with self.put_back():
             return self.at(max_position)
 
     def at(self, max_position: int) -> bytes:
-        """The frequencies of a forward whose largest position is `max_position`; b"" where none depend on length.
+        """Return the frequencies of a forward whose largest position is `max_position`; b"": none depend on length.
 
         Effects: the model updates its frequencies, as that forward would.
         """
@@ -84,7 +87,10 @@ class RopeRegime:
         return self.now()
 
     def now(self) -> bytes:
-        """The frequencies that depend on length, as the last forward left them, and their scales.  Cost: one wait."""
+        """Return the frequencies that depend on length, as the last forward left them, and their scales.
+
+        Cost: one wait.
+        """
         if not self._by_length:
             return b""
         values: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -94,7 +100,7 @@ class RopeRegime:
 
 
 def _frequencies(places: list[_Place]) -> list[Tensor]:
-    """Those that have values, each [N]."""
+    """Return the frequencies that have values, each [N]."""
     return [
         values.detach().flatten()
         for module, prefix in places
@@ -107,10 +113,12 @@ def _scales(places: list[_Place]) -> bytes:
 
 
 class RopeDeltas:
-    """How far images have moved the positions after them, which some models keep in a module, of the last call alone.
+    """`RopeDeltas` remembers how far images have moved the positions after them.
+
+    Some models keep that in a module, for the last call alone.
 
     Attributes:
-        held: of the rows' last forward, for each such module: [prompts, 1], or None.
+        held: for each such module, what it kept after the rows' last forward: [prompts, 1], or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -119,7 +127,7 @@ class RopeDeltas:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """At the end they keep what they keep now."""
+        """Let the modules keep, at the end, what they keep now."""
         saved = [module.rope_deltas for module in self._modules]
         try:
             yield
@@ -128,11 +136,11 @@ class RopeDeltas:
                 module.rope_deltas = deltas
 
     def note(self) -> None:
-        """A forward has run: this is what they keep now."""
+        """Remember what the modules keep now, after a forward has run."""
         self.held = [module.rope_deltas for module in self._modules]
 
     def put_back(self, sources: list[int], num_rows: int) -> None:
-        """Have the modules keep what they did, of rows `sources` of the batch of `num_rows`."""
+        """Let the modules keep what was remembered, for the rows `sources` of a batch of `num_rows` rows."""
         for module, deltas in zip(self._modules, self.held, strict=False):
             if deltas is None or not len(deltas) or num_rows % len(deltas):
                 continue

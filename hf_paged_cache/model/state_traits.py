@@ -1,6 +1,6 @@
-"""How layers with a state compute it, as far as that decides where a state can be kept and by whom it is found.
+"""Finds out how layers compute states, as far as that decides where a state can be kept and which rows may find it.
 
-Read from the modules, by structure; `trial` adds what only a run shows.
+This is read from the modules, by structure; `trial` adds what only a run shows.
 """
 
 import inspect
@@ -14,15 +14,15 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class StateTraits:
-    """What is to be heeded where the states of a model are kept.
+    """`StateTraits` says what is to be heeded where the states of a model are kept.
 
     Attributes:
-        chunk: how many tokens the model's kernels compute at once. Split at a multiple of it, a forward rounds as one that is
-            not split; 1 where any place does.
-        clamps_one_token: one token is computed otherwise than several, so a prompt never ends in a forward of one token,
-            and a state that was made one by one is not that of a prompt.
-        num_pads_that_show: how much padding before a row its states, keys and values depend on: from there on more is the same.
-            `EVERY_PAD` where there is no such number.
+        chunk: number of tokens that the model's kernels compute at once. Split at a multiple of it, a forward rounds as
+            if it were not split. 1 if it may be split anywhere.
+        clamps_one_token: True if one token is computed otherwise than several. Then a prompt never ends in a forward of
+            one token, and a state that was made token by token is not that of a prompt.
+        num_pads_that_show: number of columns of padding before a row that its states, keys and values depend on; more
+            padding changes nothing. `EVERY_PAD` where there is no such number.
     """
 
     chunk: int = 1
@@ -30,11 +30,11 @@ class StateTraits:
     num_pads_that_show: int = 0
 
     def root_padding(self, pad: int) -> int:
-        """The part of a row's padding that belongs to its root."""
+        """Return the part of a row's padding that belongs to the row's root."""
         return min(pad, self.num_pads_that_show)
 
     def joined(self, other: "StateTraits") -> "StateTraits":
-        """What heeds both."""
+        """Return traits that heed both these and others."""
         return StateTraits(
             lcm(self.chunk, other.chunk),
             self.clamps_one_token or other.clamps_one_token,
@@ -47,8 +47,8 @@ NO_TRAITS = StateTraits()
 
 
 def read_state_traits(modules: Iterable[nn.Module]) -> StateTraits:
-    """What the modules of a model with states say.  Cost: one pass over them; nothing runs."""
-    modules = [module for module in modules if hasattr(module, "layer_idx")]  # those that use a cache
+    """Read the traits that the modules of a model with states show.  Cost: one pass over the modules; nothing runs."""
+    modules = [module for module in modules if hasattr(module, "layer_idx")]  # the modules that use a cache
     return StateTraits(
         lcm(*_chunks(modules)),
         any(_limits_time_steps(module) for module in modules),
@@ -57,10 +57,10 @@ def read_state_traits(modules: Iterable[nn.Module]) -> StateTraits:
 
 
 def _chunks(modules: list[nn.Module]) -> Iterator[int]:
-    """The defaults of `chunk_size` in the functions that forwards call: gated delta rules.
+    """Yield the defaults of `chunk_size` in the functions that forwards call: gated delta rules.
 
-    Such a kernel solves for a whole chunk at once. One that is told a size by the config (Mamba 2) sums up, and rounds alike
-    wherever it is split.
+    Such a kernel solves for a whole chunk at once. A kernel that is told a size by the config (Mamba 2) sums up, and
+    rounds alike wherever it is split.
     """
     for kind in dict.fromkeys(type(module) for module in modules):
         forward: Any = inspect.unwrap(kind.forward)
@@ -80,20 +80,20 @@ def _default(function: Any, argument: str) -> object:
 
 
 def _limits_time_steps(module: nn.Module) -> bool:
-    """Whether time steps are clamped, which the step of one token is never told."""
+    """Return whether time steps are clamped, which the step of one token is never told."""
     limit = getattr(module, "time_step_limit", None)
     return isinstance(limit, tuple | list) and len(limit) == 2 and (limit[0] > 0 or limit[1] < inf)
 
 
 def _num_pads_that_show(module: nn.Module) -> int:
-    """How far the convolutions of one module look back, if what they look at is not zero where padding was.
+    """Return how far the convolutions of one module look back, if what they look at is not zero where padding was.
 
     Padding is zeroed before the projection, so a bias is all that is left of it.
     """
     children = list(module.children())
     convolutions = [child for child in children if isinstance(child, nn.Conv1d)]
     projections = [child for child in children if not isinstance(child, nn.Conv1d) and hasattr(child, "in_features")]
-    parts = [part for child in projections for part in child.modules()]  # an adapter may have one, too
+    parts = [part for child in projections for part in child.modules()]  # an adapter may have a bias, too
     if not any(getattr(part, "bias", None) is not None for part in parts):
         return 0
     return sum((child.kernel_size[0] - 1) * child.dilation[0] for child in convolutions)

@@ -1,4 +1,4 @@
-"""Which models are supported, and why not the others: decided by structure, never by a list of names."""
+"""Decides which models are supported, and says why others are not: by structure, never by a list of names."""
 
 import inspect
 import sys
@@ -17,7 +17,7 @@ from .cache_adapters import cache_argument, own_cache_class
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
-# Exact types: a subclass may hold more. Older versions have not all that carry a state.
+# Exact types: a subclass may hold more. Older versions lack some of the types that carry a state.
 _STATE_LAYERS = tuple(
     getattr(cache_utils, name, None)
     for name in (
@@ -37,14 +37,15 @@ _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported
 
 
 def unwrapped(model: Any) -> Any:
-    """The module whose `__call__` `generate` runs: the one that `torch.compile` was given, and of a PEFT model the one
-    inside, whose layers are adapted.
+    """Return the module whose `__call__` `generate` runs.
+
+    It is the module that `torch.compile` was given. For a PEFT model it is the model inside, whose layers are adapted.
 
     Raises:
-        UnsupportedModelError: an adapter that does more than change layers.
+        UnsupportedModelError: an adapter does more than change layers.
     """
     while isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
-        model = compiled  # its calls and its `generate` are those of the module inside
+        model = compiled  # calls and `generate` of the wrapper are those of the module inside
     if isinstance(model, PreTrainedModel) or not hasattr(model, "get_base_model"):
         return model
     for name, config in getattr(model, "peft_config", {}).items():
@@ -55,10 +56,10 @@ def unwrapped(model: Any) -> Any:
 
 
 def require_layer_adapters(model: Any) -> None:
-    """Refuse a PEFT adapter that does more than change layers, such as prompt learning; asked at every `generate`.
+    """Refuse a PEFT adapter that does more than change layers, such as prompt learning. Asked at every `generate`.
 
     Raises:
-        UnsupportedModelError: naming the adapter.
+        UnsupportedModelError: there is such an adapter; the error names it.
     """
     for hook in model._forward_pre_hooks.values():
         if (getattr(hook, "__module__", None) or "").startswith("peft."):
@@ -66,7 +67,7 @@ def require_layer_adapters(model: Any) -> None:
             raise UnsupportedModelError(
                 f"PEFT's {kind} runs something of its own before every forward of the model; {_WHICH_ADAPTERS}"
             )
-    preparing = model.__dict__.get("prepare_inputs_for_generation")  # prompt learning puts its own there
+    preparing = model.__dict__.get("prepare_inputs_for_generation")  # prompt learning puts its own function there
     wrapper = getattr(preparing, "__self__", None)
     if wrapper is not None and hasattr(wrapper, "active_peft_config"):
         _require_adapts_layers(wrapper.active_adapter, wrapper.active_peft_config)
@@ -84,7 +85,8 @@ def require_supported(model: object) -> None:
     """Refuse a model that needs another cache than keys and values of earlier tokens.
 
     Raises:
-        UnsupportedModelError: naming the class, the reason, and what to use instead.
+        UnsupportedModelError: the model is not supported; the error names its class, the reason, and what to use
+            instead.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
@@ -136,13 +138,13 @@ def require_supported(model: object) -> None:
 
 
 def quoted(error: Exception) -> str:
-    """The type of another library's error and the first line of its text, cut to one short sentence."""
+    """Quote another library's error: its type and the first line of its text, cut to one short sentence."""
     line = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {line if len(line) <= _MAX_QUOTED else line[: _MAX_QUOTED - 3] + '...'}"
 
 
 def _what_was_given(thing: object) -> str:
-    """Names what was passed in place of a model, and what to pass."""
+    """Say what was passed in place of a model, and what to pass."""
     if isinstance(thing, type):
         return f"the class {thing.__name__}: pass a model, an instance of it"
     if isinstance(thing, str):
@@ -155,12 +157,15 @@ def _what_was_given(thing: object) -> str:
 
 
 def is_tested_version() -> bool:
-    """Whether docs/supported_models.md was made with the transformers that is installed."""
+    """Return whether docs/supported_models.md was made with the transformers that is installed."""
     return transformers.__version__ == TESTED_VERSION
 
 
 def other_version() -> str:
-    """What an error adds where the tested transformers may do what the installed one does not; "" where that is it."""
+    """Return what an error adds where the tested transformers may do what the installed one does not.
+
+    "" where the tested version is installed.
+    """
     if is_tested_version():
         return ""
     installed = transformers.__version__
@@ -168,7 +173,7 @@ def other_version() -> str:
 
 
 def leaves_doubt(model: PreTrainedModel) -> bool:
-    """Whether only a trial can show that a model gives the same logits with a cache as without."""
+    """Return whether only a trial can show that a model gives the same logits with a cache as without."""
     config = model.config.get_text_config(decoder=True)
     names = [*vars(model.config), *vars(config)]
     names_images = any("token" in name and ("image" in name or "img" in name or "vision" in name) for name in names)
@@ -186,30 +191,39 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
 
 
 def attention_of(model: PreTrainedModel) -> str | None:
-    """The name of the attention of transformers that the model's decoder is set to."""
+    """Return the name of the attention of transformers that the model's decoder is set to."""
     name: str | None = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
     return name
 
 
 def is_foreign(attention: str | None) -> bool:
-    """Whether an attention is not transformers' own: it may come without a mask, and then sees other tokens after known ones."""
+    """Return whether an attention is not transformers' own.
+
+    Such an attention may come without a mask, and then sees other tokens after known ones.
+    """
     return attention is not None and attention not in _OWN_ATTENTION
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether tokens are routed to one of several experts, so which are computed together follows from all of a forward."""
+    """Return whether tokens are routed to one of several experts.
+
+    Then all tokens of a forward decide which tokens are computed together.
+    """
     settings = vars(model.config.get_text_config(decoder=True)).items()
     numbers = [value for name, value in settings if "num" in name and "experts" in name]
     return any(isinstance(number, int) and number > 1 for number in numbers)
 
 
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
-    """The layers that `DynamicCache` has for the model, in order; none where it adds each at its first write."""
+    """Return the layers that `DynamicCache` has for the model, in order; none where it adds each at its first write."""
     return DynamicCache(config=model.config).layers
 
 
 def sights_of(layers: Sequence[Any]) -> dict[int, Sight]:
-    """Index of a layer of `DynamicCache` -> its window, where it has one; attention in chunks is held as a window, too."""
+    """Return index of a layer of `DynamicCache` -> window, for the layers that have one.
+
+    Attention in chunks is held as a window, too.
+    """
     return {
         index: Window(int(layer.sliding_window))
         for index, layer in enumerate(layers)
@@ -218,66 +232,72 @@ def sights_of(layers: Sequence[Any]) -> dict[int, Sight]:
 
 
 def holds_nothing(layer: Any) -> bool:
-    """Whether a layer is a placeholder: its attention reads the keys and values of another layer."""
+    """Return whether a layer is a placeholder: its attention reads the keys and values of another layer."""
     return type(layer) is getattr(cache_utils, "DummyLayer", None)  # 5.17 has none
 
 
 def has_keys(layer: Any) -> bool:
-    """Whether a layer holds keys and values, beside states or without any."""
+    """Return whether a layer holds keys and values, beside states or without any."""
     return isinstance(layer, CacheLayerMixin)
 
 
 def has_index(layer: Any) -> bool:
-    """Whether a layer may hold index keys (sparse attention) beside keys and values."""
+    """Return whether a layer may hold index keys (sparse attention) beside keys and values."""
     return type(layer) is DynamicIndexedLayer
 
 
 def sees_all(layer: Any) -> bool:
-    """Whether a layer holds keys and values of all tokens, and nothing else, or is a placeholder."""
+    """Return whether a layer holds keys and values of all tokens and nothing else, or is a placeholder."""
     return type(layer) is DynamicLayer or holds_nothing(layer)
 
 
 def has_state(layer: Any) -> bool:
-    """Whether a layer carries a state, beside keys and values or in their place."""
+    """Return whether a layer carries a state, beside keys and values or in their place."""
     return type(layer) in _STATE_LAYERS
 
 
 def states_of(layer: Any, *kinds: str) -> list[Tensor]:
-    """States that a layer of `DynamicCache` holds: "conv_states", "recurrent_states", or both."""
+    """Return the states that a layer of `DynamicCache` holds: "conv_states", "recurrent_states", or both."""
     held = [state for kind in kinds or _STATES for state in getattr(layer, kind, {}).values()]
     return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
-    """Whether the model's forward has an argument of that name."""
+    """Return whether the model's forward has an argument of that name."""
     return argument in inspect.signature(model.forward).parameters
 
 
 def default_arguments(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model's forward takes for each argument that may be left out."""
+    """Return name -> default, for each argument of the model's forward that may be left out."""
     parameters = inspect.signature(model.forward).parameters.values()
     return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def is_no_decoder(model: PreTrainedModel) -> bool:
-    """Whether the config says so: a model of BERT's kind is causal only with `is_decoder=True`, and loaded without."""
+    """Return whether the config says that the model is no decoder.
+
+    A model of BERT's kind is causal only with `is_decoder=True`, and is loaded without it.
+    """
     return getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
 
 
 def _reads_its_layer(kind: type[nn.Module]) -> bool:
-    """Whether an index takes its sizes from the keys of its layer of the cache, and not from what `update_indexer` returns."""
+    """Return whether an index takes its sizes from the keys of its layer of the cache.
+
+    Other indices take them from what `update_indexer` returns.
+    """
     return {"update_indexer", "layers", "keys"} <= names_of(kind.forward)
 
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:
-    """Whether a source file of the model imports or defines a function that makes masks with windows."""
+    """Return whether a source file of the model imports or defines a function that makes masks with windows."""
     sources = sources_of(kind for kind in parents_of(map(type, model.modules())) if issubclass(kind, nn.Module))
     names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
     return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
 
 
 def names_of(function: Any) -> set[str]:
-    """Names and strings in a function's code, and in that of functions inside of it; none of what is no function."""
+    """Return names and strings in the code of a function and of functions inside of it; empty if it is no function."""
     names: set[str] = set()
     codes = [getattr(unwrapped_function(function), "__code__", None)]
     while codes:
@@ -291,17 +311,17 @@ def names_of(function: Any) -> set[str]:
 
 
 def unwrapped_function(function: Any) -> Any:
-    """The function inside decorators, properties and methods."""
+    """Return the function inside decorators, properties and methods."""
     for name in ("__func__", "fget", "func"):
         function = getattr(function, name, None) or function
     return inspect.unwrap(function)
 
 
 def parents_of(classes: Iterable[type]) -> set[type]:
-    """Classes, and those that they inherit from."""
+    """Return classes, and the classes that they inherit from."""
     return {parent for kind in {*classes} for parent in kind.__mro__}
 
 
 def sources_of(classes: Iterable[type]) -> set[ModuleType]:
-    """The source files that define classes."""
+    """Return the source files that define classes."""
     return {source for kind in classes if (source := sys.modules.get(kind.__module__)) is not None}

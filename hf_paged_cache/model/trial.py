@@ -1,9 +1,10 @@
-"""A short trial of a model: are its logits with a cache those of one forward without?
+"""Tries a model for a short time: are its logits with a cache those of one forward without?
 
-Two rows of 24 tokens, one padded on the left; then the other row alone, for which most models make no mask; then its
-tokens continued by a single one. It shows what structure does not: attention to later tokens, a cache that is ignored
-or filled with other columns than the tokens', masks and positions that are wrong with a cache, what is kept on the cache
-beside its layers. Where layers carry a state, also what that depends on. The model is left as it was.
+The trial runs two rows of 24 tokens, one padded on the left; then the row without padding alone, for which most models
+make no mask; then the tokens of that row continued by a single one. It shows what structure does not: attention to
+later tokens, a cache that is ignored or filled with other columns than the tokens', masks and positions that are wrong
+with a cache, what is kept on the cache beside its layers. Where layers carry a state, it also shows what the state
+depends on. The model is left as it was.
 """
 
 import copy
@@ -44,7 +45,7 @@ from .state_traits import EVERY_PAD, StateTraits, read_state_traits
 from .support import cache_layers, has_state, is_no_decoder, names_of, other_version, quoted, states_of, takes
 
 Numbering = Literal["columns", "tokens"]
-_STATE_TOLERANCE_IN_EPS = 4  # of the first layer's state, rounded a few times
+_STATE_TOLERANCE_IN_EPS = 4  # allowed difference of the first layer's state, which is rounded a few times
 _FORGOTTEN = (
     "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can resume from "
     "a prefix"
@@ -55,27 +56,27 @@ _KEPT_IN_MODULES = (
 
 
 class Failure(NamedTuple):
-    """Why a trial failed."""
+    """`Failure` says why a trial failed."""
 
-    reason: str  # "" if it did not fail
-    was_tried: bool = True  # False: it does not run on token ids alone, or no logit is finite
+    reason: str  # "" if the trial did not fail
+    was_tried: bool = True  # False: the model does not run on token ids alone, or no logit is finite
 
 
-# Models that passed; those that failed are tried again: they may have been mended.
+# Models that passed. Models that failed are tried again, since they may have been mended.
 _continuable: WeakSet[nn.Module] = WeakSet()
-_seen: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # what their states were seen to heed
+_seen: WeakKeyDictionary[nn.Module, StateTraits] = WeakKeyDictionary()  # traits that a model's states were seen to have
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
     """Refuse a model whose logits with a cache are not those without.
 
-    Cost: nine short forwards, until it has passed; of a model with states eleven.
+    Cost: nine short forwards, until the model has passed; eleven for a model with states.
 
     Args:
         if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
 
     Raises:
-        UnsupportedModelError: naming what was seen.
+        UnsupportedModelError: the model failed; the error names what was seen.
     """
     failure = why_it_fails(model)
     if failure.reason and (failure.was_tried or not if_it_runs):
@@ -85,7 +86,7 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
 
 def why_it_fails(model: PreTrainedModel) -> Failure:
-    """The trial with a `DynamicCache`. A model that has passed is not tried again."""
+    """Try the model with a `DynamicCache`; return why the trial failed. A model that has passed is not tried again."""
     if model in _continuable:
         return Failure("")
     was_run = False
@@ -119,12 +120,13 @@ def why_it_fails(model: PreTrainedModel) -> Failure:
 
 
 def state_traits(model: PreTrainedModel) -> StateTraits | None:
-    """What a run shows of a model's states beyond what its modules say; None for a model without any. Tried once.
+    """Return what a run shows of a model's states beyond what its modules say; None for a model without any.
 
-    One token at a time after a cache, and one row after different padding.  Cost: a dozen short forwards.
+    Each model is tried once: one token at a time after a cache, and one row after different padding.  Cost: a dozen
+    short forwards.
 
     Raises:
-        UnsupportedModelError: it cannot be run so.
+        UnsupportedModelError: the model cannot be run so.
     """
     if not any(map(has_state, cache_layers(model))):
         return None
@@ -157,13 +159,14 @@ def _seen_traits(model: PreTrainedModel) -> StateTraits:
 
 
 def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], continued: Any, eps: float) -> str:
-    """How a state differs from that of one forward, though logits may hardly show it; "" where it does not, or without any.
+    """Say how a state differs from that of one forward, though logits may hardly show it.
 
-    Of the first layer that has one: what reaches it has hardly been rounded, nor been sent to another expert.
+    "" where no state differs, or there is none. The first layer that has a state is compared: what reaches it has
+    hardly been rounded, nor been sent to another expert.
 
     Args:
         continued: the cache in which the inputs were continued.
-        eps: of the least exact dtype that the model computes in.
+        eps: eps of the least exact dtype that the model computes in.
     """
     carriers = [index for index, layer in enumerate(continued.layers) if has_state(layer)]
     if not carriers:
@@ -181,9 +184,10 @@ def _why_states_differ(model: PreTrainedModel, inputs: dict[str, Tensor], contin
 
 
 def _why_states_are_lost(model: PreTrainedModel, row: dict[str, Tensor], continued: Any) -> str:
-    """Names what several tokens do not resume from: NaN in its place does not come out. "" without any.
+    """Say which states several tokens do not resume from: NaN in the place of such a state does not come out.
 
-    Whether a scan reads the state before it does not depend on weights, and how much that shows in logits does.
+    "" if there are no such states. Whether a scan reads the state before it does not depend on weights. How much the
+    state shows in logits does.
 
     Args:
         continued: a cache in which tokens were continued.
@@ -203,24 +207,30 @@ def _why_states_are_lost(model: PreTrainedModel, row: dict[str, Tensor], continu
 
 
 def _comes_out(model: PreTrainedModel, row: dict[str, Tensor], cache: Any, layer_idx: int, name: str) -> bool:
-    """Whether NaN in a layer's state is in what two tokens compute after it, or in what they leave."""
+    """Return whether NaN in a layer's state shows in what two tokens compute after it, or in what they leave."""
     layer = cache.layers[layer_idx]
     for state in _numbers_of(layer, name):
         state.fill_(torch.nan)
     span = NUM_CACHED, NUM_CACHED + 2
     logits = attempt(lambda: last_logits(run_columns(model, row, cache, *span), 2), lambda _: None)
-    if logits is None:  # it has come to something that may raise anything
+    if logits is None:  # NaN has come to something that may raise any error
         return True
     return any(bool(out.isnan().any()) for out in (logits, *_numbers_of(layer, "recurrent_states")))
 
 
 def _numbers_of(layer: Any, name: str) -> list[Tensor]:
-    """The states of one kind that a layer holds; not token ids, which some keep as inputs of a convolution."""
+    """Return the states of one kind that a layer holds.
+
+    Token ids, which some layers keep as inputs of a convolution, are left out.
+    """
     return [state for state in states_of(layer, name) if state.is_floating_point()]
 
 
 def _why_layers_are_not_all(model: PreTrainedModel, continued: Any) -> str:
-    """Names what a model has put on the cache itself, such as positions: it is of the rows, and no block holds it."""
+    """Name what a model has put on the cache itself, such as positions.
+
+    That belongs to the rows, and no block holds it.
+    """
     names = sorted(vars(continued).keys() - vars(dynamic_cache(model)).keys())
     if not names:
         return ""
@@ -228,10 +238,10 @@ def _why_layers_are_not_all(model: PreTrainedModel, continued: Any) -> str:
 
 
 def _why_one_token_differs(model: PreTrainedModel, row: dict[str, Tensor], allowed: float) -> str:
-    """How far logits differ where a prompt continues by a single token; "" where they do not.
+    """Say how far logits differ where a prompt continues by a single token; "" where they do not.
 
-    Nor where layers carry a state, see `state_traits`. Eight rows, [8, 9], of which each begins two tokens further on:
-    rounding may send one token to another expert, but not most of them.
+    A model whose layers carry a state is not looked at: see `state_traits`. Eight rows are run, [8, 9], of which each
+    begins two tokens further on: rounding may send one token to another expert, but not most of them.
     """
     if any(map(has_state, cache_layers(model))):
         return ""
@@ -251,7 +261,7 @@ def _why_one_token_differs(model: PreTrainedModel, row: dict[str, Tensor], allow
 
 
 def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
-    """Names the rows whose logits differ by more than rounding; "" if there are none."""
+    """Say by how much logits differ, if they differ by more than rounding; "" if they do not."""
     # the median over columns: rounding may send one token to another expert, but not most of them
     rows = [float(distances(*pair).sort().values[whole.shape[1] // 2]) for pair in zip(whole, continued, strict=True)]
     if max(rows) <= allowed:
@@ -264,13 +274,13 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
 
 
 def default_numbering(model: PreTrainedModel) -> Numbering | None:
-    """What a forward without `position_ids` numbers after a cache: columns, or the tokens that the mask shows.
+    """Return what a forward without `position_ids` numbers after a cache: columns, or the tokens that the mask shows.
 
-    None is something else: the columns of that forward alone, what is after the id of padding, or where a forward before came
-    to, which the module keeps as `rope_deltas`.
+    None: it numbers something else. That may be the columns of that forward alone, what is after the id of padding, or
+    where an earlier forward came to, which the module keeps as `rope_deltas`.
 
-    Cost: nothing runs where the code of a module that takes positions asks the cache for its length and numbers from there;
-    three or four short forwards of a model where none does.
+    Cost: nothing runs where the code of a module that takes positions asks the cache for its length and numbers from
+    there; three or four short forwards for a model without such a module.
     """
     modules = [*model.modules()]
     if any(hasattr(module, "rope_deltas") for module in modules):
@@ -286,7 +296,7 @@ def _says_so(kind: type[nn.Module]) -> bool:
 
 
 def _seen_numbering(model: PreTrainedModel) -> Numbering | None:
-    """That with which a forward has the logits that come without positions, after a cache."""
+    """Return the numbering with which a forward has the logits that come without positions, after a cache."""
     inputs: dict[str, Tensor] = trial_inputs(model)
     of_tokens = inputs.pop("position_ids", None)
     if of_tokens is None:
@@ -303,9 +313,12 @@ def _seen_numbering(model: PreTrainedModel) -> Numbering | None:
 
 
 def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Of arguments that give each token a type, those that the forward takes, and that condition nothing where they are 0.
+    """Return the token-type arguments that the forward takes, and that condition nothing where they are 0.
 
     Cost: nothing for a model that takes none; else a short forward, and one more for each.
+
+    Args:
+        names: names of arguments that give each token a type.
     """
     taken = [name for name in names if takes(model, name)]
     if not taken:

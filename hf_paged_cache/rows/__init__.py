@@ -1,1 +1,1 @@
-"""The rows of one call: tensors of that call alone, which transformers runs on."""
+"""Holds the rows of one call: tensors of that call alone, on which transformers runs the model."""

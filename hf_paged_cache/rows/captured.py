@@ -1,6 +1,7 @@
 """Runs the forwards of one call by captured graphs, and by the model's eager forward where anything is unusual.
 
-A graph is replayed once its logits were those of the eager forward, at two lengths; both run on the same memory.
+A graph is replayed once its logits were those of the eager forward, at two lengths. Graph and eager forward run on the
+same memory.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,19 +19,21 @@ from .memory import Streams
 from .rows import Rows
 from .static import Arena, together
 
-_TOLERANCE = 1e-4  # of the largest logit, in float32
-_TOLERANCE_IN_EPS = 4.0  # the same below float32, in steps of its numbers, of one layer
-_MOST_COMING = 1024  # columns that a room is made for, beyond those that are there
+_TOLERANCE = 1e-4  # allowed difference in float32, as a share of the largest logit
+_TOLERANCE_IN_EPS = 4.0  # allowed difference of one layer below float32, in eps of the dtype
+_MOST_COMING = 1024  # columns that a room is made for, beyond those that rows have
 _PLAIN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep"}
-_ON = {"use_cache", "return_dict"}  # may be true
+_ON = {"use_cache", "return_dict"}  # arguments that may be true
 
 
 class Said:
-    """How the forwards of one call ran.
+    """`Said` tells how the forwards of one call ran.
 
     Attributes:
-        num_forwards, num_captured, num_compared: all of them, those that were replays, and those that ran both ways.
-        why_not: why the last one that was not captured was not; "": it need not be.
+        num_forwards: number of all forwards.
+        num_captured: number of forwards that were replays of a graph.
+        num_compared: number of forwards that ran both by a graph and eagerly.
+        why_not: why the last forward that was not captured was not; "": it need not be.
     """
 
     def __init__(self, why_not: str = "") -> None:
@@ -44,14 +47,18 @@ class Said:
 
 
 class CapturedCall:
-    """Runs the forwards of one call, whose rows are static as long as they can be; it has the arena until it is closed.
+    """`CapturedCall` runs the forwards of one call, whose rows are static as long as they can be.
+
+    It has the arena until it is closed.
 
     Args:
-        rows: of the call.
-        arena: checked out for this call.
+        rows: rows of the call.
+        model: what is captured.
+        arena: memory of static rows, checked out for this call.
+        digest: fingerprint of the model.
         always: capture whatever a capture takes.
-        first: the columns that the next forward runs.
-        max_columns: the most that rows may have; infinite where nobody knows.
+        first: first column, and the column after the last one, of the next forward.
+        max_columns: most columns that rows may have; infinite where nobody knows.
         may_change: whether anybody could have changed the model since the last forward.
     """
 
@@ -73,7 +80,7 @@ class CapturedCall:
         self._memory: list[Streams] | None = None
 
     def forward(self, eager: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-        """Run a forward of the rows, by a graph where there may be one, else by the eager forward."""
+        """Run a forward of the rows by a graph where there may be one, else by the eager forward."""
         said, rows, model = self.said, self._rows, self._model
         said.num_forwards += 1
         why = why_eager(arguments, rows)
@@ -105,7 +112,10 @@ class CapturedCall:
         return output
 
     def _placed(self, tokens: int, facts: Mapping[str, object]) -> Shape | None:
-        """The shape of a forward of so many tokens, captured, with the rows in its memory; None: `said` has why not."""
+        """Return the shape of a forward of so many tokens, captured, with the rows in its memory.
+
+        None: it is not captured; `said` has the reason.
+        """
         rows, arena, held, n, said = self._rows, self._arena, self._memory, self._rows.n, self.said
         shapes = shapes_over(arena, self._digest)
         lies_there = held is not None and rows.memory is held and not any(layer.is_own for layer in rows.layers)
@@ -117,7 +127,7 @@ class CapturedCall:
             said.why_not = shape.why_not
             return None
         if said.num_forwards == 1 and shape.captured is not None and facts != shape.look:
-            shape.drop()  # since another call; within one it may change back
+            shape.drop()  # changed since another call; within one call it may change back
         if not self._always and not shapes.pays(shape, int(min(self._max_columns, room)) - n if tokens == 1 else 1):
             shape.num_wanted += 1
             said.why_not = NOT_WORTH_IT
@@ -131,7 +141,7 @@ class CapturedCall:
         return shape
 
     def _enter(self, room: int) -> bool:
-        """Let the rows lie in the arena, with room for so many columns."""
+        """Let the rows lie in the arena, with room for so many columns; return whether they do."""
         rows, n = self._rows, self._rows.n
         written = [layer for layer in rows.layers if layer.held is not None]
         if not written:
@@ -158,7 +168,10 @@ class CapturedCall:
         return True
 
     def make(self, shapes: Sequence[memory.Shape], num_rows: int, wanted: int) -> list[Streams]:
-        """Memory for rows that begin, zeros: in the arena where there is room, else for the columns that are wanted."""
+        """Make memory for rows that begin, filled with zeros.
+
+        It lies in the arena where there is room; else it has the columns that are wanted.
+        """
         start, stop = self._first
         tokens = next((each for each in TOKENS if stop - start <= each), 0)
         room = self._arena.room(num_rows, max(start + tokens, room_wanted(stop, 1, self._max_columns)))
@@ -166,7 +179,7 @@ class CapturedCall:
         return memory.make(shapes, num_rows, wanted) if made is None else made
 
     def _take(self, shapes: Sequence[memory.Shape], num_rows: int, room: int) -> list[Streams] | None:
-        """The arena's memory of so many rows, zeroed: what others left may not be finite."""
+        """Return the arena's memory of so many rows, zeroed: what others left may not be finite. None: no room."""
         made = self._memory = self._arena.memory(shapes, num_rows, room)
         if made is None:
             self.said.why_not = f"{num_rows} rows of {room} columns are more than the arena may take"
@@ -175,7 +188,7 @@ class CapturedCall:
         return made
 
     def _check(self, shape: Shape, eager: Callable[..., Any], arguments: Mapping[str, Any], pads: Sequence[int]) -> Any:
-        """Run the graph, then the eager forward, which writes the same columns again, and compare what they say and take."""
+        """Run the graph, then the eager forward, which writes the same columns again; compare logits and times."""
         rows, ids, logits, times = self._rows, arguments["input_ids"], None, [self._now()]
         n, shapes = rows.n, shapes_over(self._arena, self._digest)
         assert shape.captured is not None
@@ -208,7 +221,7 @@ class CapturedCall:
         return perf_counter()
 
     def close(self) -> None:
-        """The call is over: rows that lie in the arena leave it, and another call may have it."""
+        """End the call: rows that lie in the arena leave it, and another call may have it."""
         rows = self._rows
         self._memory = rows.captured = None
         try:
@@ -219,7 +232,7 @@ class CapturedCall:
                     rows.take(memory.selected(rows.all_memory(), index, rows.n, max(1, rows.n)), rows.n)
                 except torch.OutOfMemoryError:
                     if rows.escaped:
-                        self._arena.drop()  # the memory is theirs from here on
+                        self._arena.drop()  # the memory belongs to whoever holds the rows from here on
                     else:
                         rows.reset()
         finally:
@@ -229,7 +242,14 @@ class CapturedCall:
 def expects(
     shapes: Shapes, model: Model, arena: Arena, num_rows: int, num_new: int, num_columns: int, max_columns: float
 ) -> bool:
-    """Whether a call that begins pays: a forward of `num_new` tokens up to `num_columns`, then steps. Counts it where not."""
+    """Return whether it pays to capture a call that begins: a forward, then steps.
+
+    Where it does not, its forwards are counted as wanted.
+
+    Args:
+        num_new: tokens of the first forward.
+        num_columns: columns of the rows after the first forward.
+    """
     room, experts = arena.room(num_rows, room_wanted(num_columns, 1, max_columns)), model.look().get(EXPERTS)
     steps = int(min(max_columns, room)) - num_columns
     step = shapes.of(num_rows, 1, room, model.attention, experts)
@@ -244,12 +264,12 @@ def expects(
 
 
 def room_wanted(n: int, tokens: int, max_columns: float) -> int:
-    """Columns that rows need room for, of which there are `n`, in forwards of so many tokens."""
+    """Return the columns that rows need room for, of which there are `n`, in forwards of so many tokens."""
     return max(n + tokens, int(min(max_columns + 1, n + tokens + _MOST_COMING)))
 
 
 def why_eager(arguments: Mapping[str, Any], rows: Rows) -> str:
-    """Why a forward with these arguments is none that is captured; "": it may be."""
+    """Return why a forward with these arguments is not captured; "": it may be."""
     if rows.why_bypassed is not None:
         return rows.why_bypassed
     for name, value in arguments.items():
@@ -275,7 +295,7 @@ def why_eager(arguments: Mapping[str, Any], rows: Rows) -> str:
 
 
 def tolerance(dtype: torch.dtype, rows: Rows) -> float:
-    """How far logits of a graph may be from the eager forward's, as a share of their scale."""
+    """Return how far logits of a graph may be from the eager forward's, as a share of their scale."""
     held = [tensor.dtype for tensor, _ in rows.memory]
     eps = max(torch.finfo(each).eps for each in (dtype, *held))
     if eps <= torch.finfo(torch.float32).eps:

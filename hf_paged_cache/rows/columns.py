@@ -1,6 +1,7 @@
-"""Where the columns of a call's rows lie: in memory of these rows alone, behind segments that several of them have in common.
+"""Owns the columns of one call's rows: their number, and all tensors in which keys and values lie.
 
-Owns the rows' length, and all tensors that keys and values lie in; knows no tokens and no forwards.
+The columns lie in memory of these rows alone. Before that memory may come segments that several rows have in common.
+This module knows no tokens and no forwards.
 """
 
 import math
@@ -34,16 +35,17 @@ _TENSOR = attrgetter("tensor")
 
 
 class Prompt:
-    """What one row began with.
+    """`Prompt` says what one row began with.
 
     Attributes:
-        root: its prefix key: all that shapes its keys and values besides tokens.
+        root: the row's prefix key: a digest of all that shapes its keys and values besides tokens.
         pad: columns of left padding.
-        first_position: of its first token.
+        first_position: position of the row's first token.
         shift: how far images have moved the positions of the text after them; None: not known.
-        kept: tokens whose blocks need not be kept any more.
-        most_kept: tokens that are kept at most: others fill the row up.
-        image_end: tokens up to the end of its last image, within a block that is to be kept up to there; None: there is none.
+        kept: number of leading tokens whose blocks need not be kept any more.
+        most_kept: most leading tokens that may be kept: the tokens after them only fill the row up; None: all.
+        image_end: number of tokens up to the end of the row's last image. The block in which the image ends is to be
+            kept up to there; None: there is no such image.
     """
 
     __slots__ = ("first_position", "image_end", "kept", "most_kept", "pad", "root", "shift")
@@ -55,37 +57,37 @@ class Prompt:
         self.most_kept: int | None = None
 
     def copy(self) -> "Prompt":
-        """The same for another row."""
+        """Return a copy for another row."""
         copied = Prompt(self.root, self.pad, self.first_position, self.shift)
         copied.kept, copied.image_end, copied.most_kept = self.kept, self.image_end, self.most_kept
         return copied
 
 
 class RowsColumns(Cache):
-    """The columns of rows, in all layers.
+    """`RowsColumns` has the columns of a call's rows, in all layers.
 
     columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
 
     Args:
-        kinds: the layers of the model.
+        kinds: kinds of the model's layers.
         looks: whether the model looks at keys and values itself.
 
     Attributes:
-        n: columns of all rows.
-        base: the first column that lies in the rows' own memory; those before it are shared.
+        n: number of columns, the same for all rows.
+        base: first column that lies in the rows' own memory; the columns before it are shared.
         prompts: what each row began with; empty before the first forward.
-        memory: of streams that lie together, of layers without a window.
-        windows: the columns of the others; None: there are none.
-        states: what layers carry beside columns, or in place of them; None: none does.
-        is_exact: rows go on after certain columns alone: layers have windows, or carry states.
-        first: the first layer with columns; None: there is none.
-        has_own: some layers have memory of their own.
-        why_bypassed: these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
-        is_running: a forward has begun and not returned.
-        is_whole: every stream has all columns; else nothing more is kept.
-        shared: what several rows have in common, held once; None: each row has all of its columns.
-        may_be_lazy: whether attention may be left to read keys and values.
-        seen: how attention has read them.
+        memory: memory of the layers without a window; streams of one shape lie together in one tensor.
+        windows: columns of the layers with a window; None: no layer has one.
+        states: what layers carry beside columns, or in place of columns; None: no layer carries a state.
+        is_exact: True if rows can go on only after certain columns, because layers have windows or carry states.
+        first: first layer with columns; None: no layer has any.
+        has_own: True if some layers have memory of their own.
+        why_bypassed: why these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
+        is_running: True if a forward has begun and not returned.
+        is_whole: True if every stream has all columns; if not, nothing more is kept.
+        shared: segments that several rows have in common, held once; None: each row has all of its columns.
+        may_be_lazy: True if attention may be given keys and values that it reads lazily.
+        seen: how attention has read the rows.
     """
 
     layers: list[Any]
@@ -108,13 +110,13 @@ class RowsColumns(Cache):
         self.looks, self.seen = looks, Seen()
         self.may_be_lazy = False
         self._reads: Any = None
-        self._tensors: list[Tensor] = []  # that the rows lie in
-        self._versions: tuple[int, ...] = ()  # how often these were written, by us
+        self._tensors: list[Tensor] = []  # all tensors in which the rows lie
+        self._versions: tuple[int, ...] = ()  # versions of these tensors after our own last write
         self.has_own = False
-        self._room_end = math.inf  # the column at which memory that lies together ends
+        self._room_end = math.inf  # column at which the shortest tensor of `memory` ends
 
     def make_layers(self) -> None:
-        """Have layers that hold nothing, in the same list."""
+        """Put new layers that hold nothing into the same list of layers."""
         itself, kinds = self._itself, self.kinds
         self.layers[:] = layers = kinds.make(itself)
         self.windows = WindowColumns(layers) if kinds.sights else None
@@ -124,30 +126,36 @@ class RowsColumns(Cache):
         self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
 
     def can_go_on_at(self, n: int) -> bool:
-        """Whether all is there that the token after the first `n` columns needs."""
+        """Return whether the rows hold all that the token after the first `n` columns needs."""
         if self.states is not None and not (n == self.n and self.states.are_whole):
             return False
         return self.windows is None or self.windows.can_go_on_at(n)
 
     def note_sharing(self) -> None:
-        """Rows have columns in common from here on, some of which may lie in blocks."""
+        """Note that rows have columns in common from here on, some of which may lie in blocks."""
 
     def note_given(self, layer: RowsLayer) -> None:
-        """Somebody has put keys or values into a layer."""
+        """Note that somebody has put keys or values into a layer."""
         self._given.append(layer)
 
     def note_shown(self) -> None:
-        """Somebody gets keys or values, and may write to them unseen: nothing more is kept."""
+        """Note that somebody gets keys or values, and may write to them unseen: nothing more is kept."""
         self.is_whole = False
 
     def positions(self, device: torch.device) -> Tensor | None:
-        """See `Owner`."""
+        """Return the positions of all columns so far, [3, R, n]; see `Owner`."""
         return positions_of(
             [row.pad for row in self.prompts], [row.first_position for row in self.prompts], self.n, device
         )
 
     def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
-        """From here on the rows have these segments in common, and their own columns, from the first behind one on, lie in this memory."""
+        """Let the rows have these segments in common from here on.
+
+        Args:
+            shared: the segments.
+            held: memory of the rows' own columns, which begin behind the first segment that ends.
+            n: number of columns of the rows.
+        """
         shared.rows, shared.seen = ref(self), self.seen
         self.note_sharing()
         self.take(held, n, shared.plan.first_own)
@@ -156,14 +164,14 @@ class RowsColumns(Cache):
             layer.reads = shared
 
     def make_dense(self) -> None:
-        """Each row gets all of its columns."""
+        """Give each row all of its columns, in memory of its own."""
         shared, n = self.shared, self.n
         if shared is None:
             return
         if not self.is_running and self.is_edited:
             self.is_whole = False
-        stop = max(n, *(layer.n for layer in self.layers))  # in the middle of a forward some are further
-        self.has_own = any(map(_IS_OWN, self.layers))  # or have got memory of their own
+        stop = max(n, *(layer.n for layer in self.layers))  # in the middle of a forward some layers have more columns
+        self.has_own = any(map(_IS_OWN, self.layers))  # some layers may have got memory of their own
         room = room_for(stop, self.first.wanted)
         own = self.all_memory()
         whole = memory.make(memory.shapes_of_rows(own), self.num_rows, room)
@@ -175,7 +183,12 @@ class RowsColumns(Cache):
         self.take(whole, n)
 
     def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
-        """Copy columns of a row, wherever they lie, to those from `column` on of a row of other memory."""
+        """Copy the columns `[start, stop)` of a row, wherever they lie, to a row of other memory.
+
+        Args:
+            to_row: row of the other memory.
+            column: column of the other memory that the first copied column becomes.
+        """
         at = start
         if self.shared is not None:
             at = self.shared.copy_columns(row, start, stop, to, to_row, column)
@@ -183,7 +196,7 @@ class RowsColumns(Cache):
             memory.copy_columns(self.columns(row, at, stop), to, to_row, column + at - start)
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
-        """From here on the columns `[base, n)` are the first ones of this memory."""
+        """Let the rows lie in this memory from here on: its first columns are the columns `[base, n)`."""
         self.memory, self.n, self.base = held, n, base
         lengths = [n if layer.held is None else layer.n for layer in self.layers]  # a forward may have skipped layers
         places, room_end = dict[int, dict[str, Tensor]](), math.inf
@@ -200,7 +213,7 @@ class RowsColumns(Cache):
         self.note_writes()
 
     def all_memory(self) -> list[Streams]:
-        """Of all layers, also of those that have their own."""
+        """Return the memory of all layers without a window, also of layers that have memory of their own."""
         if not self.has_own or self.why_bypassed is not None:
             return self.memory
         found = []
@@ -212,13 +225,17 @@ class RowsColumns(Cache):
 
     @property
     def is_written(self) -> bool:
-        """Whether a forward has written any layer."""
+        """True if a forward has written any layer."""
         if any(has_keys(layer) and layer.get_seq_length() for layer in self.layers):
             return True
         return any(any(self.layers[at].has_previous_state.values()) for at in self.kinds.num_states)
 
     def make_room(self, num_columns: int, wanted: int) -> None:
-        """Let memory that lies together hold so many columns."""
+        """Make room for `num_columns` columns in the memory in which streams lie together.
+
+        Args:
+            wanted: columns that the rows will have; 0 where that is not known.
+        """
         for layer in self.layers:
             layer.wanted = wanted
         if num_columns > self._room_end:
@@ -228,7 +245,7 @@ class RowsColumns(Cache):
             self.take(memory.selected(held, index, self.n - self.base, room), self.n, self.base)
 
     def note_writes(self) -> None:
-        """What was written until here, we have written."""
+        """Note that everything written to the rows until here was written by us."""
         self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory)]
         if self.windows is not None:
             self._tensors += self.windows.tensors()
@@ -236,22 +253,22 @@ class RowsColumns(Cache):
 
     @property
     def is_edited(self) -> bool:
-        """Whether somebody else has written to the rows."""
+        """True if somebody else has written to the rows."""
         return bool(self._given) or self._versions != tuple(map(_VERSION, self._tensors))
 
     @property
     def is_edited_or_ahead(self) -> bool:
-        """Whether somebody has put other keys or values into layers, or these have columns that the rows have not."""
+        """True if somebody has put keys or values into layers, or layers have columns that the rows do not have."""
         return bool(self._given) or ((first := self.first) is not None and first.n != self.n)
 
     @property
     def num_rows(self) -> int:
-        """Rows that run."""
+        """Number of rows that run."""
         return len(self.prompts)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of their columns."""
+        """Bytes of all that the rows hold: segments, columns and states."""
         if self.why_bypassed is not None:
             return sum(states.nbytes for states in self.held_in_layers())
         segments = 0 if self.shared is None else self.shared.num_bytes
@@ -260,7 +277,7 @@ class RowsColumns(Cache):
         return segments + own + windows + (0 if self.states is None else self.states.num_bytes)
 
     def held_in_layers(self) -> Iterator[Tensor]:
-        """What the layers of a bypassed call hold."""
+        """Yield the tensors that the layers of a bypassed call hold."""
         for layer in self.layers:
             if has_keys(layer) and layer.is_initialized:
                 yield from streams_of(layer).values()
@@ -268,7 +285,10 @@ class RowsColumns(Cache):
             yield from LiveStates({at: self.layers[at] for at in self.kinds.num_states}).read().values()
 
     def columns(self, row: int, start: int, stop: int) -> Columns:
-        """Columns of a row, side by side: where they lie, or copies where they lie in what rows share."""
+        """Return the columns `[start, stop)` of a row side by side.
+
+        They are returned where they lie, or as copies where some of them lie in segments that rows share.
+        """
         own = self.all_memory()
         if start >= (self.base if self.shared is None else self.shared.plan.ends[row]):
             return Columns(own, row, start - self.base, stop - self.base)
@@ -277,7 +297,7 @@ class RowsColumns(Cache):
         return Columns(made, 0, 0, stop - start)
 
     def _start_reads(self, start: int, stop: int) -> None:
-        """Say what the layers read in a forward of the columns `[start, stop)`."""
+        """Choose what the layers read in a forward of the columns `[start, stop)`."""
         shared, reads = self.shared, cast(Reads | None, None)
         if shared is not None and shared.must_leave:
             self.make_dense()
@@ -297,7 +317,7 @@ def _has_columns(layer: Any) -> bool:
 
 
 def another_layer(layers: list[Any], owner: "ref[RowsColumns]") -> RowsLayer:
-    """A layer more than the model's config names."""
+    """Make one layer more than the model's config names."""
     layer, rows = RowsLayer(len(layers), owner), owner()
     if rows is not None and rows.first is None:
         rows.first = layer

@@ -1,6 +1,6 @@
-"""Owns captured graphs: of each shape, [rows, tokens] in a room, its static inputs, its graph, and what is known of it.
+"""Owns captured graphs: for each shape, [rows, tokens] in a room, its static inputs, its graph, and what is known.
 
-A graph is the model's own eager forward over static rows, with a mask of ours that is made inside it.
+A graph is the model's own eager forward over static rows. Its mask is ours, and made inside the graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,29 +17,31 @@ from ..locks import new_lock
 from .memory import Streams
 from .static import Arena
 
-TOKENS = (1, 16, 64, 256)  # of a shape; fewer are filled up on the right
-NUM_CHECKS = 2  # replays of a shape that are compared with the eager forward
-EXPERTS = "the setting of experts"  # in what is looked at
+TOKENS = (1, 16, 64, 256)  # tokens that a shape may have; fewer are filled up on the right
+NUM_CHECKS = 2  # number of replays of a shape that are compared with the eager forward
+EXPERTS = "the setting of experts"  # name of one thing that `Model.look` returns
 NOT_WORTH_IT = "a capture takes more time than it would save"
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # of a model that cannot be captured
-_CAPTURE_SECONDS = 0.3  # that a capture takes, before one was measured
-_SAVED_SECONDS = 0.015  # by a replay, likewise
-_TIMES_AGAIN = 4  # a shape that has come so often is expected that many times as often
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # errors where a capture fails
+_CAPTURE_SECONDS = 0.3  # time that a capture is taken to need, before one was measured
+_SAVED_SECONDS = 0.015  # time that a replay is taken to save, before one was measured
+_TIMES_AGAIN = 4  # a shape is expected to come this many times as often as it has come
 _capturing = new_lock()  # one capture at a time
 _sides: dict[torch.device, Any] = {}  # device -> the stream on which all its graphs are captured
 
 
 class StaticCache(Cache):
-    """What the model is given inside a graph: layers that write at columns which a tensor names, and read the whole room.
+    """`StaticCache` is the cache that the model is given inside a graph.
+
+    Its layers write at columns which a tensor names, and read the whole room.
 
     Args:
-        memory: of the rows.
-        num_layers: of the model.
-        length: [1] int64, columns that are valid.
+        memory: memory of the rows.
+        num_layers: number of layers of the model.
+        length: number of valid columns, [1] int64.
         keeps_heads: attention is torch's, and may be given fewer heads of keys than of queries.
 
     Attributes:
-        columns: [T] int64, where the running forward writes.
+        columns: columns at which the running forward writes, [T] int64.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class StaticCache(Cache):
 
 
 class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer of static rows, [R, H, room, D]."""
+    """`StaticLayer` holds the keys and values of one layer of static rows, [R, H, room, D]."""
 
     is_compileable = True
     is_sliding = False
@@ -68,7 +70,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.dtype, self.device = self.keys.dtype, self.keys.device
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write new keys and values, [R, H, T, D], at the forward's columns; returns those of the whole room."""
+        """Write new keys and values, [R, H, T, D], at the forward's columns; return those of the whole room."""
         cache = self._cache()
         assert cache is not None
         assert self.keys is not None
@@ -78,27 +80,27 @@ class StaticLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return grouped(self.keys, self.values) if cache.keeps_heads else (self.keys, self.values)
 
     def get_seq_length(self) -> Any:
-        """Columns that are valid, as a tensor: a number would be the same in all replays."""
+        """Return the number of valid columns, as a tensor: a number would be the same in all replays."""
         cache = self._cache()
         assert cache is not None
         return cache.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and the first of them."""
+        """Return how many columns attention reads, and the first of these columns."""
         assert self.keys is not None
         return self.keys.shape[2], 0
 
 
 class Model(NamedTuple):
-    """What is captured.
+    """`Model` says what is captured of a model.
 
     Attributes:
-        forward: of the model, without what is attached round it.
-        num_layers: of its cache.
+        forward: forward of the model, without what is attached round it.
+        num_layers: number of layers of the model's cache.
         attention: "sdpa" or "eager".
-        takes_logits_to_keep: it can leave out logits.
-        fills_up: shorter prompts may be filled up with tokens; else whole shapes alone are captured.
-        look: what a replay would not see, as it is now, by name; `EXPERTS` among it.
+        takes_logits_to_keep: True if the model can leave out logits.
+        fills_up: True if shorter prompts may be filled up with tokens; if not, only whole shapes are captured.
+        look: returns what a replay would not see, as it is now, by name; `EXPERTS` is among the names.
     """
 
     forward: Callable[..., Any]
@@ -110,11 +112,12 @@ class Model(NamedTuple):
 
 
 class Captured:
-    """The forward of one shape on static rows: its static inputs, and its graph once there is one.
+    """`Captured` runs the forward of one shape on static rows: by the shape's graph, once it has one.
 
     Args:
+        model: what is captured.
         held: memory of the rows.
-        num_tokens: of each row.
+        num_tokens: number of tokens of each row.
     """
 
     def __init__(self, model: Model, held: Sequence[Streams], num_tokens: int) -> None:
@@ -137,7 +140,7 @@ class Captured:
             self._cache = StaticCache(held, model.num_layers, self._length, keeps_heads=model.attention == "sdpa")
 
     def run(self, ids: Tensor, positions: Tensor, pads: Sequence[int], length: int) -> Any:
-        """The output for ids [R, t] behind the first `length` columns, t at most the shape's tokens.
+        """Run the forward for ids [R, t] behind the first `length` columns; t is at most the shape's tokens.
 
         Returns:
             the model's output; logits [R, 1, vocabulary] of the last token, which are the caller's.
@@ -159,10 +162,10 @@ class Captured:
         return type(self._output)(logits=self._output.logits.clone())
 
     def capture(self, pool: Any) -> Any:
-        """Capture the graph; what a trial writes lies at the end of the room, where no column is valid.
+        """Capture the graph. What a trial writes lies at the end of the room, where no column is valid.
 
         Args:
-            pool: of the graphs' memory; None: a new one.
+            pool: pool of the graphs' memory; None: a new one.
 
         Returns:
             the pool.
@@ -183,7 +186,7 @@ class Captured:
                 with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                     self._forward()
             finally:
-                torch.cuda.set_stream(current)  # a capture that fails leaves the side's
+                torch.cuda.set_stream(current)  # a capture that fails leaves the side stream current
                 current.wait_stream(side)
         self._graph = graph
         return graph.pool()
@@ -215,15 +218,15 @@ class Captured:
 
 
 class Shape:
-    """What is known of one shape.
+    """`Shape` keeps what is known of one shape.
 
     Attributes:
-        captured: None: not yet.
-        why_not: it is not captured any more; "": it may be.
-        look: of the model, as it was captured.
-        checked: lengths at which it gave the eager forward's logits, one for each time.
-        num_wanted: forwards that would have been replays.
-        saved_seconds: by a replay in place of the eager forward; None: not measured.
+        captured: graph of the shape; None: not captured yet.
+        why_not: why the shape is not captured any more; "": it may be.
+        look: what `Model.look` returned when the shape was captured.
+        checked: for each replay that was compared with the eager forward, the number of columns before it.
+        num_wanted: number of forwards that would have been replays.
+        saved_seconds: time that a replay saves against the eager forward; None: not measured.
     """
 
     def __init__(self) -> None:
@@ -235,23 +238,26 @@ class Shape:
         self.saved_seconds: float | None = None
 
     def drop(self) -> None:
-        """Give its graph up; what was counted stays."""
+        """Give the graph up; what was counted stays."""
         self.captured = None
         self.checked.clear()
 
     def is_to_check(self, length: int) -> bool:
-        """Whether the next replay, at this length, is compared: the first ones are, and one at another length than those."""
+        """Return whether the next replay, at this length, is compared.
+
+        The first replays are, and one more at another length, if all of these were at one length.
+        """
         seen = {*self.checked}
         return len(self.checked) < NUM_CHECKS or (len(seen) == 1 and length not in seen)
 
 
 class Shapes:
-    """The shapes over one arena, under one fingerprint of the model.
+    """`Shapes` has the shapes over one arena, under one fingerprint of the model.
 
     Attributes:
         digest: the fingerprint.
-        capture_seconds: that a capture takes.
-        saved_seconds: by a replay, the most that was measured of any shape.
+        capture_seconds: time that a capture takes.
+        saved_seconds: most time that a replay of any shape was measured to save.
     """
 
     def __init__(self, digest: bytes) -> None:
@@ -263,11 +269,11 @@ class Shapes:
         self._shapes: dict[tuple[object, ...], Shape] = {}
 
     def of(self, *key: object) -> Shape:
-        """The shape of these rows, tokens, room, and settings."""
+        """Return the shape of these rows, tokens, room and settings."""
         return self._shapes.setdefault(key, Shape())
 
     def go_on(self, before: "Shapes") -> None:
-        """Expect what was measured under another fingerprint."""
+        """Expect the times that were measured under another fingerprint."""
         self.capture_seconds, self.saved_seconds = before.capture_seconds, before.saved_seconds
         self._is_measured = before._is_measured
 
@@ -279,24 +285,24 @@ class Shapes:
 
     @property
     def num_graphs(self) -> int:
-        """Shapes that are captured."""
+        """Number of shapes that are captured."""
         return sum(shape.captured is not None for shape in self._shapes.values())
 
     def pays(self, shape: Shape, num_coming: int) -> bool:
-        """Whether it is captured, or a capture takes less time than it is expected to save."""
+        """Return whether a replay of the shape pays, or where it is not captured, whether a capture is expected to."""
         if shape.captured is not None:
             return shape.saved_seconds is None or shape.saved_seconds > 0 or len(shape.checked) < NUM_CHECKS
         return (_TIMES_AGAIN * shape.num_wanted + num_coming) * self.saved_seconds > self.capture_seconds
 
     def note_saved(self, shape: Shape, seconds: float) -> None:
-        """A replay took so much less time than the eager forward."""
+        """Note that a replay took so much less time than the eager forward."""
         shape.saved_seconds = seconds
         self.saved_seconds = max(self.saved_seconds, seconds) if self._is_measured else seconds
         self._is_measured = self._is_measured or seconds > 0
 
 
 def shapes_over(arena: Arena, digest: bytes) -> Shapes:
-    """What was captured over an arena; nothing of another fingerprint."""
+    """Return the shapes that were captured over an arena; new ones where the model's fingerprint is another."""
     before = arena.captured
     if isinstance(before, Shapes) and before.digest == digest:
         return before
@@ -323,5 +329,5 @@ def make(
 
 
 def failed(error: Exception) -> str:
-    """What is said of a model that could not be captured."""
+    """Say why a model could not be captured."""
     return f"the captured forward failed: {' '.join(str(error).split())[:160] or type(error).__name__}"

@@ -1,4 +1,4 @@
-"""Owns which token ids ran in which columns: one more stream of the rows, which moves with their keys and values.
+"""Owns the token ids that ran in each column: one more stream of the rows, which moves with their keys and values.
 
 So what is kept has the name of what ran, whoever generates: beams, loops of one's own, processors that rewrite ids.
 """
@@ -15,7 +15,7 @@ from ..blocks.tokens import TokenIds
 
 
 class Begins(Protocol):
-    """A row that begins, as `call.request.RowInput` says it."""
+    """`Begins` is a row that begins, as `call.request.RowInput` describes it."""
 
     @property
     def token_ids(self) -> TokenIds: ...
@@ -25,26 +25,26 @@ class Begins(Protocol):
 
 
 class IdsStream:
-    """Token ids, [R, columns], as forwards were passed them; on their device, so nobody waits.
+    """`IdsStream` holds token ids, [R, columns], as forwards were passed them.
+
+    They stay on the device of the forwards, so nobody waits.
 
     Attributes:
-        num_columns: noted so far.
+        num_columns: number of columns noted so far.
     """
 
     def __init__(self) -> None:
         self.num_columns = 0
         self._ids: Tensor | None = None
-        self._named: list[
-            TokenIds
-        ] = []  # of each row, tokens of a prompt with images, which have names; none of other rows
+        self._named: list[TokenIds] = []  # per row: the prompt's tokens if it has images, which they name; else none
 
     def begin(self, rows: Sequence[Begins]) -> None:
-        """Rows begin, with prompts that have these tokens."""
+        """Begin rows whose prompts have these tokens."""
         named = [row.token_ids if hold_images(row.token_ids) else row.token_ids[:0] for row in rows]
         self._named = named if any(named) else []
 
     def start(self, rows: Sequence[Begins], num_columns: int) -> None:
-        """The rows begin with these tokens, after their padding: what is known of them, in `num_columns` columns."""
+        """Start with the tokens that are known: those in the first `num_columns` columns, after each row's padding."""
         with torch.inference_mode(False):
             ids = torch.zeros((len(rows), num_columns + 64), dtype=torch.int64, device="cpu")
         for number, row in enumerate(rows):
@@ -54,7 +54,7 @@ class IdsStream:
         self._ids, self.num_columns = ids, num_columns
 
     def note(self, ids: Tensor, num_before: int) -> None:
-        """A forward of these ids, [R, T], follows the first `num_before` columns."""
+        """Note the ids of a forward, [R, T], which follow the first `num_before` columns."""
         stop, held = num_before + ids.shape[1], self._ids
         if held is None or stop > held.shape[1] or held.device != ids.device:
             held = self._grow(ids, num_before, stop)
@@ -70,7 +70,7 @@ class IdsStream:
         return grown
 
     def select(self, index: Tensor) -> None:
-        """Row `i` continues as row `index[i]`."""
+        """Let row `i` continue as row `index[i]`."""
         if self._named:
             self._named = [self._named[number] for number in index.tolist()]
         if self._ids is not None:
@@ -78,7 +78,7 @@ class IdsStream:
                 self._ids = self._ids.index_select(0, index.to(self._ids.device, copy=index.is_inference()))
 
     def rows(self, pads: Sequence[int], stop: int) -> list[TokenIds]:
-        """The tokens of each row before a column, without padding.  Cost: waits for their device."""
+        """Return the tokens of each row before column `stop`, without padding.  Cost: waits for their device."""
         if self._ids is None:
             return [array("q") for _ in pads]
         ids = self._ids[:, :stop].cpu()
@@ -89,7 +89,7 @@ class IdsStream:
         return rows
 
     def copy(self) -> "IdsStream":
-        """The same ids, which may go on otherwise."""
+        """Return a copy of the ids, which may go on otherwise."""
         copied = IdsStream()
         copied.num_columns, copied._named = self.num_columns, [*self._named]
         with torch.inference_mode(False):

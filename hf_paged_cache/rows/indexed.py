@@ -1,4 +1,7 @@
-"""A layer of sparse attention that chooses its keys by an index: index keys are one more stream beside its keys and values."""
+"""Implements a layer of sparse attention that chooses its keys by an index.
+
+Index keys are one more stream beside the layer's keys and values.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,16 +16,17 @@ from .layers import RowsLayer, room_for
 
 
 class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """Keys and values of one layer, [R, H, columns, D], and index keys, [R, columns, D].
+    """`IndexedLayer` holds the keys and values of one layer, [R, H, columns, D], and index keys, [R, columns, D].
 
-    A layer may have none, where it uses another layer's. What rows share is never held once of such layers.
+    A layer has no index keys where it uses another layer's. In layers of this class, columns that rows share are never
+    held once.
     """
 
     _index: Tensor | None = None  # [R, 1, room, D]
-    _num_indexed = 0  # columns of it
+    _num_indexed = 0  # columns of `_index` that are written
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Append new index keys, [R, T, D]; returns those of all columns."""
+        """Append new index keys, [R, T, D]; return the index keys of all columns."""
         new = indexer_key_states.detach().unsqueeze(1)
         at = self._num_indexed
         stop, held = at + new.shape[2], self._index
@@ -37,18 +41,18 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         return held.narrow(2, 0, stop).squeeze(1)
 
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
-        """See `RowsLayer`."""
+        """Let the layer lie in these tensors from here on; see `RowsLayer`."""
         super().lie_in(tensors, n, base)
         self._index, self._num_indexed = tensors.get(INDEX), n
         if self._index is not None:
             self.indexer_dtype, self.indexer_device = self._index.dtype, self._index.device
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """See `RowsLayer`."""
+        """Return the layer's tensors with their names; see `RowsLayer`."""
         return super().named() + ([] if self._index is None else [(INDEX, self._index)])
 
     def put_into(self, layer: Any) -> None:
-        """See `RowsLayer`."""
+        """Let a layer of transformers that holds nothing go on with these columns; see `RowsLayer`."""
         super().put_into(layer)
         if self._index is not None:
             layer.update_indexer(self._index[:, 0, : self.n])
@@ -56,12 +60,12 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
 
     @property
     def is_indexer_initialized(self) -> bool:  # type: ignore[override]
-        """Whether the rows have index keys here."""
+        """True if the layer has index keys of the rows."""
         return self._index is not None and self.n > 0
 
     @property
     def indexer_keys(self) -> Tensor | None:
-        """[R, columns, D]. None without rows, or where the layer has no index."""
+        """Index keys of all columns, [R, columns, D]; None without rows, or where the layer has no index."""
         return None if self._index is None or not self.n else self._index[:, 0, : self.n]
 
     @indexer_keys.setter
@@ -74,16 +78,19 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Positions of all columns so far, [3, R, columns], by which one model weighs index keys: those of plain tokens. None without rows."""
+        """Positions of all columns so far, [3, R, columns], by which one model weighs index keys.
+
+        They are the positions of plain tokens. None without rows.
+        """
         owner = self._owner()
         return None if owner is None or self._index is None else owner.positions(self._index.device)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        """Nothing: they follow from the rows, which may have begun with what was known."""
+        """Ignore positions: they follow from the rows, which may have begun with what was known."""
 
     def lazy_initialization_indexer(self, indexer_key_states: Tensor) -> None:
-        """Nothing: memory is made when index keys come."""
+        """Do nothing: memory is made when index keys come."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` columns."""
@@ -97,7 +104,7 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
 
 
 def positions_of(pads: list[int], firsts: list[int], n: int, device: torch.device) -> Tensor | None:
-    """Positions of the columns of rows, [3, R, n]; None of no columns."""
+    """Return the positions of the columns of rows, [3, R, n]; None without columns."""
     if not n or not pads:
         return None
     columns = torch.arange(n, device=device)

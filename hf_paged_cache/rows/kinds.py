@@ -1,4 +1,4 @@
-"""Which layers a model has, as its rows hold them: all columns, a window of them, states, or states and columns."""
+"""Says which kinds of layers a model has: with all columns, a window of them, states, or states and columns."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -13,16 +13,16 @@ from .windows import WindowLayer
 
 
 class LayerKinds(NamedTuple):
-    """The layers of a model.
+    """`LayerKinds` says of which kind each layer of a model is.
 
     Attributes:
-        num_layers: of the model.
-        sights: layer index -> its window, for the layers that have one.
+        num_layers: number of layers of the model.
+        sights: layer index -> window of the layer, for the layers that have one.
         margin: see `WindowLayer`.
-        num_states: layer index -> how many states it carries, for the layers that carry some.
-        without_columns: indices of those of them that have no columns.
-        indexed: indices of those that choose keys by an index.
-        placeholders: indices of layers that hold nothing, for they read what another layer holds, or nothing.
+        num_states: layer index -> number of states that the layer carries, for the layers that carry states.
+        without_columns: indices of layers that carry states and have no columns.
+        indexed: indices of layers that choose keys by an index.
+        placeholders: indices of layers that hold nothing: they read what another layer holds, or read nothing.
         places: where states are kept.
     """
 
@@ -37,11 +37,11 @@ class LayerKinds(NamedTuple):
 
     @property
     def see_all(self) -> bool:
-        """Whether each layer has keys and values of all columns, and nothing else, or is a placeholder."""
+        """True if each layer has keys and values of all columns and nothing else, or is a placeholder."""
         return not (self.sights or self.num_states or self.indexed)
 
     def make(self, owner: Callable[[], Owner | None]) -> list[Any]:
-        """Layers that hold nothing."""
+        """Make layers that hold nothing."""
         if self.see_all and not self.placeholders:
             return [RowsLayer(layer_idx, owner) for layer_idx in range(self.num_layers)]
         return [self._layer(layer_idx, owner) for layer_idx in range(self.num_layers)]
@@ -62,7 +62,10 @@ class LayerKinds(NamedTuple):
 
 
 def kinds_of(layers: Sequence[Any], places: StatePlaces) -> LayerKinds:
-    """Of the layers of a `DynamicCache` of the model, but for their windows, which follow its config."""
+    """Return the kinds of the layers that a `DynamicCache` of the model has.
+
+    Windows are left out: they follow the model's config.
+    """
     carry = {layer_idx: layer for layer_idx, layer in enumerate(layers) if has_state(layer)}
     return LayerKinds(
         len(layers),

@@ -1,6 +1,6 @@
-"""A layer of a call's rows, as transformers sees it: columns are appended in place, and read where they lie.
+"""Implements a layer of a call's rows, as transformers sees it: columns are appended in place, and read where they lie.
 
-Owns nothing but its place in the rows' memory, or memory of its own before the shapes of all layers are known.
+A layer owns its place in the rows' memory, or memory of its own before the shapes of all layers are known.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,38 +17,42 @@ from ..kv.zeroed import zeros
 from ..model.layer_streams import put_streams
 from .memory import Streams
 
-SPARE = 64  # columns more than are needed, where it is not known how many come
+SPARE = 64  # columns of room beyond those needed, where it is not known how many come
 
 
 class Reads(Protocol):
-    """What a forward's layers read in place of the rows' columns."""
+    """`Reads` gives a forward's layers something to read in place of the rows' columns."""
 
     def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Of [R, H, columns, D] each, which the layer has written: what its attention reads."""
+        """Return what a layer's attention reads.
+
+        Args:
+            keys, values: what the layer has written, [R, H, columns, D] each.
+        """
         ...
 
-    def make_dense(self) -> None: ...  # somebody looks at all columns of the rows
+    def make_dense(self) -> None: ...  # called when somebody looks at all columns of the rows
 
 
 class Owner(Protocol):
-    """The rows whose layer it is."""
+    """`Owner` is the rows that a layer belongs to."""
 
-    def note_given(self, layer: "RowsLayer") -> None: ...  # somebody has put other keys or values into it
+    def note_given(self, layer: "RowsLayer") -> None: ...  # called when somebody has put other keys or values in
 
-    def note_shown(self) -> None: ...  # somebody gets its keys or values, and may write to them
+    def note_shown(self) -> None: ...  # called when somebody gets keys or values, and may write to them
 
-    def positions(self, device: torch.device) -> Tensor | None: ...  # of all columns so far, [3, R, n]
+    def positions(self, device: torch.device) -> Tensor | None: ...  # positions of all columns so far, [3, R, n]
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """Keys and values of one layer, [R, H, columns, D].
+    """`RowsLayer` holds the keys and values of one layer, [R, H, columns, D].
 
     columns: [0, base) are read by `reads`, where rows share them | [base, n) lie in `held`, from its first column on
 
     Attributes:
         n: columns written, padding included.
         filled: columns that were known before the first forward.
-        reads: of the running forward; None: attention reads the columns.
+        reads: what attention reads in the running forward; None: it reads the columns themselves.
     """
 
     is_compileable = False
@@ -58,13 +62,13 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.layer_idx, self._owner = layer_idx, owner
         self.n = self.base = self.filled = 0
         self.room = 0  # columns of `held`
-        self.wanted = 0  # columns that the rows will have, as far as that is known
+        self.wanted = 0  # columns that the rows will have; 0: not known
         self.held: tuple[Tensor, Tensor] | None = None
-        self.is_own = False  # `held` is this layer's alone
+        self.is_own = False  # True if `held` belongs to this layer alone
         self.reads: Reads | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append new keys and values, [R, H, T, D]; returns what attention reads, which later forwards write over."""
+        """Append new keys and values, [R, H, T, D]; return what attention reads, which later forwards write over."""
         if torch.compiler.is_compiling():
             read: tuple[Tensor, Tensor] = _write_outside_graphs(self, key_states, value_states)
             return read
@@ -95,9 +99,9 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         return (keys, values) if reads is None else reads.read(self.layer_idx, keys, values)
 
     def _with_room(self, key_states: Tensor, value_states: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-        """Memory of this layer's own, with what it holds."""
+        """Return memory with room for `stop` columns: new memory of this layer alone, with a copy of what it holds."""
         num_held, old, dtypes = self.n - self.base, self.held, (key_states.dtype, value_states.dtype)
-        if old is not None and self.n > self.filled:  # as concatenation does; what was filled is in the forward's dtype
+        if old is not None and self.n > self.filled:  # promote as concatenation does, unless all is filled
             dtypes = torch.promote_types(old[0].dtype, dtypes[0]), torch.promote_types(old[1].dtype, dtypes[1])
             if stop <= self.room and dtypes == (old[0].dtype, old[1].dtype) and old[0].device == key_states.device:
                 return old
@@ -112,18 +116,22 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         return self.held
 
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
-        """From here on the columns `[base, n)` are the first ones of these tensors, [R, H, room, D] each, by their names."""
+        """Let the layer lie in these tensors from here on: their first columns are the columns `[base, n)`.
+
+        Args:
+            tensors: name -> tensor, [R, H, room, D].
+        """
         keys, values = tensors["key"], tensors["value"]
         self.held, self.n, self.base = (keys, values), n, base
         self.room, self.is_own = keys.shape[2], False
         self.dtype, self.device = keys.dtype, keys.device
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """The layer's tensors, [R, H, room, D] each, and their names."""
+        """Return the layer's tensors, [R, H, room, D] each, with their names."""
         return [] if self.held is None else [("key", self.held[0]), ("value", self.held[1])]
 
     def streams(self) -> list[Streams]:
-        """The layer's memory, where it is its own."""
+        """Return all of the layer's tensors as streams, for a layer whose memory is its own."""
         return [Streams(tensor.unsqueeze(0), ((self.layer_idx, name),)) for name, tensor in self.named()]
 
     def put_into(self, layer: Any) -> None:
@@ -133,12 +141,15 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """Whether anything was written."""
+        """True if anything was written."""
         return self.held is not None and self.n > 0
 
     @property
     def keys(self) -> Tensor | None:
-        """[R, H, columns, D]: a view that may be written to; a copy where rows share columns. None without rows."""
+        """Keys of all columns, [R, H, columns, D]: a view that may be written to; a copy where rows share columns.
+
+        None without rows.
+        """
         return self._seen(0)
 
     @keys.setter
@@ -147,7 +158,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     @property
     def values(self) -> Tensor | None:
-        """[R, H, columns, D]: see `keys`."""
+        """Values of all columns, [R, H, columns, D]; see `keys`."""
         return self._seen(1)
 
     @values.setter
@@ -162,7 +173,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         return self.columns()[place]
 
     def columns(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of all columns, where they lie."""
+        """Return the keys and values of all columns, where they lie."""
         if self.base and self.reads is not None:
             self.reads.make_dense()
         assert self.held is not None
@@ -170,7 +181,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         return keys.narrow(2, 0, self.n - self.base), values.narrow(2, 0, self.n - self.base)
 
     def _take(self, place: int, states: Tensor | None) -> None:
-        """Somebody gives the layer other keys or values, of all columns."""
+        """Take other keys or values, of all columns, that somebody gives the layer."""
         if states is None:
             self.held, self.n, self.base, self.room = None, 0, 0, 0
             return
@@ -183,14 +194,14 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.n, self.base, self.room, self.is_own = states.shape[2], 0, states.shape[2], True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: memory is made when keys and values come, and what is held stays."""
+        """Do nothing: memory is made when keys and values come, and what is held stays."""
 
     def get_seq_length(self) -> int:
-        """Columns written, padding included."""
+        """Return the number of columns written, padding included."""
         return self.n
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and the first of them."""
+        """Return how many columns attention reads, and the first of these columns."""
         return self.n + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -204,26 +215,28 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
 
 class PlaceholderLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]  # 5.17 has none
-    """A layer that holds nothing."""
+    """`PlaceholderLayer` stands for a layer that holds nothing."""
 
     n = base = room = wanted = filled = 0
     held = reads = keys = values = None
     is_own = is_sliding = is_initialized = False
 
     def get_seq_length(self) -> int:
-        """No columns."""
+        """Return 0: the layer has no columns."""
         return 0
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _write_outside_graphs(layer: RowsLayer, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    """What a compiled forward calls: places that change with each forward are nothing to trace."""
+    """Update a layer from inside a compiled forward, without being traced: the places change with each forward."""
     read_keys, read_values = layer.update(keys, values)
     return as_dense(read_keys), as_dense(read_values)
 
 
 def room_for(num_columns: int, wanted: int) -> int:
-    """Columns to make room for: those that will come, or where that is not known a quarter more than there are.
+    """Return how many columns to make room for.
+
+    These are the columns that will come; where that number is not known, a quarter more than there are.
 
     Examples:
         >>> room_for(1024, wanted=1040), room_for(1024, wanted=0)

@@ -1,7 +1,7 @@
 """Owns the tensors of one call's rows, and the copies between them, other rows and the pool's slabs.
 
-A *stream* is the keys, the values or the index keys of one layer. Streams of one shape lie in one tensor, so that a run of blocks is copied, and rows
-change places, in one launch for all layers.
+A *stream* is the keys, the values or the index keys of one layer. Streams of one shape lie in one tensor. So one launch
+copies a run of blocks, or lets rows change places, for all layers.
 
 columns of a row: [0, pad) zeros | [pad, n) valid | [n, room) unspecified, finite
 """
@@ -19,11 +19,11 @@ Stream: TypeAlias = tuple[int, str]  # layer index, "key", "value" or "indexer_k
 
 
 class Streams(NamedTuple):
-    """Streams of one shape.
+    """`Streams` holds streams of one shape in one tensor.
 
     Attributes:
-        tensor: [S, R, H, room, D].
-        names: the stream of each of S.
+        tensor: the tensor, [S, R, H, room, D].
+        names: stream of each of S.
     """
 
     tensor: Tensor
@@ -31,12 +31,12 @@ class Streams(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Columns `[start, stop)` of one row of some streams, wherever they lie.
+    """`Columns` names the columns `[start, stop)` of one row of some streams, wherever they lie.
 
     Attributes:
-        memory: where they lie.
-        row: which row.
-        start, stop: of the tensors' columns.
+        memory: memory in which the columns lie.
+        row: number of the row in that memory.
+        start, stop: first column, and the column after the last one, of the tensors.
     """
 
     memory: Sequence[Streams]
@@ -46,7 +46,7 @@ class Columns(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """Streams of one shape, of no row yet."""
+    """`Shape` describes streams of one shape, without rows."""
 
     names: tuple[Stream, ...]
     heads: int
@@ -56,17 +56,17 @@ class Shape(NamedTuple):
 
 
 def shapes_of_slabs(slabs: Iterable[Slab]) -> list[Shape]:
-    """Of the streams that the pool holds."""
+    """Return the shapes of the streams that the pool holds."""
     return [Shape(names, held.shape[1], held.shape[4], held.dtype, held.device) for held, names in slabs]
 
 
 def shapes_of_rows(memory: Iterable[Streams]) -> list[Shape]:
-    """Of the streams of other rows."""
+    """Return the shapes of the streams of other rows."""
     return [Shape(names, held.shape[2], held.shape[4], held.dtype, held.device) for held, names in memory]
 
 
 def make(shapes: Iterable[Shape], num_rows: int, room: int) -> list[Streams]:
-    """Memory for rows: zeros, which nobody has to write on a host."""
+    """Make memory for rows: zeros, which nobody has to write on a host."""
     return [
         Streams(zeros((len(names), num_rows, heads, room, head_dim), dtype, device), names)
         for names, heads, head_dim, dtype, device in shapes
@@ -74,7 +74,7 @@ def make(shapes: Iterable[Shape], num_rows: int, room: int) -> list[Streams]:
 
 
 def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(First id, how many) of each run of ids that follow one another.
+    """Yield (first id, number of ids) for each run of ids that follow one another.
 
     Examples:
         >>> list(runs([4, 5, 6, 2, 9, 10]))
@@ -101,7 +101,12 @@ def load_blocks(
     num_tokens: int,
     skipped: int = 0,
 ) -> None:
-    """Copy the first `num_tokens` tokens of blocks, but for the first `skipped` ones, to the columns from `column` on of some rows."""
+    """Copy tokens of blocks to the columns of some rows, from column `column` on.
+
+    Args:
+        num_tokens: number of leading tokens of the blocks that are copied, the skipped ones included.
+        skipped: number of leading tokens that are not copied.
+    """
     for (to, _names), (held, _streams) in _alike(memory, slabs):
         size, at, left, skip = held.shape[3], column, num_tokens, skipped
         for first, count in runs(block_ids):
@@ -113,7 +118,7 @@ def load_blocks(
 
 
 def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[int]) -> None:
-    """Copy columns, as many as the blocks hold, into blocks."""
+    """Copy columns into blocks, as many as the blocks hold."""
     for (held, _names), (to, _streams) in _alike(columns.memory, slabs):
         size, at = to.shape[3], columns.start
         for first, count in runs(block_ids):
@@ -123,14 +128,14 @@ def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[in
 
 
 def copy_columns(columns: Columns, memory: Sequence[Streams], row: int, column: int) -> None:
-    """Copy columns to those from `column` on of a row of other memory, as far as each stream has them."""
+    """Copy columns to a row of other memory, from its column `column` on, as far as each stream has them."""
     for (held, _names), (to, _) in _alike(columns.memory, memory):
         part = held[:, columns.row, :, columns.start : columns.stop]
         to[:, row, :, column : column + part.shape[2]].copy_(part)
 
 
 def selected(memory: Iterable[Streams], index: Tensor, num_columns: int, room: int) -> list[Streams]:
-    """Memory in which row `i` has the first columns of row `index[i]`."""
+    """Make memory in which row `i` has the first columns of row `index[i]`."""
     made = []
     for held, names in memory:
         shape = (held.shape[0], index.shape[0], held.shape[2], room, held.shape[4])
@@ -142,21 +147,24 @@ def selected(memory: Iterable[Streams], index: Tensor, num_columns: int, room: i
 
 
 def change_places(memory: Iterable[Streams], index: Tensor, start: int, stop: int) -> None:
-    """Let row `i` have the columns `[start, stop)` of row `index[i]`."""
+    """Give row `i` the columns `[start, stop)` of row `index[i]`."""
     for held, _ in memory:
         part = held[:, :, :, start:stop]
         part.copy_(part.index_select(1, index.to(held.device)))
 
 
 def num_bytes(memory: Iterable[Streams], num_columns: int) -> int:
-    """Bytes of the first columns."""
+    """Return the bytes of the first columns."""
     return sum(held[:, :, :, :1].nbytes * min(num_columns, held.shape[3]) for held, _ in memory)
 
 
 def _alike(
     left: Sequence[tuple[Tensor, tuple[Stream, ...]]], right: Sequence[tuple[Tensor, tuple[Stream, ...]]]
 ) -> Iterator[tuple[tuple[Tensor, tuple[Stream, ...]], tuple[Tensor, tuple[Stream, ...]]]]:
-    """The tensors of both sides that have the same streams, in pairs; stream by stream where these lie otherwise."""
+    """Yield pairs of tensors that hold the same streams on both sides.
+
+    Where streams lie together otherwise on the two sides, each stream is a pair of its own.
+    """
     by_names = {names: tensor for tensor, names in right}
     apart: dict[Stream, Tensor] | None = None
     for tensor, names in left:
@@ -172,7 +180,7 @@ def _alike(
 
 
 def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
-    """[N] int64."""
+    """Return numbers as a tensor, [N] int64."""
     return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 

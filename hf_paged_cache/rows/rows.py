@@ -1,7 +1,7 @@
-"""`Rows`, what transformers runs one call on: its keys and values as tensors of this call alone.
+"""Defines `Rows`, on which transformers runs one call: its keys and values are tensors of this call alone.
 
-Owns what a forward and a caller may do with rows, and whatever moves them; decides nothing about what is known or kept, which it asks of
-`calls`.
+Owns what a forward and a caller may do with rows, and whatever moves rows. It does not decide what is known or kept,
+but asks `calls`.
 """
 
 import copy
@@ -36,17 +36,17 @@ _IS_OWN = attrgetter("is_own")
 
 
 class KeepsRows(Protocol):
-    """Who keeps what rows have computed."""
+    """`KeepsRows` keeps what rows have computed."""
 
     def keep_prompt(self, rows: "Rows") -> None: ...
 
-    def keep_full(self, rows: "Rows") -> None: ...  # they change places
+    def keep_full(self, rows: "Rows") -> None: ...  # called when rows change places
 
-    def keep_complete(self, rows: "Rows") -> None: ...  # somebody may write to them from here on
+    def keep_complete(self, rows: "Rows") -> None: ...  # called before somebody may write to the rows
 
 
 class RunsRows(Protocol):
-    """Whose rows they are: opens, confirms and closes them."""
+    """`RunsRows` opens rows, confirms what they computed, and closes them."""
 
     @property
     def model(self) -> Any: ...
@@ -68,19 +68,19 @@ class RunsRows(Protocol):
 
     def note_sharing(self, rows: "Rows") -> None: ...
 
-    def refuse(self, model: Any) -> NoReturn: ...  # it is another one
+    def refuse(self, model: Any) -> NoReturn: ...  # called when a forward is of another model
 
-    def require_not_running(self, rows: "Rows") -> None: ...  # in a thread that lives
+    def require_not_running(self, rows: "Rows") -> None: ...  # refuses rows in a forward of a living thread
 
 
 class CutsColumns(Protocol):
-    """How a prompt is cut into forwards."""
+    """`CutsColumns` knows how a prompt is cut into forwards."""
 
-    def commit_end(self, before: int, num_new_columns: int) -> int: ...  # the column from which on nothing is kept
+    def commit_end(self, before: int, num_new_columns: int) -> int: ...  # first column of those that are not kept
 
 
 class BeginsUnder(Begins, Protocol):
-    """The same, under a prefix key."""
+    """`BeginsUnder` is a row that begins under a prefix key."""
 
     @property
     def root(self) -> bytes: ...
@@ -93,37 +93,39 @@ class BeginsUnder(Begins, Protocol):
 
 
 class Rows(RowsColumns):
-    """The rows of one call, or of one loop of forwards; see `RowsColumns`, which has where their columns lie.
+    """`Rows` runs one call, or one loop of forwards; `RowsColumns` has where its columns lie.
 
     Args:
-        calls: opens them at their first forward, and keeps what they compute.
-        kinds: the layers of the model.
+        calls: opens the rows at their first forward, and keeps what they compute.
+        kinds: kinds of the model's layers.
         looks: whether the model looks at keys and values itself.
 
     Attributes:
-        ids: what ran.
-        in_generate: `generate` runs them, which passes what it must.
-        num_forwards: that have returned.
+        ids: token ids that ran.
+        in_generate: True if `generate` runs the rows; it passes what it must.
+        num_forwards: number of forwards that have returned.
         num_new: columns of the last forward.
-        judged: the model was the same for the columns before this one, as somebody has looked.
-        trust_end: it was not for those from this one on.
-        must_confirm: `calls` is told of the next forward that returns.
-        reads_next, reads_all: the arguments of the next forward, or of all, are looked at.
-        escaped: somebody else may hold them, so their memory is never another call's.
-        is_lent: a call that begins may read them.
-        copies: batch row -> row that runs for it, in the first forward alone; None: each runs.
-        prompt_end: columns of the prompt, which is kept once they are complete; 0: it was.
-        common_columns: of rows that change places; 0: unknown.
+        judged: column before which somebody has seen that the model was the same.
+        trust_end: first column that is not trusted. From it on the model was another one, or columns were computed
+            otherwise than those of a prompt. Infinite: all columns are trusted.
+        must_confirm: True if `calls` is told of the next forward that returns.
+        reads_next, reads_all: True if the arguments of the next forward, or of all forwards, are looked at.
+        escaped: True if somebody else may hold the rows, so that their memory never becomes that of another call.
+        is_lent: True if a call that begins may read the rows.
+        copies: batch row -> row that runs for it, in the first forward alone; None: each row runs.
+        prompt_end: columns of the prompt, which is kept once these are complete; 0: it was kept.
+        common_columns: number of leading columns that rows which change places have in common; 0: not known.
         handle: the cache of the call.
-        is_behind_handle: forwards are passed that in place of the rows, and return it.
-        state: what `calls` remembers of them.
-        chunks: the prompt comes in these, and what comes in others is not kept; None: it comes as it comes.
-        lacks_windows: a forward died, and layers with a window have nothing more of what the next token sees; of a bypassed call also what
-            layers carry is lost.
-        must_present: the model takes a cache of a class of its own alone.
-        thread: ident of the one that ran them last.
-        captured: runs their forwards by graphs, and has them lie in the arena; None: nothing does.
-        why_not_captured: why not; "": they may be.
+        is_behind_handle: True if forwards are passed the handle in place of the rows, and return the handle.
+        state: what `calls` remembers of the rows.
+        chunks: sizes of the forwards that the prompt comes in. What comes in other forwards is not kept. None: the
+            prompt may come in any forwards.
+        lacks_windows: True if a forward died and what the next token needs is lost: what layers with a window held of
+            it, and in a bypassed call also what layers carry.
+        must_present: True if the model takes only a cache of a class of its own.
+        thread: ident of the thread that ran the rows last.
+        captured: runs the rows' forwards by graphs, and has the rows lie in the arena; None: nothing does.
+        why_not_captured: why forwards are not captured; "": they may be.
     """
 
     is_paged_prefix_cache = True
@@ -146,7 +148,7 @@ class Rows(RowsColumns):
         self.records_drafts = False
         self.copies: list[int] | None = None
         self.prompt_end = self.common_columns = 0
-        self.previous: Rows | None = None  # of the call before; given up when these open
+        self.previous: Rows | None = None  # rows of the call before; given up when these open
         self.is_lent = False
         self.state: Any = None
         self.handle: ref[Any] | None = None
@@ -157,17 +159,20 @@ class Rows(RowsColumns):
         self.thread = threading.get_ident()
         self.num_new = 0
         self._num_bypassed = 0
-        self._lengths: list[int] | None = None  # columns of layers before a bypassed forward that has not returned
+        self._lengths: list[int] | None = None  # columns of each layer before a bypassed forward that has not returned
 
-    # What `generate` tells that is passed rows which a call has returned.
+    # Called by a `generate` that is passed rows which an earlier call has returned.
 
     def begin_rows(self, model: Any, given: Any) -> "Rows":
-        """The rows on which that `generate` runs: these, or others that go on where these stop."""
+        """Return the rows on which a `generate` runs that was passed these rows.
+
+        They are these rows, or others that go on where these stop.
+        """
         return self.calls.begin_from(self, model, given)
 
     @contextmanager
     def running(self, rows: "Rows") -> Iterator[None]:
-        """The span of that `generate`."""
+        """Span the `generate` that runs on `rows` and was passed these rows."""
         try:
             yield
         finally:
@@ -178,10 +183,10 @@ class Rows(RowsColumns):
             if rows.is_open and self.handle is not None and (handle := self.handle()) is not None:
                 handle.adopt(rows, self)
 
-    # What the hooks of the model's forward tell.
+    # Called by the hooks of the model's forward.
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A forward begins; returns what it is to run with."""
+        """Begin a forward; return the arguments that it is to run with."""
         if model is not self.calls.model:
             self.calls.refuse(model)
         first = self.first
@@ -230,7 +235,7 @@ class Rows(RowsColumns):
         return arguments
 
     def after_forward(self, output: Any) -> Any:
-        """It has returned."""
+        """End a forward that has returned; return its output, as the caller is to get it."""
         if self.why_bypassed is None:
             n = self.n + self.num_new
             for layer in self.layers:
@@ -254,18 +259,22 @@ class Rows(RowsColumns):
         return output
 
     def note_sharing(self) -> None:
-        """See `RowsColumns`."""
+        """Note that rows have columns in common from here on; see `RowsColumns`."""
         self.calls.note_sharing(self)
 
     def note_shown(self) -> None:
-        """Somebody gets keys or values, and may write to them unseen: what is complete is kept, and nothing more."""
+        """Note that somebody gets keys or values, and may write to them unseen.
+
+        What is complete is kept before that, and nothing more after it.
+        """
         if self.is_whole and not self.is_running and self.why_bypassed is None:
             self.calls.keeping.keep_complete(self)
             super().note_shown()
 
     def _heed(self) -> None:
-        """Go on with what is in the layers: keys and values that somebody has put there, or forwards that told no hook, as of the model
-        inside. Nothing more is kept then.
+        """Go on with what is in the layers, and keep nothing more.
+
+        Somebody has put keys and values there, or a model inside this one has run forwards that told no hook.
         """
         if self._given:
             first, self.has_own = self._given[0], True
@@ -280,17 +289,17 @@ class Rows(RowsColumns):
             self.note_writes()
 
     def is_lost(self, idents: Collection[int]) -> bool:
-        """Whether one of these threads, which ended with a fork, was in a call on the rows, or in a loop."""
+        """Return whether a call or a loop on the rows ran in one of these threads, which ended with a fork."""
         is_loop = self.state is not None and self.state.kind == "forward"
         return self.thread in idents and (self.in_generate or self.is_running or is_loop)
 
     def give_up_previous(self) -> None:
-        """The rows of the call before are read no more."""
+        """Stop reading the rows of the call before."""
         if self.previous is not None:
             self.previous.is_lent, self.previous = False, None
 
     def roll_back(self) -> None:
-        """Take back a forward that died; after the first one the rows begin again."""
+        """Take back a forward that died; if it was the first one, the rows begin again."""
         if not self.num_forwards and (self.is_running or self._lengths is not None):
             self.reset()
         elif self._lengths is not None:
@@ -311,10 +320,14 @@ class Rows(RowsColumns):
                 self.windows is not None and not self.windows.can_go_on_at(self.n)
             )
 
-    # Their memory.
+    # Memory of the rows.
 
     def begin(self, inputs: Sequence[BeginsUnder], wanted: int) -> None:
-        """Rows of these tokens begin, which will have so many columns as far as that is known."""
+        """Begin rows of these tokens.
+
+        Args:
+            wanted: columns that the rows will have; 0 where that is not known.
+        """
         self.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
         self.ids.begin(inputs)
         for prompt, row in zip(self.prompts, inputs, strict=True):
@@ -327,7 +340,7 @@ class Rows(RowsColumns):
             layer.wanted = wanted
 
     def start_at(self, n: int, inputs: Sequence[BeginsUnder]) -> None:
-        """The columns before `n` are there; of these tokens."""
+        """Note that the columns before `n` are there, and hold these tokens."""
         self.n = n
         for layer in self.layers:
             if layer.held is not None:
@@ -336,7 +349,12 @@ class Rows(RowsColumns):
         self.note_writes()
 
     def bypass(self, why: str, layers: list[Any]) -> None:
-        """From here on the rows run on these layers of transformers, which hold nothing yet; nothing of them is kept."""
+        """Run the rows on these layers of transformers from here on; nothing more of the rows is kept.
+
+        Args:
+            why: reason of the bypass, for `last_call`.
+            layers: layers that hold nothing yet.
+        """
         self.make_dense()
         if self.records_drafts:
             for layer in layers:
@@ -350,11 +368,11 @@ class Rows(RowsColumns):
             carry = {at: layers[at] for at in self.kinds.num_states}
             LiveStates(carry).put(self.states.live.read())
         self._tensors, self._versions, self.windows, self.states, self.is_exact = [], (), None, None, False
-        self.layers[:] = layers  # the same list: who has it sees these
+        self.layers[:] = layers  # the same list: whoever holds it sees these layers
         self.layer_class_to_replicate = DynamicLayer
 
     def judge(self, stop: int, *, held: bool) -> None:
-        """Somebody has looked whether the model was the same up to a column."""
+        """Note whether the model was found to be the same up to column `stop`."""
         if held:
             self.judged = max(self.judged, stop)
         else:
@@ -362,33 +380,37 @@ class Rows(RowsColumns):
 
     @property
     def num_columns(self) -> int:
-        """Columns whose tokens have run, also of a bypassed call, where layers may carry nothing but states."""
+        """Number of columns whose tokens have run, also in a bypassed call, whose layers may carry states alone."""
         return self.n if self.why_bypassed is None else self._num_bypassed
 
     @property
     def is_suspect(self) -> bool:
-        """Whether somebody has seen that the model was another one for some columns."""
+        """True if some columns are not trusted; see `trust_end`."""
         return not math.isinf(self.trust_end)
 
     @property
     def num_true_columns(self) -> int:
-        """Columns that are what their tokens say, under their prefix keys, as far as anybody has looked."""
+        """Number of columns that are what their tokens say, under their prefix keys, as far as anybody has looked."""
         return int(min(self.n, self.trust_end))
 
     @property
     def is_source(self) -> bool:
-        """Whether there are such columns."""
+        """True if other rows may begin with columns of these rows."""
         is_ours = self.is_open and self.is_whole and self.why_bypassed is None and not self.is_edited
         return is_ours and self.num_true_columns > 0
 
     def token_ids(self) -> list[TokenIds]:
-        """What ran in each row, without padding, as far as it is true."""
+        """Return the token ids that ran in each row, without padding, as far as the columns are trusted."""
         return self.ids.rows([prompt.pad for prompt in self.prompts], self.num_true_columns)
 
-    # What layers carry.
+    # States that layers carry.
 
     def _require_not_lost(self) -> None:
-        """Raises ForwardMismatchError: what layers with a window or a state had of the rows is lost."""
+        """Refuse to go on with rows of which layers with a window or a state have lost something.
+
+        Raises:
+            ForwardMismatchError: always, but for rows without columns.
+        """
         if not self.n and self.why_bypassed is None:
             return
         self.is_running = False
@@ -398,16 +420,16 @@ class Rows(RowsColumns):
         )
 
     def _start_states(self, states: RowStates, num_new: int) -> None:
-        """A forward begins of so many columns."""
+        """Begin a forward of `num_new` columns in the layers that carry states."""
         if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
-            self.trust_end = min(self.trust_end, self.n)  # what is computed so is not what a prompt computes
+            self.trust_end = min(self.trust_end, self.n)  # what is computed so differs from what a prompt computes
         states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
 
     def _crop_states(self, states: RowStates, num_columns: int) -> None:
-        """Take columns back.
+        """Take columns back from the states.
 
         Raises:
-            CacheArgumentError: what layers carry of the columns before them is gone; nothing has changed.
+            CacheArgumentError: what layers carried after the columns that are left is gone; nothing has changed.
         """
         if not self.n or num_columns == self.n:
             states.clear()
@@ -419,13 +441,13 @@ class Rows(RowsColumns):
         else:
             states.crop(num_columns, self.n - num_columns, [prompt.pad for prompt in self.prompts])
 
-    # What moves rows.
+    # Ways to move rows.
 
     def apply(self, index: Sequence[int] | Tensor, start: int = 0) -> None:
-        """Row `i` continues as row `index[i]`, in all streams.
+        """Let row `i` continue as row `index[i]`, in all streams.
 
         Args:
-            start: rows that change places have the columns before it in common.
+            start: number of leading columns that rows which change places have in common.
         """
         self.roll_back()
         self._heed()
@@ -437,7 +459,7 @@ class Rows(RowsColumns):
                 layer.reorder_cache(at)
             return
         have_common = bool(start)
-        is_whole, self.is_whole = self.is_whole and not self.is_edited, False  # interrupted, some streams have changed
+        is_whole, self.is_whole = self.is_whole and not self.is_edited, False  # interrupted: some streams have changed
         num_rows = at.shape[0]
         if self.shared is not None and not start and not self.shared.fits(at.tolist()):
             self.make_dense()
@@ -461,28 +483,32 @@ class Rows(RowsColumns):
         self.is_whole = is_whole
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row `i` continues as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
+        """Let row `i` continue as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
         if self.in_generate and self.state is not None:
             self.calls.keeping.keep_full(self)
         self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
 
     def _require_rows(self, index: Tensor) -> None:
-        """Raises CacheArgumentError where the index names no rows, or rows that are not there."""
+        """Refuse an index of rows.
+
+        Raises:
+            CacheArgumentError: the index names no rows, or rows that are not there.
+        """
         numbers, num_rows = index.tolist(), self.batch()
         if not numbers or not all(0 <= number < num_rows for number in numbers):
             raise CacheArgumentError(f"rows {numbers} were asked for; there are {num_rows} rows, counted from 0")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row becomes `repeats` rows."""
+        """Turn every row into `repeats` rows."""
         self.apply([row for row in range(self.batch()) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows `indices` (int64, or a mask of booleans)."""
+        """Keep the rows `indices` (int64, or a mask of booleans) alone."""
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.apply(torch.where(chosen < 0, chosen + self.batch(), chosen))
 
     def batch(self) -> int:
-        """Rows, of a bypassed call, too."""
+        """Return the number of rows, also of a bypassed call."""
         if self.why_bypassed is None:
             return self.num_rows
         return next((states.shape[0] for states in self.held_in_layers()), 0)
@@ -491,7 +517,8 @@ class Rows(RowsColumns):
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
 
         Raises:
-            CacheArgumentError: a positive number.
+            CacheArgumentError: the number is positive or too large, or the tokens that are left need what layers have
+                given up.
         """
         if tokens_to_remove > 0:
             raise CacheArgumentError(
@@ -519,13 +546,13 @@ class Rows(RowsColumns):
         self.n = max(0, self.n + int(tokens_to_remove))
         self._num_bypassed = max(0, self._num_bypassed + int(tokens_to_remove))
         if not self.n and not self.in_generate and self.why_bypassed is None:
-            self.reset()  # other rows may begin
+            self.reset()  # after that, other rows may begin
         self.judged, self.common_columns = min(self.judged, self.n), min(self.common_columns, self.n)
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
 
     def images_of_generate(self, model: Any, passed: Mapping[str, Any]) -> Any:
-        """The images that a `generate` on these rows is not to be passed."""
+        """Return the images that a `generate` on these rows is not to be passed."""
         return self.calls.images_of_generate(passed)
 
     def reset(self) -> None:
@@ -550,7 +577,7 @@ class Rows(RowsColumns):
         self.judged, self.trust_end = 0, math.inf
 
     def activate_past_recording(self) -> None:
-        """Drafts will be verified: a model that cannot say which logits it needs computes them all."""
+        """Get ready to take drafts back: a model that cannot say which logits it needs computes all of them."""
         self.records_drafts = True
         if self.why_bypassed is not None:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
@@ -558,20 +585,20 @@ class Rows(RowsColumns):
             self.states.live.record_past(records=True)
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """As transformers does; and what is wanted of the convolution's inputs is taken."""
+        """Update a convolution's state as transformers does, and record what is wanted of the convolution's inputs."""
         inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         if self.states is not None:
             self.states.live.record(layer_idx, state_idx, inputs)
         return inputs
 
-    # What transformers and users ask.
+    # Called by transformers and by users.
 
     def __bool__(self) -> bool:
-        """True even without rows: some models ask `if past_key_values`."""
+        """Return True even without rows: some models ask `if past_key_values`."""
         return True
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """Each layer's keys and values, and its window, if any, as of a `DynamicCache`."""
+        """Yield each layer's keys and values, and its window, if any, as a `DynamicCache` does."""
         for layer in self.layers:
             window = torch.tensor(layer.sliding_window, device="cpu") if getattr(layer, "is_sliding", False) else None
             yield getattr(layer, "keys", None), getattr(layer, "values", None), window
@@ -586,11 +613,14 @@ class Rows(RowsColumns):
         return f"Rows({self.batch()} rows of {self.get_seq_length()} tokens)"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns of the rows, padding included."""
+        """Return the number of columns of the rows, padding included."""
         if self.why_bypassed is not None:
-            return int(super().get_seq_length(layer_idx))
+            has_columns = any(
+                map(has_keys, self.layers)
+            )  # transformers tells no length of layers that carry states alone
+            return int(super().get_seq_length(layer_idx)) if has_columns else self.num_columns
         first = self.first
-        if self._given or (first is not None and first.n != self.n):  # as is_edited_or_ahead: each step asks
+        if self._given or (first is not None and first.n != self.n):  # `is_edited_or_ahead`, quicker: each step asks
             self._heed()
         if layer_idx < 0:
             layer_idx += len(self.layers)
@@ -600,11 +630,11 @@ class Rows(RowsColumns):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether there are columns."""
+        """True if there are columns."""
         return self.get_seq_length() > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
-        """Other rows with the same columns, which go on by themselves.
+        """Make other rows with the same columns, which go on by themselves.
 
         Raises:
             CacheArgumentError: gradients flow through the rows, and would not through their copies.
@@ -627,7 +657,7 @@ class Rows(RowsColumns):
         return copied
 
     def _begun_alike(self) -> "Rows":
-        """Other rows of the same call, without columns."""
+        """Make other rows of the same call, without columns."""
         copied = type(self)(self.calls, self.kinds, self.looks)
         for name in _COPIED:
             setattr(copied, name, getattr(self, name))
@@ -637,10 +667,12 @@ class Rows(RowsColumns):
         return copied
 
     def forked(self, index: Tensor, shared: SharedColumns | None) -> "Rows":
-        """Other rows that go on by themselves, row `i` where row `index[i]` of these stands. None of them is bypassed.
+        """Make other rows that go on by themselves: row `i` begins where row `index[i]` of these stands.
+
+        These rows must not be bypassed.
 
         Args:
-            shared: what they have in common; None: each has all of its columns.
+            shared: segments that the other rows have in common; None: each row has all of its columns.
         """
         self.roll_back()
         copied, n = self._begun_alike(), self.n

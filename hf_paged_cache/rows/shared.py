@@ -1,7 +1,8 @@
-"""What several rows of a call have in common, held once: segments that attention reads in one piece for all of them.
+"""Owns what several rows of a call have in common: segments, held once, that attention reads once for all of them.
 
-A segment lies where it was: in a run of the pool's blocks, which a lease keeps, in rows that ran ahead, or in the row that ran for several.
-The rows' own memory begins behind the first of their segments that ends.
+A segment lies where it was: in a run of the pool's blocks, which a lease keeps, in rows that ran ahead, or in the row
+that ran for several.
+The rows' own memory begins where the first of their segments ends.
 """
 
 from collections.abc import Sequence
@@ -28,10 +29,11 @@ IN_CHUNKS = "prefill_chunk_size was given, and what is read in parts rounds othe
 
 
 class Looks:
-    """Whether a model looks at keys and values otherwise than by torch's attention, for good once it was seen to.
+    """`Looks` remembers whether a model looks at keys and values otherwise than by torch's attention.
 
     Attributes:
-        weighs_launches: what rows share is held once only where that pays; False for trials of models.
+        model_looks: True for good, once the model was seen to look.
+        weighs_launches: True if what rows share is held once only where that pays; False for trials of models.
     """
 
     def __init__(self) -> None:
@@ -40,11 +42,11 @@ class Looks:
 
 
 class Seen:
-    """How attention has read the rows of one call.
+    """`Seen` remembers how attention has read the rows of one call.
 
     Attributes:
-        tokens, rows: the most that it read once at a time, and for how many rows.
-        dense: why what rows share was read for each of them; "": it was not.
+        tokens, rows: most tokens that were read once at a time, and the number of rows that they were read for.
+        dense: why what rows share was read for each row by itself; "": it was not.
     """
 
     def __init__(self) -> None:
@@ -53,18 +55,19 @@ class Seen:
 
 
 class SharedColumns:
-    """The segments of the rows of one call.
+    """`SharedColumns` has the segments of the rows of one call.
 
     Args:
         plan: which rows have which segment; its block ids mean nothing here.
-        segments: of each the memory of one row, whose columns are the segment's tokens.
-        leases: of the blocks in which segments lie.
-        num_pool_blocks: that the pool had room for then; once it has grown, they lie in its old memory.
-        looks: of the model.
+        segments: for each segment, memory of one row whose columns are the segment's tokens.
+        leases: leases of the blocks in which segments lie.
+        looks: whether the model looks at keys and values itself.
+        num_pool_blocks: number of blocks that the pool had room for when the segments were made. Once the pool has
+            grown, the segments lie in its old memory.
 
     Attributes:
-        seen: how attention has read them; the rows' own, once they hold these segments.
-        must_leave: rows must be read each by itself from the next forward on.
+        seen: how attention has read the segments; the rows' own `seen`, once they hold these segments.
+        must_leave: True if each row must be read by itself from the next forward on.
     """
 
     def __init__(
@@ -91,13 +94,13 @@ class SharedColumns:
     rows: ref[Any]
 
     def make_dense(self) -> None:
-        """Somebody looks at a layer: each row gets all of its columns."""
+        """Give each row all of its columns, because somebody looks at a layer."""
         rows = self.rows()
         if rows is not None:
             rows.make_dense()
 
     def copy(self) -> "SharedColumns":
-        """The same segments for other rows."""
+        """Return the same segments for other rows."""
         return SharedColumns(self.plan, self.segments, self.leases, self._looks, self.num_pool_blocks)
 
     @property
@@ -106,16 +109,16 @@ class SharedColumns:
         return sum(tensor.nbytes for held in self.segments for tensor, _ in held)
 
     def start_forward(self, start: int, stop: int) -> None:
-        """A forward of the columns `[start, stop)` begins."""
+        """Begin a forward of the columns `[start, stop)`."""
         self._forward = SharedForward(self.plan, self._devices, start, stop)
 
     def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What a layer reads, lazily: segments, and of each row its own columns, [R, H, columns, D]."""
+        """Return what a layer reads, lazily, [R, H, columns, D]: segments, and each row's own columns."""
         forward = self._forward
         assert forward is not None
         held = self._of_layer[layer_idx]
         if keys.shape[2] + self.plan.first_own != forward.stop or held["key"][0].dtype != keys.dtype:
-            return self._read_dense(layer_idx)  # of a forward that told nobody, or of segments in another dtype
+            return self._read_dense(layer_idx)  # a forward that told nobody, or segments in another dtype
         reads = LayerReads(self, forward, held, {"key": keys, "value": values})
         rows, heads, _, size = keys.shape
         lazy_keys = LazyStates(reads, "key", (rows, heads, forward.stop, size), keys.dtype, keys.device)
@@ -123,34 +126,43 @@ class SharedColumns:
         return lazy_keys, LazyStates(reads, "value", (rows, heads, forward.stop, size), values.dtype, values.device)
 
     def _read_dense(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """All columns of a layer, in the rows' own memory."""
+        """Return the keys and values of all columns of a layer, in the rows' own memory."""
         self.make_dense()
         rows = self.rows()
-        assert rows is not None  # they run
+        assert rows is not None  # the rows run
         keys, values = rows.layers[layer_idx].columns()
         return keys, values
 
     def look(self, *, is_call: bool = False) -> None:
-        """What layers read was asked for dense: by the call's attention, or else by the model, for good."""
+        """Note that what layers read was asked for dense.
+
+        Args:
+            is_call: the call's attention asked; else the model did, and is taken to look for good.
+        """
         if not is_call:
             self._looks.model_looks = True
         self.must_leave = True
         self.seen.dense = CALL_LOOKS if is_call else MODEL_LOOKS
 
     def count(self, plan: Plan) -> None:
-        """Attention has read the segments once."""
+        """Note that attention has read the segments once."""
         lengths = [(n, len(s.rows)) for n, s in zip(self.lengths, plan.segments, strict=True) if len(s.rows) > 1]
         if lengths:
             self.seen.tokens = max(self.seen.tokens, sum(length for length, _ in lengths))
             self.seen.rows = max(self.seen.rows, *(num_rows for _, num_rows in lengths))
 
     def fits(self, sources: Sequence[int]) -> bool:
-        """Whether the plan stays right if row `i` continues as row `sources[i]`."""
+        """Return whether the plan stays right if row `i` continues as row `sources[i]`."""
         kinds = self.plan.kinds()
         return len(sources) == len(kinds) and [kinds[source] for source in sources] == kinds
 
     def copy_columns(self, row: int, start: int, stop: int, to: Sequence[Streams], to_row: int, column: int) -> int:
-        """Copy those of the columns `[start, stop)` of a row that lie in segments; returns the first that does not."""
+        """Copy those of the columns `[start, stop)` of a row that lie in segments; return the first that does not.
+
+        Args:
+            to_row: row of the other memory that is written.
+            column: column of the other memory that column `start` becomes.
+        """
         plan, at = self.plan, start
         for number, segment in enumerate(plan.segments):
             if row in segment.rows:
@@ -164,7 +176,9 @@ class SharedColumns:
 
 
 class SquareReads:
-    """A forward of many new columns after few known ones, attended as one causal square: see `attention.causal`.
+    """`SquareReads` lets a forward of many new columns after few known ones attend as one causal square.
+
+    See `attention.causal`.
 
     Args:
         looks: told where the model does something else with what it reads.
@@ -178,11 +192,11 @@ class SquareReads:
         self._looks.model_looks = True
 
     def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What a layer reads, lazily, [R, H, columns, D]."""
-        if keys.shape[2] != self._stop:  # of a forward that told nobody
+        """Return what a layer reads, lazily, [R, H, columns, D]."""
+        if keys.shape[2] != self._stop:  # a forward that told nobody
             return keys, values
         read = self._square.read({"key": keys, "value": values})
         return read["key"], read["value"]
 
     def make_dense(self) -> None:
-        """Nothing: the columns lie in the rows."""
+        """Do nothing: the columns lie in the rows."""

@@ -1,6 +1,7 @@
-"""Owns what layers carry of a call's rows, convolutions' last inputs and recurrent states, and copies of it at the places where it is kept.
+"""Owns what layers carry of a call's rows, and copies of it at the places where states are kept.
 
-States are written in place, by the model. So those of the rows count only between forwards, and none if one has died.
+What layers carry are the last inputs of convolutions, and recurrent states. The model writes states in place. So the
+states of the rows count only between forwards, and no longer count after a forward has died.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +23,13 @@ from .windows import WindowLayer
 
 
 class StatePlaces(NamedTuple):
-    """Where states are kept.
+    """`StatePlaces` says where states are kept.
 
     Attributes:
-        align: they are kept after multiples of so many tokens of a row.
-        are_recorded: convolutions alone carry them: one forward shows them at all of its columns.
-        clamps_one_token: one token is computed otherwise than several.
-        most: places of one forward that are recorded at most.
+        align: states are kept after multiples of so many tokens of a row.
+        are_recorded: True if only convolutions carry states: one forward shows them at all of its columns.
+        clamps_one_token: True if one token is computed otherwise than several.
+        most: most places of one forward that are recorded.
     """
 
     align: int
@@ -38,7 +39,10 @@ class StatePlaces(NamedTuple):
 
 
 def states_alone(num_states: int) -> LinearAttentionLayer:
-    """A layer that carries states, and has no columns: of transformers' very class, for its type is how callers tell it from the others."""
+    """Make a layer that carries states and has no columns.
+
+    It is of transformers' very class, because callers tell it from other layers by its type.
+    """
     layer = LinearAttentionLayer(num_states)
     vars(layer).update(dict.fromkeys(("n", "base", "room", "wanted", "filled"), 0))
     vars(layer).update(dict.fromkeys(("held", "reads", "keys", "values")))
@@ -47,7 +51,7 @@ def states_alone(num_states: int) -> LinearAttentionLayer:
 
 
 class StatesAndColumnsLayer(RowsLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc]
-    """A layer that carries states, and whose attention sees all columns."""
+    """`StatesAndColumnsLayer` carries states, and its attention sees all columns."""
 
     is_compileable = False
     is_croppable = LinearAttentionLayer.is_croppable
@@ -57,13 +61,13 @@ class StatesAndColumnsLayer(RowsLayer, LinearAttentionAndFullAttentionLayer):  #
         RowsLayer.__init__(self, layer_idx, owner)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of states alone."""
+        """Initialize the states alone."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
 
 class StatesAndWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc]
-    """A layer that carries states, and whose attention sees a window."""
+    """`StatesAndWindowLayer` carries states, and its attention sees a window."""
 
     is_compileable = False
     is_croppable = LinearAttentionLayer.is_croppable
@@ -75,58 +79,62 @@ class StatesAndWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttention
         WindowLayer.__init__(self, layer_idx, owner, sight, margin)
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of states alone."""
+        """Initialize the states alone."""
         if kwargs:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
     def get_max_length(self) -> int:
-        """-1: there is none, as transformers' layer says."""
+        """Return -1 for "there is none", as transformers' layer does."""
         return -1
 
 
 class RowStates:
-    """The states of one call's rows.
+    """`RowStates` has the states of one call's rows.
 
     Args:
-        layers: index -> layer, for those that carry states.
+        layers: index -> layer, for the layers that carry states.
+        places: where states are kept.
 
     Attributes:
-        are_whole: the layers carry what is after all columns of the rows: no forward runs, and none has died.
-        taken: of each row: tokens -> what layers carried after so many, where that is to be kept with the row's blocks.
+        are_whole: True if the layers carry what follows from all columns of the rows: no forward runs, and none has
+            died.
+        taken: for each row, number of tokens -> what layers carried after these tokens, where that is to be kept with
+            the row's blocks.
     """
 
     def __init__(self, layers: Mapping[int, StateLayer], places: StatePlaces) -> None:
         self.live, self._places = LiveStates(layers), places
         self.are_whole = True
         self.taken: list[dict[int, States]] = []
-        self._next = 0  # the first column after which the states of some row may be taken
+        self._next = 0  # first number of columns after which the states of some row may be taken
         self._is_step = False
 
     def num_needed(self, num_columns: int, *, is_padding: bool) -> int:
-        """So many of a prompt's last columns run in the forward over all rows.
+        """Return how many of a prompt's last columns run in the forward over all rows.
 
         Args:
-            is_padding: a row has nothing but padding in them; of one column, models do not look whether it is padding.
+            is_padding: a row has nothing but padding in these columns. In a forward of one column, models do not look
+                whether the column is padding.
         """
         return 2 if num_columns > 1 and (is_padding or self._places.clamps_one_token) else 1
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of what layers carry, and of what was taken."""
+        """Bytes of what layers carry, and of the states that were taken."""
         held = [self.live.read(), *(states for taken in self.taken for states in taken.values())]
         return sum(each.nbytes for states in held for each in states.values())
 
     def begin(self, num_rows: int) -> None:
-        """So many rows begin."""
+        """Begin `num_rows` rows, of which no states were taken yet."""
         self.taken, self._next = [{} for _ in range(num_rows)], 0
 
     def put(self, states: States) -> None:
-        """The rows begin with these states, which nobody else has."""
+        """Let the rows begin with these states, which nobody else has."""
         self.live.put(states)
         self.are_whole = True
 
     def start_forward(self, pads: Sequence[int], start: int, stop: int) -> None:
-        """A forward of the columns `[start, stop)` begins."""
+        """Begin a forward of the columns `[start, stop)`."""
         self.are_whole, self._is_step = False, start > 0 and stop - start == 1
         align, recorder = self._places.align, self.live.recorder
         if not self._places.are_recorded or stop - start < align:
@@ -141,7 +149,7 @@ class RowStates:
         recorder.start_forward(stop - start, found, [num_tokens + pads[row] - start for row, num_tokens in found])
 
     def end_forward(self, pads: Sequence[int], n: int) -> None:
-        """It has returned: what is wanted of the states is taken."""
+        """End a forward that has returned, and take the states that are wanted."""
         self.are_whole, recorder = True, self.live.recorder
         for at, (row, num_tokens) in enumerate(recorder.places if recorder.recorded else ()):
             self.taken[row][num_tokens] = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
@@ -150,14 +158,17 @@ class RowStates:
             self._take(pads, n)
 
     def _take(self, pads: Sequence[int], n: int) -> None:
-        """Take the states of rows that are at a place; those of a step take the place of what was taken of the row before."""
+        """Take the states of rows that are at a place where states are kept.
+
+        After a step, they replace the states that were taken of the same row earlier.
+        """
         align = self._places.align
         self._next = min((n + align - (n - pad) % align for pad in pads), default=0)
         at = [row for row, pad in enumerate(pads) if n > pad and (n - pad) % align == 0]
         if not at or (self._is_step and self._places.clamps_one_token):
             return
         held = self.live.read()
-        with suppress(torch.OutOfMemoryError):  # then a prompt that would resume there is computed
+        with suppress(torch.OutOfMemoryError):  # without them, a prompt that would resume there is computed
             for row in at:
                 states = copied(row_of(held, row))
                 if self._is_step:
@@ -165,23 +176,24 @@ class RowStates:
                 self.taken[row][n - pads[row]] = states
 
     def select(self, index: Tensor) -> None:
-        """Row `i` continues as row `index[i]`."""
+        """Let row `i` continue as row `index[i]`."""
         if self.are_whole:
             sources = index.tolist()
-            self.are_whole = False  # interrupted, some layers have changed
+            self.are_whole = False  # after an interrupt only some layers have changed
             self.live.select(sources)
             self.taken = [{**self.taken[source]} for source in sources] if self.taken else []
             self.are_whole = True
 
     def can_crop(self, num_columns: int) -> bool:
-        """Whether columns can be taken back."""
+        """Return whether columns can be taken back."""
         return self.are_whole and self.live.can_crop(num_columns)
 
     def crop(self, num_columns: int, n: int, pads: Sequence[int]) -> bool:
-        """Take columns back; whether that could be done.
+        """Take columns back; return whether that could be done.
 
         Args:
-            n: columns that are left.
+            num_columns: number of columns to take back.
+            n: number of columns that are left.
         """
         is_whole, self.are_whole = self.are_whole, False
         self.are_whole = is_whole and (self.live.crop(num_columns) or not num_columns)
@@ -192,14 +204,14 @@ class RowStates:
         return self.are_whole
 
     def copy_to(self, other: "RowStates", index: Tensor) -> None:
-        """Let row `i` of other rows have the states of row `index[i]` in memory of its own."""
+        """Give row `i` of other rows the states of row `index[i]`, in memory of its own."""
         sources = index.tolist()
         other.begin(len(sources))
         other.put(select_rows(self.live.read(), sources))
         other.are_whole, other.taken = self.are_whole, [{**self.taken[source]} for source in sources]
 
     def clear(self) -> None:
-        """The rows are dropped."""
+        """Drop the states of rows that are dropped."""
         self.live.clear()
         self.live.recorder.start_forward()
         self.taken, self.are_whole, self._next = [], True, 0

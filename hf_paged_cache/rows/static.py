@@ -1,6 +1,6 @@
 """Owns the memory of static rows: rows of a fixed room at fixed addresses, over which graphs of forwards are captured.
 
-`Arena` is one a device. One call has it at a time; others run on memory of their own meanwhile.
+A device has one `Arena`. One call has the arena at a time; meanwhile other calls run on memory of their own.
 
 columns of a static row: [0, pad) padding | [pad, n) valid | [n, room) finite, hidden by the mask
 """
@@ -20,7 +20,7 @@ _SMALLEST_ROOM = 512
 
 
 def room_of(num_columns: int) -> int:
-    """The smallest room that holds so many columns: a power of two, or half as many more.
+    """Return the smallest room that holds so many columns: a power of two, or half as many columns more.
 
     Examples:
         >>> [room_of(number) for number in (1, 513, 1025, 1600, 2049, 5000)]
@@ -35,20 +35,21 @@ def room_of(num_columns: int) -> int:
 
 
 class HoldsGraphs(Protocol):
-    """Who has captured graphs over an arena."""
+    """`HoldsGraphs` has captured graphs over an arena."""
 
     @property
     def num_graphs(self) -> int: ...
 
-    def drop(self) -> None: ...  # the memory under the graphs goes
+    def drop(self) -> None: ...  # called before the memory under the graphs goes
 
 
 class Arena:
-    """Memory for the static rows of one call at a time. Rows of every number and room begin at its start.
+    """`Arena` holds memory for the static rows of one call at a time. Rows of every number and room begin at its start.
 
     Attributes:
-        most_bytes: says what it may take now; None: half of what is free on an accelerator, and what is asked for on a host.
-        captured: the graphs over it, which go where the memory goes; None: there were none.
+        most_bytes: returns how many bytes the arena may take now. None: half of the free memory on an accelerator, and
+            whatever is asked for on a host.
+        captured: graphs over the arena, which are dropped with its memory; None: there were none.
     """
 
     def __init__(self, most_bytes: Callable[[], int] | None = None) -> None:
@@ -57,12 +58,12 @@ class Arena:
         self._lock = new_lock()
         self._holder: ref[Any] | None = None
         self._shapes: tuple[Shape, ...] = ()
-        self._flat: list[Tensor] = []  # of each shape the memory of all its streams
+        self._flat: list[Tensor] = []  # for each shape, the memory of all its streams
         self._rows: dict[tuple[int, int], list[Streams]] = {}  # (rows, room) -> their memory
-        self._written: Any = None  # an event behind what its last holder wrote
+        self._written: Any = None  # event behind what the last holder wrote
 
     def check_out(self, holder: object) -> bool:
-        """Give the arena to a holder, until it is given back or the holder is collected; whether it was free."""
+        """Give the arena to a holder, until it is given back or the holder is collected; return whether it was free."""
         with self._lock:
             if self._holder is not None and self._holder() is not None:
                 return False
@@ -82,31 +83,31 @@ class Arena:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call has it."""
+        """True if a call has the arena."""
         return self._holder is not None and self._holder() is not None
 
     @property
     def shapes(self) -> Sequence[Shape]:
-        """Of the rows that lay there last; none before there were any."""
+        """Shapes of the rows that lay in the arena last; empty before any did."""
         return self._shapes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes."""
+        """Bytes that the arena takes."""
         return sum(flat.nbytes for flat in self._flat)
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that are captured over it."""
+        """Number of graphs that are captured over the arena."""
         return 0 if self.captured is None else self.captured.num_graphs
 
     def holds(self, memory: Sequence[Streams]) -> bool:
-        """Whether any of this memory is the arena's."""
+        """Return whether any of this memory is the arena's."""
         ours = {flat.data_ptr() for flat in self._flat}
         return any(tensor.untyped_storage().data_ptr() in ours for tensor, _ in memory)
 
     def drop(self) -> None:
-        """Give all memory back, and what was captured over it; rows that still lie there keep theirs."""
+        """Give all memory back, and what was captured over it; rows that still lie in the memory keep it."""
         if self._flat and self._flat[0].device.type == "cuda":
             torch.cuda.synchronize(self._flat[0].device)  # a graph may run yet
         if self.captured is not None:
@@ -114,19 +115,22 @@ class Arena:
         self._rows, self._flat, self._shapes, self._written = {}, [], (), None
 
     def fits(self, shapes: Sequence[Shape], num_rows: int, room: int) -> bool:
-        """Whether there is room for such rows."""
+        """Return whether the arena has, or may take, memory for such rows."""
         needed = sum(_num_elements(shape, num_rows, room) * shape.dtype.itemsize for shape in shapes)
         has_it = tuple(shapes) == self._shapes and needed <= self.num_bytes
         return has_it or needed <= self._most(shapes)
 
     def room(self, num_rows: int, num_columns: int) -> int:
-        """The room for so many columns: one that was used before, where it is not twice as large as it need be."""
+        """Return the room for so many columns: one that was used before, if it is at most twice what is needed."""
         least = room_of(num_columns)
         used = [room for rows, room in self._rows if rows == num_rows and least <= room <= 2 * least]
         return min(used, default=least)
 
     def memory(self, shapes: Sequence[Shape], num_rows: int, room: int) -> list[Streams] | None:
-        """The memory of so many rows, in which anything may lie; always the same until the arena is dropped. None: it does not fit."""
+        """Return the memory of so many rows, in which anything may lie; None: it does not fit.
+
+        The memory stays the same until the arena is dropped.
+        """
         if tuple(shapes) != self._shapes:
             self.drop()
             self._shapes = tuple(shapes)
@@ -172,7 +176,7 @@ def _num_elements(shape: Shape, num_rows: int, room: int) -> int:
 
 
 def together(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
-    """The same streams, those that are alike in one shape, in the order of layers."""
+    """Put streams that are alike into one shape; names are in the order of layers."""
     names: dict[tuple[Any, ...], list[Stream]] = {}
     for of_shape, *kind in shapes:
         names.setdefault(tuple(kind), []).extend(of_shape)

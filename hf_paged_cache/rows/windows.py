@@ -1,4 +1,6 @@
-"""Owns the columns of layers that see a window: the last ones of each row, as many as attention reads and some before them.
+"""Owns the columns of layers with a window: the last columns of each row.
+
+These are as many as attention reads, and some before them.
 
 columns of a row: [0, base) passed and gone | [base, n) lie in `held`, from its first column on
 """
@@ -16,15 +18,16 @@ from . import memory
 from .layers import Owner, RowsLayer
 from .memory import Shape, Streams
 
-_LEAST_SPARE, _MOST_SPARE = 64, 1024  # columns beyond those that stay: each time that they are full the rest moves
+_LEAST_SPARE, _MOST_SPARE = 64, 1024  # room behind the columns that stay; when it is full, these move to the front
 
 
 class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """Keys and values of a layer with a window, [R, H, columns, D].
+    """`WindowLayer` holds the keys and values of a layer with a window, [R, H, columns, D].
 
     Args:
-        sight: what the layer sees.
-        margin: columns before those that the next token sees that stay as well: a block's end lies in them, and drafts are taken back.
+        sight: window of the layer.
+        margin: number of columns that stay as well, before those that the next token sees. So a block's end lies among
+            the columns that are held, and drafts can be taken back.
     """
 
     is_sliding = True
@@ -34,12 +37,12 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         self.sight, self.sliding_window, self.most_kept = sight, sight.size, sight.most_needed + margin
 
     def room_for(self, num_columns: int) -> int:
-        """Columns to make room for where so many will come."""
+        """Return how many columns to make room for where `num_columns` will come."""
         spare = min(max(_LEAST_SPARE, self.sight.size), _MOST_SPARE)
         return max(1, min(num_columns, self.most_kept + spare))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append new keys and values, [R, H, T, D]; returns what attention reads, which later forwards write over."""
+        """Append new keys and values, [R, H, T, D]; return what attention reads, which later forwards write over."""
         if torch.compiler.is_compiling():
             return super().update(key_states, value_states)
         n, length, held = self.n, key_states.shape[2], self.held
@@ -69,7 +72,7 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         """Append where there is no room behind what is held: the last columns become the first ones of the memory.
 
         Args:
-            first: the first column that attention reads.
+            first: first column that attention reads.
         """
         n, stop, old = self.n, self.n + key_states.shape[2], self.held
         lowest = n if old is None else self.base
@@ -79,7 +82,7 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         read, made = [], []
         for place, new in enumerate((key_states, value_states)):
             held = None if old is None else old[place]
-            if held is not None and n > self.filled:  # as concatenation does; what was filled is in the forward's dtype
+            if held is not None and n > self.filled:  # promote as concatenation does, unless all is filled
                 new = new.to(torch.promote_types(held.dtype, new.dtype))
             whole = new
             if held is not None and start < n:
@@ -95,29 +98,29 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
 
     @property
     def cumulative_length(self) -> int:  # type: ignore[override]
-        """Columns written, those that the window has passed included."""
+        """Number of columns written, those that the window has passed included."""
         return self.n
 
     def get_max_length(self) -> int:
-        """The window, as `DynamicSlidingWindowLayer` says."""
+        """Return the size of the window, as `DynamicSlidingWindowLayer` does."""
         return self.sight.size
 
     def activate_past_recording(self) -> None:
-        """Nothing: a margin before the window is held in any case."""
+        """Do nothing: a margin before the window is held in any case."""
 
-    is_alone = False  # `held` is this layer's alone; `is_own` says so of layers without a window
+    is_alone = False  # True if `held` belongs to this layer alone; `is_own` says so of layers without a window
 
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
-        """See `RowsLayer`."""
+        """Let the layer lie in these tensors from here on; see `RowsLayer`."""
         super().lie_in(tensors, n, base)
         self.is_alone = False
 
     def can_go_on_at(self, n: int) -> bool:
-        """Whether all is there that the token after the first `n` columns sees."""
+        """Return whether the layer holds all that the token after the first `n` columns sees."""
         return self.held is not None and self.sight.needed(n).start >= self.base and n <= self.n
 
     def columns(self) -> tuple[Tensor, Tensor]:
-        """Keys and values of the columns that the next token sees, where they lie."""
+        """Return the keys and values of the columns that the next token sees, where they lie."""
         assert self.held is not None
         first = max(0, self.sight.needed(self.n).start - self.base)
         keys, values = self.held
@@ -131,16 +134,16 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
             self.n, self.base = n, n - states.shape[2]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Columns that attention reads, and the first of them."""
+        """Return how many columns attention reads, and the first of these columns."""
         first = self.sight.handed_from(self.n)
         return self.n + query_length - first, first
 
 
 class WindowColumns:
-    """The columns that all rows of a call have in layers with windows.
+    """`WindowColumns` has the columns of all rows of a call in the layers with windows.
 
     Args:
-        layers: all of the rows; those without a window are left out.
+        layers: all layers of the rows; layers without a window are left out.
     """
 
     def __init__(self, layers: Iterable[RowsLayer]) -> None:
@@ -148,18 +151,18 @@ class WindowColumns:
         for layer in layers:
             if isinstance(layer, WindowLayer):
                 self._layers.setdefault(layer.sight, []).append(layer)
-        self._together: dict[Sight, list[Streams]] = {}  # memory in which layers lie
+        self._together: dict[Sight, list[Streams]] = {}  # window -> memory in which its layers lie together
 
     def __iter__(self) -> Iterator[WindowLayer]:
         return (layer for layers in self._layers.values() for layer in layers)
 
     @property
     def sights(self) -> list[Sight]:
-        """What the layers see."""
+        """All windows that layers have."""
         return [*self._layers]
 
     def of(self, sight: Sight) -> tuple[list[Streams], int]:
-        """The memory of the layers that see this, and the column that lies first in it."""
+        """Return the memory of the layers with this window, and the column of the rows that lies first in it."""
         layers = [layer for layer in self._layers[sight] if layer.held is not None]
         if not layers:
             return [], 0
@@ -168,15 +171,15 @@ class WindowColumns:
         return [streams for layer in layers for streams in layer.streams()], layers[0].base
 
     def tensors(self) -> list[Tensor]:
-        """In which the columns lie."""
+        """Return all tensors in which the columns lie."""
         return [tensor for sight in self._layers for tensor, _ in self.of(sight)[0]]
 
     def num_bytes(self, n: int) -> int:
-        """Bytes of the columns before column `n`."""
+        """Return the bytes of the columns that are held of those before column `n`."""
         return sum(memory.num_bytes(held, n - base) for held, base in map(self.of, self._layers))
 
     def lie_in(self, sight: Sight, held: list[Streams], n: int, base: int) -> None:
-        """From here on the columns `[base, n)` of these layers are the first ones of this memory."""
+        """Let the layers with this window lie in this memory: its first columns are the columns `[base, n)`."""
         parts: dict[int, dict[str, Tensor]] = {}
         for tensor, names in held:
             for (layer_idx, name), part in zip(names, tensor, strict=True):
@@ -187,17 +190,28 @@ class WindowColumns:
         self._together[sight] = held
 
     def make(self, sight: Sight, shapes: Sequence[Shape], num_rows: int, n: int, wanted: int) -> None:
-        """Make room for rows that begin after `n` columns, of which those that are seen are to be filled."""
+        """Make memory for rows that begin after `n` columns.
+
+        The columns that the next token sees are still to be filled.
+        """
         one, base = self._layers[sight][0], sight.needed(n).start
         room = max(n - base, min(max(n, wanted) - base, one.room_for(wanted)))
         self.lie_in(sight, memory.make(shapes, num_rows, max(1, room)), n, base)
 
     def can_go_on_at(self, n: int) -> bool:
-        """Whether all is there that the token after the first `n` columns sees."""
+        """Return whether the layers hold all that the token after the first `n` columns sees."""
         return all(layer.can_go_on_at(n) for layer in self if layer.held is not None)
 
     def copy_row(self, row: int, shift: int, to: "WindowColumns", to_row: int, n: int) -> None:
-        """Copy what is seen after the first `n` columns of other rows to one of these, from the columns `shift` further right here."""
+        """Copy what the next token of one of these rows sees to a row of other rows.
+
+        Args:
+            row: row to copy.
+            shift: number of columns by which a token lies further right in these rows than in the others.
+            to: columns of the other rows.
+            to_row: row of them that is written.
+            n: number of columns of the other rows.
+        """
         for sight in to._layers:
             held, base = self.of(sight)
             new, new_base = to.of(sight)
@@ -207,7 +221,11 @@ class WindowColumns:
                 memory.copy_columns(columns, new, to_row, start - new_base)
 
     def select(self, index: Tensor, n: int, start: int = 0) -> None:
-        """Row `i` continues as row `index[i]`; where there are as many, they have the columns before `start` in common."""
+        """Let row `i` continue as row `index[i]`.
+
+        Args:
+            start: where the number of rows stays the same, the columns before this one are alike, and are not moved.
+        """
         for sight in self._layers:
             held, base = self.of(sight)
             if not held:
@@ -218,7 +236,7 @@ class WindowColumns:
                 self.lie_in(sight, memory.selected(held, index, n - base, held[0].tensor.shape[3]), n, base)
 
     def copy_to(self, other: "WindowColumns", index: Tensor, n: int) -> None:
-        """Let row `i` of other rows have the columns of row `index[i]` in memory of its own."""
+        """Give row `i` of other rows the columns of row `index[i]`, in memory of its own."""
         for sight in self._layers:
             held, base = self.of(sight)
             if held:
@@ -232,5 +250,5 @@ class WindowColumns:
                 self.lie_in(sight, held, n, base)
 
     def forget(self) -> None:
-        """The rows are dropped, and their layers reset."""
+        """Forget the memory of rows that are dropped, and whose layers are reset."""
         self._together.clear()

@@ -104,6 +104,23 @@ def test_a_cache_under_a_name_that_the_model_does_not_read_is_refused(is_used: b
     cache.check()
 
 
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_loop_that_asks_for_hidden_states_goes_on_where_all_layers_carry_states(is_used: bool) -> None:
+    model = zoo.build("mamba2")
+    ids, cache = torch.tensor([row((1, 40))]), PagedPrefixCache(model, block_size=8)
+    if is_used:
+        play(model, cache, input_ids=ids, max_new_tokens=3)
+        cache.reset()
+    theirs = DynamicCache(config=model.config)
+    for part in (ids[:, :24], ids[:, 24:]):
+        with torch.no_grad():
+            wanted = model(part, cache_params=theirs, use_cache=True, output_hidden_states=True)
+            got = model(part, cache_params=cache, use_cache=True, output_hidden_states=True)
+        assert_close(wanted.logits, got.logits)
+    assert cache.get_seq_length() == 40
+    assert cache.last_call.rows[0].stopped == "output_hidden_states was asked for"
+
+
 @NAMES
 def test_a_forward_that_is_asked_for_all_logits_gives_all(name: str) -> None:
     """After much padding a row might begin later, and elsewhere a known state be resumed from."""

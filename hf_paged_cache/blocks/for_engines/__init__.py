@@ -1,6 +1,7 @@
-"""For a scheduler or an engine that runs its own forwards: what this package's cache does not use, held to the same invariants.
+"""Serves schedulers and engines that run their own forwards with what this package's cache does not use.
 
-Tables that grow token by token, with lookahead slots and copies on write, are `BlockTable`.
+It keeps the same invariants. Tables that grow token by token, with lookahead slots and copies on write, are
+`BlockTable`.
 """
 
 from .allocator import EngineAllocator

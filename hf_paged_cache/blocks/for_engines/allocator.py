@@ -1,4 +1,4 @@
-"""Owns what an engine asks of an allocator beyond what the cache does: rings, blocks by id, what a batch reads once."""
+"""Adds to the allocator what engines ask beyond what the cache does: rings, blocks by id, what a batch reads once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .ring import Ring, num_blocks_of_ring
 
 
 class EngineAllocator(PrefixCachingBlockAllocator):
-    """A `PrefixCachingBlockAllocator` for who runs forwards of their own.
+    """`EngineAllocator` is a `PrefixCachingBlockAllocator` for those who run forwards of their own.
 
     Examples:
         >>> allocator = EngineAllocator(num_blocks=8, block_size=2)
@@ -31,16 +31,17 @@ class EngineAllocator(PrefixCachingBlockAllocator):
         num_tokens: int | None = None,
         window: int | None = None,
     ) -> Allocation:
-        """As of a `PrefixCachingBlockAllocator`, or a `Ring`.
+        """Hold blocks as a `PrefixCachingBlockAllocator` does, or hold a `Ring`.
 
         Args:
-            num_tokens, window: in place of hashes and numbers of blocks, a ring of fresh blocks for layers that see the
-                last `window` of `num_tokens` tokens, `ceil(min(num_tokens, window) / block_size)`.
+            num_tokens, window: given in place of hashes and numbers of blocks, for a ring of fresh blocks. The ring
+                serves layers that see the last `window` of `num_tokens` tokens, and has `ceil(min(num_tokens, window) /
+                block_size)` blocks.
 
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number, or a hash given twice; one of `num_tokens` and `window` alone, no
-                int or too small, or beside what they replace.
+            CacheArgumentError: a negative number, or a hash given twice; or `num_tokens` or `window` that is given
+                without the other, is no int, is too small, or is given beside what the two replace.
         """
         if num_tokens is None and window is None:
             return super().allocate(block_hashes, num_mutable_blocks, num_blocks=num_blocks, namespace=namespace)
@@ -57,14 +58,14 @@ class EngineAllocator(PrefixCachingBlockAllocator):
         return self._registered(Ring(self, self._states.take(num_blocks, namespace), num_tokens, window, namespace))
 
     def allocate_as(self, wanted: Sequence[int | BlockHash | None], namespace: bytes = b"") -> Allocation:
-        """Hold blocks in this order: those that are named by their ids, and a fresh one for each other entry.
+        """Hold blocks in the order of `wanted`: the block of each id, and a fresh block for each other entry.
 
-        A fresh block that is wanted with a hash gets it as from `allocate_immutable`, and awaits `mark_computed`.
+        A fresh block that is wanted with a hash gets the hash as from `allocate_immutable`, and awaits `mark_computed`.
 
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: an id that is no block, or is given twice.
-            BlockStateError: a block that is free, or of another namespace.
+            CacheArgumentError: an id that is no block's, or is given twice.
+            BlockStateError: a named block is free, or of another namespace.
         """
         index, named = self._states.index, [each for each in wanted if isinstance(each, int)]
         self._check_ids(named)
@@ -81,7 +82,7 @@ class EngineAllocator(PrefixCachingBlockAllocator):
         return allocation
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
-        """As of a `PrefixCachingBlockAllocator`; a ring only as a whole."""
+        """Fork as a `PrefixCachingBlockAllocator` does; a ring is forked only as a whole."""
         if num_blocks is not None:
             self._refuse_ring(allocation)
         return super().fork(allocation, num_blocks)
@@ -103,7 +104,7 @@ class EngineAllocator(PrefixCachingBlockAllocator):
         return super().commit_many(allocation, start, block_hashes)
 
     def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
-        """Leading computed blocks that all `allocations` hold at the same places."""
+        """Return the leading computed blocks that all `allocations` hold at the same places."""
         self._settle()
         index = self._states.index
         common: list[int] = []
@@ -114,7 +115,11 @@ class EngineAllocator(PrefixCachingBlockAllocator):
         return common
 
     def mark_accessed(self, block_ids: Iterable[int]) -> None:
-        """Evict cached blocks last, in the order given; ignores blocks in use. Raises BlockStateError for a free one."""
+        """Evict these cached blocks last, in the order given; blocks in use are skipped.
+
+        Raises:
+            BlockStateError: a block is free.
+        """
         touched = list(block_ids)
         self._check_ids(touched)
         states = self._states
@@ -126,7 +131,10 @@ class EngineAllocator(PrefixCachingBlockAllocator):
         self._dirty = False
 
     def check(self) -> None:
-        """As of a `PrefixCachingBlockAllocator`; and a ring holds the blocks of its window, none of which has a hash."""
+        """Prove the invariants of a `PrefixCachingBlockAllocator`, and those of rings.
+
+        A ring holds the blocks of its window, none of which has a hash.
+        """
         super().check()
         for ring in self.allocations():
             if isinstance(ring, Ring):
@@ -135,7 +143,7 @@ class EngineAllocator(PrefixCachingBlockAllocator):
                     raise BlockStateError(f"{ring!r} must hold {num_blocks} blocks without a hash: {ring.block_ids}")
 
     def _refuse_ring(self, allocation: Allocation) -> None:
-        """For what hashes, adds or cuts blocks."""
+        """Raise CacheArgumentError for a ring, in operations that hash, add or cut blocks."""
         if isinstance(allocation, Ring):
             self._list_of(allocation)
             raise CacheArgumentError(f"{allocation!r} is a ring; it keeps its length, and its blocks are never hashed")

@@ -1,4 +1,7 @@
-"""Owns the slots of a ring of blocks, for layers that see the last tokens of a sequence. Refuses positions beyond its tokens."""
+"""Owns the slots of a ring of blocks, for layers that see the last tokens of a sequence.
+
+Refuses positions beyond the ring's tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from ..allocation import Allocation, BlockOwner
 
 
 class Ring(Allocation):
-    """Blocks of one holder, round which the positions of a sequence run: p + `num_slots` has the slot of p.
+    """`Ring` holds blocks round which the positions of a sequence run: position p + `num_slots` has the slot of p.
 
-    None of its blocks is ever hashed, and it keeps its length: what would hash, add or cut blocks raises CacheArgumentError. It
-    may be forked as a whole, and copied on write.
+    The blocks have one holder. None of them is ever hashed, and the ring keeps its length: what would hash, add or cut
+    blocks raises CacheArgumentError. A ring may be forked as a whole, and copied on write.
 
     Attributes:
         num_tokens: number of positions that run round the ring.
-        window: last tokens that are kept.
+        window: number of last tokens that are kept.
 
     Examples:
         >>> from . import EngineAllocator
@@ -47,18 +50,18 @@ class Ring(Allocation):
         return Ring(self._allocator, block_ids, self.num_tokens, self.window, self.namespace)
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """Slot of each position in `[start, stop)`.
+        """Return the slot of each position in `[start, stop)`.
 
-        Any `window` positions in a row have slots of their own, also where it is no multiple of block_size: a ring written
-        in order holds its last `window` tokens. Several tokens written at once overwrite tokens that the first of them may
-        still see; read those before. Of more than `num_slots` tokens, write the last `num_slots` alone: the others have the
-        same slots.
+        Any `window` positions in a row have slots of their own, also where the window is no multiple of block_size: a
+        ring written in order holds its last `window` tokens. Several tokens written at once overwrite tokens that the
+        first of them may still see; read the overwritten tokens before. Of more than `num_slots` tokens, write only the
+        last `num_slots`: the others have the same slots.
 
         Raises:
             CacheArgumentError: not 0 <= start <= stop <= num_tokens.
         """
         size, block_ids = self._allocator.block_size, self.block_ids
-        num_positions = self.num_tokens if block_ids else 0  # none once it is freed
+        num_positions = self.num_tokens if block_ids else 0  # a freed ring has no positions
         if not 0 <= start <= stop <= num_positions:
             raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {num_positions}")
         at = (divmod(position, size) for position in range(start, stop))
@@ -66,5 +69,5 @@ class Ring(Allocation):
 
 
 def num_blocks_of_ring(num_tokens: int, window: int, block_size: int) -> int:
-    """Blocks for as many of `num_tokens` tokens as a window shows at once."""
+    """Return the number of blocks for as many of `num_tokens` tokens as a window shows at once."""
     return -(-min(num_tokens, window) // block_size)

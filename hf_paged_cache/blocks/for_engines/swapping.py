@@ -1,6 +1,7 @@
-"""Owns which blocks of a table move between two allocators, as a device's and its host's, and which of them are copied.
+"""Moves tables between two allocators, such as a device's and its host's, and says which blocks are to be copied.
 
-Refuses, before anything changes, tables that are not where they are to be taken from, or that do not fit. Copies nothing itself.
+Refuses, before anything changes, tables that are not where they are to be taken from, or that do not fit. Copies
+nothing itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .allocator import EngineAllocator
 
 
 class AllocStatus(Enum):
-    """Whether tables can be swapped; the value completes "they fit ..."."""
+    """`AllocStatus` says whether tables can be swapped; its value completes "they fit ..."."""
 
     OK = "now"
     LATER = "once others have given blocks back"
@@ -25,7 +26,7 @@ class AllocStatus(Enum):
 
 
 class SwapCopy(NamedTuple):
-    """The content of one block that is to be copied from one side to the other."""
+    """`SwapCopy` names one block whose content is to be copied from one side to the other."""
 
     source: int
     destination: int
@@ -33,36 +34,36 @@ class SwapCopy(NamedTuple):
 
 
 class _Swap(NamedTuple):
-    """A swap that has all its blocks, to be finished by `settle`."""
+    """`_Swap` is a swap that has all its blocks, and that `settle` finishes."""
 
     destination: EngineAllocator
-    moves: list[tuple[BlockTable, Allocation, Allocation]]  # with its blocks so far, and its new ones
+    moves: list[tuple[BlockTable, Allocation, Allocation]]  # tables, with their blocks so far and their new blocks
     copied: list[int]  # blocks of the destination
 
 
-# Block of the source, in the order of the tables -> what is wanted in its place: a block that has the same content, or a fresh one,
-# with a hash or without.
+# Block of the source, in the order of the tables -> what is wanted in its place: a block with the same content, or a
+# fresh block with a hash or without.
 _Plan: TypeAlias = dict[int, int | BlockHash | None]
 
 
 class BlockSwapper:
-    """Moves whole tables out to the host and back in, block by block, tokens and hashes kept.
+    """`BlockSwapper` moves whole tables out to the host and back in, block by block, and keeps their tokens and hashes.
 
-    A swap gives a table blocks of the other side, and those so far back; full ones with a hash stay cached on the side they
-    leave, and are cached on the side they come to. One that the other side has is found there, and not copied. A block that
-    several of the tables hold, such as a partial one of forks, is copied once and held by all of them again. Blocks without
-    tokens stay behind.
+    A swap gives a table blocks of the other side, and gives its blocks so far back. Full blocks with a hash stay cached
+    on the side that they leave, and are cached on the side that they come to. A block that the other side has is found
+    there, and not copied. A block that several of the tables hold, such as a partial block of forks, is copied once and
+    held by all of them again. Blocks without tokens stay behind.
 
     Ids change first, content follows: make the copies that a swap returns, in order, before any block of either side is
-    written. Until `drop_copies` they are `pending_copies`, too, for who was interrupted. Every operation finishes or changes
-    nothing; after a Ctrl-C inside, call `settle`, as every operation does, before the tables are used. Not thread-safe: use
-    one lock for both sides.
+    written. Until `drop_copies`, the copies are also in `pending_copies`, for who was interrupted. Every operation
+    finishes or changes nothing. After a Ctrl-C inside an operation, call `settle`, as every operation does, before the
+    tables are used. Not thread-safe: use one lock for both sides.
 
     Args:
         device, host: two allocators of one block size.
 
     Raises:
-        CacheArgumentError: they are one, or have other block sizes.
+        CacheArgumentError: the two are one allocator, or have different block sizes.
 
     Examples:
         >>> from .. import BlockTable, root_hash
@@ -95,18 +96,18 @@ class BlockSwapper:
 
     @property
     def pending_copies(self) -> tuple[SwapCopy, ...]:
-        """The copies that swaps have returned and nobody has dropped, in the order in which they must be made."""
+        """Copies that swaps have returned and nobody has dropped, in the order in which they must be made."""
         return tuple(self._pending)
 
     def drop_copies(self, num_copies: int) -> None:
-        """Forget the first `num_copies` of `pending_copies`: they were made."""
+        """Forget the first `num_copies` of `pending_copies`, which were made."""
         del self._pending[:num_copies]
 
     def is_on_host(self, table: BlockTable) -> bool:
-        """Whether a table's blocks are the host's.
+        """Return whether a table's blocks are the host's.
 
         Raises:
-            BlockStateError: they are nobody's here: it was freed, or is of other allocators.
+            BlockStateError: the blocks are on neither side: the table was freed, or is of other allocators.
         """
         self.settle()
         if self.host.holds(table.allocation):
@@ -119,7 +120,7 @@ class BlockSwapper:
         """Move tables from the device to the host.
 
         Returns:
-            (block of the device, block of the host) to be copied.
+            (block of the device, block of the host) for each copy to be made.
 
         Raises:
             OutOfBlocksError: the host lacks blocks; nothing has changed.
@@ -129,22 +130,27 @@ class BlockSwapper:
         return self._swap(tables, self.device, self.host)
 
     def swap_in(self, *tables: BlockTable) -> list[tuple[int, int]]:
-        """Move tables from the host to the device. Returns, raises: as `swap_out`, with the sides exchanged."""
+        """Move tables from the host to the device. Returns and raises as `swap_out` does, with the sides exchanged."""
         return self._swap(tables, self.host, self.device)
 
     def can_swap_out(self, *tables: BlockTable) -> AllocStatus:
-        """Whether `swap_out` of these tables would find its blocks.  Effects: none. Raises as it does, but for the blocks."""
+        """Return whether `swap_out` of these tables would find its blocks.
+
+        Effects: none. Raises as `swap_out` does, but not for lack of blocks.
+        """
         return self._status(self._plan(tables, self.device, self.host), self.host)
 
     def can_swap_in(self, *tables: BlockTable) -> AllocStatus:
-        """The same of `swap_in`."""
+        """Return whether `swap_in` of these tables would find its blocks; see `can_swap_out`."""
         return self._status(self._plan(tables, self.host, self.device), self.device)
 
     def num_full_blocks_touched(self, *tables: BlockTable) -> int:
-        """How many full blocks a swap of these tables to the other side would copy: those that it has not.  Effects: none.
+        """Return how many full blocks a swap of these tables would copy: those that the other side has not.
+
+        Effects: none.
 
         Raises:
-            BlockStateError, CacheArgumentError: as a swap would; or they are not all on one side.
+            BlockStateError, CacheArgumentError: as a swap would; or the tables are not all on one side.
         """
         if not tables:
             return 0
@@ -182,8 +188,8 @@ class BlockSwapper:
         plan = self._plan(tables, source, destination)
         hits = _found(plan)
         destination.require(len(plan) - len(hits), hits, max((table.namespace for table in tables), default=b""))
-        # What is allocated here and nobody has got yet is given back when it is collected: an interrupt leaves nothing held.
-        # First all that the destination has, so that it is not evicted for the first table.
+        # An allocation made here that no table has yet is given back when it is collected: an interrupt leaves nothing
+        # held. First hold all blocks that the destination has, so that none is evicted for the first table.
         guards = []
         for namespace in {table.namespace for table in tables}:
             held = [i for table in tables if table.namespace == namespace for i in self._blocks_with_tokens(table)]
@@ -208,7 +214,7 @@ class BlockSwapper:
         return copies
 
     def _plan(self, tables: Sequence[BlockTable], source: EngineAllocator, destination: EngineAllocator) -> _Plan:
-        """What a swap would take.  Effects: none."""
+        """Return what a swap would take.  Effects: none."""
         self.settle()
         where = "the device" if source is self.device else "the host"
         for number, table in enumerate(tables):
@@ -247,5 +253,5 @@ class BlockSwapper:
 
 
 def _found(plan: _Plan) -> list[int]:
-    """Blocks that the destination has."""
+    """Return the blocks of a plan that the destination has."""
     return [each for each in plan.values() if isinstance(each, int)]
