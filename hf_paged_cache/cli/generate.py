@@ -98,7 +98,7 @@ def generate(
             else:
                 summary = run_on_ray(load, prompts, how, workers, address).summary
     except CacheArgumentError as error:
-        said = re.sub(r"\boption (\w+):", lambda name: f"{_dashed(name[1])}:", str(error))
+        said = re.sub(r"\boption (?!here)(\w+):", lambda name: f"{_dashed(name[1])}:", str(error))
         raise CacheArgumentError(said) from error
     except KeyboardInterrupt:
         again = "the same command without --overwrite" if overwrite else "the same command"
