@@ -1,4 +1,4 @@
-"""`bench`: what would be gained, with this model and these prompts?"""
+"""Runs the command `bench`: it measures what this model and these prompts would gain from the cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`doctor`: does it work here, and for this model, and what does a token cost?"""
+"""Runs the command `doctor`: it says whether the cache works here and with a model, and what a token costs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _tell(name: str, value: object) -> None:
 
 
 def _tell_of_machine() -> None:
-    """Versions, and the memory of each device."""
+    """Print versions, and the memory of each device."""
     import psutil
     import torch
     import transformers
