@@ -110,7 +110,7 @@ class EveryGenerate:
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             brought = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
             if ambient_cache(model) is not None or getattr(brought, "is_paged_prefix_cache", False):
-                return plain(model, *args, **kwargs)  # in `with cache:`, or on the way back from the model's bracket
+                return plain(model, *args, **kwargs)  # in `with cache:`, or called by the model's bracket
             cache = None
             try:
                 if brought is not None:

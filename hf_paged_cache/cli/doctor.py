@@ -45,9 +45,9 @@ def doctor(
     if not report.is_supported:
         raise typer.Exit(1)
     cache = PagedPrefixCache(loaded)
-    cache.prefill([0] * 32)  # shows what a block takes, and so how many there can be
+    cache.prefill([0] * 32)  # shows what a block takes, and so how many blocks there can be
     if (num_blocks := cache.stats().num_blocks) is not None:
-        usable, size = num_blocks - 1, cache.store.blocks.block_size  # one is reserved
+        usable, size = num_blocks - 1, cache.store.blocks.block_size  # one block is reserved
         _tell("room for", f"{usable * size:,} tokens, in {usable:,} blocks of {size}, with the default num_blocks")
 
 

@@ -67,7 +67,7 @@ def run(
     Exits as the program does; with 2 where it cannot be run.
     """
     folder = disk_folder and disk_folder.absolute()
-    store_options(max_bytes=max_bytes, disk_folder=folder)  # refused before torch is imported
+    store_options(max_bytes=max_bytes, disk_folder=folder)  # bad options are refused before torch is imported
     start = _program(*program, is_module=module)
     if stats is not None:
         stats = stats.absolute()
@@ -112,7 +112,7 @@ def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
         sys.argv[:] = [first, *arguments]
         if not sys.flags.safe_path:
             sys.path[0] = str(folder)
-        sys.excepthook = sys.__excepthook__  # typer has put its own there
+        sys.excepthook = sys.__excepthook__  # typer has put its own hook there
         if top == "lm_eval":
             import_module("hf_paged_cache.lm_eval")  # makes the models hf-paged and hf-paged-multimodal known
         if is_module:

@@ -244,7 +244,7 @@ def _bar(total: int, initial: int, wanted: bool | None, seconds_before: float) -
 
     If stderr is no terminal, the bar is printed anew only now and then.
     """
-    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # importing it would import IPython
+    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # its import would import IPython
     seconds = 0.1 if is_notebook or sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
     bar = tqdm(total=total, initial=initial, unit="prompt", mininterval=seconds, disable=wanted is False)
     if not bar.disable:

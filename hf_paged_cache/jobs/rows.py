@@ -63,7 +63,7 @@ def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
         found = [*readers[path.suffix.lower()](path)]
     except CacheArgumentError:
         raise
-    except Exception as error:  # datasets and pyarrow have kinds of their own
+    except Exception as error:  # datasets and pyarrow have errors of their own
         said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
         raise CacheArgumentError(f"{path} cannot be read ({said})") from error
     if not found:

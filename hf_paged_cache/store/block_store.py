@@ -148,7 +148,7 @@ class BlockStore:
 
     def num_obtainable_blocks(self) -> float:
         """Return the number of blocks that can be had now: free, cached or not managed yet."""
-        if self.max_num_blocks is None or self.windows.are_all:  # the windows say what there is
+        if self.max_num_blocks is None or self.windows.are_all:  # window blocks are what limits calls
             return math.inf
         unmanaged = (self._most_beside_rows or 0) - self.allocator.num_blocks
         return self.allocator.num_available_blocks + unmanaged
@@ -204,8 +204,8 @@ class BlockStore:
     def _growth(self, managed: int, missing: int) -> int:
         """Return how many blocks to manage more where `missing` blocks are missing.
 
-        On an accelerator they are at least an eighth of the pool, so that all growth copies at most 8 times what the pool
-        ends with.
+        On an accelerator they are at least an eighth of the pool, so that all growth copies at most 8 times what the
+        pool ends with.
         """
         if self.pool.is_on_host:
             return max(missing, managed * (_GROWTH_ON_HOST - 1))
@@ -313,7 +313,7 @@ class BlockStore:
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
             self.states.limit(promised)
-            self._promised_num_blocks = promised  # last: settled
+            self._promised_num_blocks = promised  # set last: this makes the store settled
 
     def kv_bytes_in_use(self, salt: bytes = b"") -> int:
         """Return the bytes of the blocks that somebody holds; given a salt, of its blocks alone."""
@@ -367,7 +367,7 @@ class BlockStore:
         self.windows.regroup(sight_of)
         self.pool.regroup(sight_of, self.windows.groups)
         self.tiers.watch_windows()
-        self.windows.sight_of = {**sight_of}  # last: interrupted above, the next call begins again
+        self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
         return True
 
     def follow_dtype(self, dtype: torch.dtype) -> bool:
@@ -420,8 +420,8 @@ class BlockStore:
     def make_way(self) -> None:
         """Let the pool grow no more after a model's forward ran out of memory.
 
-        If nobody holds a block, the pool's memory is given back. Then there can be three quarters of the blocks that were
-        managed, so that blocks are evicted before a forward lacks memory again.
+        If nobody holds a block, the pool's memory is given back. Then there can be three quarters of the blocks that
+        were managed, so that blocks are evicted before a forward lacks memory again.
         """
         self.stop_growing()
         managed = self.max_num_blocks or 0

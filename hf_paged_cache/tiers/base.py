@@ -27,7 +27,7 @@ class Name(NamedTuple):
 
     block_hash: BlockHash
     namespace: bytes
-    root: bytes = b""  # that its sequence begins with, where that is known; b"": no file may have the content
+    root: bytes = b""  # root of the block's sequence, where it is known; b"": no file may have the content
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Name) and self[:2] == other[:2]
@@ -71,7 +71,7 @@ class Tier(ABC):
     def entries(self, kind: Kind) -> Mapping[bytes, tuple[Name, Any]]:
         """Return digest -> name and place of each content of a kind.
 
-        A place has a `position`, by which contents are in the order in which they lie.
+        Places have a `position`; sorted by it, they are in the order in which the contents lie.
         """
 
     @abstractmethod

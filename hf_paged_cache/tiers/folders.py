@@ -17,8 +17,8 @@ from filelock import FileLock
 from ..blocks.arguments import OWNERS_ALONE
 from .saved_file import saved_paths
 
-_LOCK = ".lock"  # whoever writes holds it
-_NS_OF_A_CLOCK = 2 * 10**9  # a change that is younger may be followed by one at the same time
+_LOCK = ".lock"  # name of the lock that whoever writes holds
+_NS_OF_A_CLOCK = 2 * 10**9  # a younger change may be followed by another one at the same time
 _NS_BETWEEN_USES = 10 * 10**9  # least time between two uses of a file that are told to others
 _MOST_SECONDS = 30.0  # longest wait for others that write
 

@@ -229,7 +229,7 @@ def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
     """
     loaded = []
     try:
-        with torch.device("cpu"), _opened(file.path) as opened:  # what is read would go to torch's default device
+        with torch.device("cpu"), _opened(file.path) as opened:  # else rows would go to torch's default device
             for number, checksums in enumerate(file.content(kind).checksums):
                 held = opened.get_slice(f"{kind}.{number}")
                 stretches = [held[rows[start] : rows[start] + length] for start, length in runs(rows)]
