@@ -30,13 +30,3 @@ def require_name(name: str, revision: str | None = None) -> None:
         raise ModelLoadError(f"{name} is a file; give the folder that it is in")
     elif not _HUB_NAME.fullmatch(name):
         raise ModelLoadError(f"there is no folder {name}")
-
-
-def known_folder(name: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a model that is on this machine: `name` itself, or a snapshot in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if (given := Path(name).expanduser()).is_dir():
-        return given
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
