@@ -1,7 +1,7 @@
-"""A prefix cache for `model.generate`: `PagedPrefixCache` keeps the keys and values of what was generated before and reuses them.
+"""A prefix cache for `model.generate`: `PagedPrefixCache` keeps the keys and values of earlier calls and reuses them.
 
-Owns the public names, and nothing else. They are resolved when they are first used (PEP 562), so `import hf_paged_cache` imports
-neither torch nor transformers.
+This module owns the public names, and nothing else. A name is resolved when it is first used (PEP 562), so
+`import hf_paged_cache` imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _HOMES = (
     ".jobs.job",
     ".jobs.workers",
     ".every_generate",
-)  # have all public names; the first two import no torch
+)  # modules that have all public names; the first two import no torch
 
 __all__ = [
     "BatchResult",
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     homes = (import_module(home, __name__) for home in _HOMES)
     value = next(getattr(home, name) for home in homes if hasattr(home, name))
-    globals()[name] = value  # found without this function from now on
+    globals()[name] = value  # the name is found without this function from now on
     return value
 
 

@@ -179,8 +179,10 @@ class PagedPrefixCache(Cache):
             if rows.is_open and rows.state is not None and rows.state.counts:
                 with self.store.blocks.lock:
                     self._counters.end_call(rows.state)
-            # where no forward has run, the rows of the call before are still there
-            self._current.put(rows if rows.is_open or previous is None else previous)
+            # where no forward has run, the rows of the call before are still there, or there are none
+            kept = rows if rows.num_forwards else previous
+            if kept is not None:
+                self._current.put(kept)
 
     @contextlib.contextmanager
     def around(self, model: Any, given: GenerateArguments) -> Iterator[None]:

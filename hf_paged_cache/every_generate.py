@@ -1,7 +1,7 @@
-"""`cache_every_generate`: from then on each `generate` of this process that brings no cache runs on one.
+"""Gives each `generate` of this process a cache if it brings none: `cache_every_generate`.
 
-Each call gets a cache of its own on its model's store, as it would get a `DynamicCache`. A store lives as long as its model; what was
-counted stays.
+Each call gets a cache of its own on its model's store, as it would get a `DynamicCache`. A store lives as long as its
+model; what was counted stays.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from .wording import counted
 
 _MOST_REASONS = 3
 _ASKED_FOR_NONE = "asked for none (use_cache), for another kind (cache_implementation), or drafted for another model"
-_HELD = "_held_by_every_generate"  # the attribute of a model with its `_Held`
+_HELD = "_held_by_every_generate"  # name of the attribute of a model with its `_Held`
 
 
 @shows_store_options
 def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[StoreSizes]) -> EveryGenerate:
-    """From here on each `generate` in this process that brings no cache has one, whichever model it is called on.
+    """Give each `generate` in this process a cache if it brings none, whichever model it is called on.
 
-    `hf-paged-cache run` calls this. A process that a program starts (`accelerate launch`, `torchrun`, `multiprocessing`) has caches
-    if its own code calls it.
+    `hf-paged-cache run` calls this. A process that a program starts (`accelerate launch`, `torchrun`,
+    `multiprocessing`) has caches if its own code calls it.
 
-    Effects: replaces `GenerationMixin.generate`. Called again, it returns the same object; its options are then those of models that
-    have generated nothing yet.
+    Effects: replaces `GenerationMixin.generate`. Called again, it returns the same object; its options then count for
+    models that have generated nothing yet.
 
     Args:
-        cache_salt, sizes: of each model's `PagedPrefixCache`.
+        cache_salt, sizes: options of each model's `PagedPrefixCache`.
 
     Raises:
         CacheArgumentError: an option is out of its range.
@@ -65,15 +65,17 @@ def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[Store
 
 
 def every_generate() -> EveryGenerate | None:
-    """What `cache_every_generate` has returned in this process; None: nobody has called it."""
+    """Return what `cache_every_generate` has returned in this process; None: nobody has called it."""
     return _every
 
 
 class EveryGenerate:
-    """What the models of a process did in `generate`: printed, its summary.
+    """`EveryGenerate` gives the models of a process caches, and counts what their calls of `generate` did.
+
+    `print` shows a summary.
 
     Attributes:
-        options: of caches of models that come.
+        options: options of the caches of models that come.
     """
 
     def __init__(self) -> None:
@@ -82,10 +84,10 @@ class EveryGenerate:
         self._lock = new_lock()  # held to count, and while a model gets its store
 
     def cache_of(self, model: Any) -> PagedPrefixCache:
-        """A new cache on the store that a model has here.
+        """Return a new cache on the store that a model has here.
 
         Raises:
-            UnsupportedModelError: it has none, and why.
+            UnsupportedModelError: the model has no store; the error says why.
         """
         model = unwrapped(model)
         with self._lock:
@@ -102,13 +104,13 @@ class EveryGenerate:
         return held.new_cache()
 
     def in_place_of(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """A class's `generate` that has a cache, where it would have none."""
+        """Return a class's `generate` that gets a cache if it would have none."""
 
         @wraps(plain)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             brought = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
             if ambient_cache(model) is not None or getattr(brought, "is_paged_prefix_cache", False):
-                return plain(model, *args, **kwargs)  # in `with cache:`, or on the way back from the model's bracket
+                return plain(model, *args, **kwargs)  # in `with cache:`, or called by the model's bracket
             cache = None
             try:
                 if brought is not None:
@@ -127,7 +129,7 @@ class EveryGenerate:
         return generate
 
     def counts(self) -> list[dict[str, Any]]:
-        """Of each model what its calls did, named as in `CacheStats`."""
+        """Return for each model what its calls did, named as in `CacheStats`."""
         return [each.as_dict() for each in self._counts]
 
     def __str__(self) -> str:
@@ -152,10 +154,10 @@ _every: EveryGenerate | None = None
 
 
 def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
-    """A call of the model's `generate`, whose bracket finds the cache.
+    """Run a call of the model's `generate`, whose bracket finds the cache.
 
     Raises:
-        PagedCacheError: it is refused.
+        PagedCacheError: the call is refused.
     """
     attach(model)
     bracket, scope = bracket_of(model), AmbientScope(model, cache)
@@ -170,7 +172,12 @@ def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
 
 @dataclass
 class _Counts:
-    """What was done of one model, which it outlives: why it has no store, and why calls ran without a cache -> how many did."""
+    """`_Counts` counts what was done with one model, and outlives it.
+
+    Attributes:
+        refused: why the model has no store; empty: it has one, or was not asked for one.
+        without: reason why calls ran without a cache -> number of such calls.
+    """
 
     name: str
     refused: str = ""
@@ -195,7 +202,10 @@ class _Counts:
 
 
 class _Held:
-    """What a model holds, so that both go together: its counts, and what makes caches on its store. Copies of it hold nothing."""
+    """`_Held` is what a model holds, so that both go together: its counts, and what makes caches on its store.
+
+    A copy of it holds nothing.
+    """
 
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts
@@ -206,7 +216,7 @@ class _Held:
 
 
 def _lines(counts: dict[str, Any]) -> list[str]:
-    """A model's counts in words."""
+    """Return a model's counts in words."""
     name, lines = counts["model"], []
     if counts["num_calls"]:
         tokens = ", ".join(f"{counts[f'{kind}_tokens']:,} {kind}" for kind in ("reused", "shared", "computed"))

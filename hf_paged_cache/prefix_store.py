@@ -1,6 +1,6 @@
-"""`PrefixStore`: the long-lived blocks of one model, and what is read of that model once for all its caches.
+"""Owns `PrefixStore`: the long-lived blocks of one model, and what is read of that model once for all its caches.
 
-Owns the sizes a user gives, and refuses models we cannot hold. Runs no call.
+It owns the sizes that a user gives, and refuses models that cannot be held. It runs no call.
 """
 
 import math
@@ -57,31 +57,36 @@ from .tiers.sharing import Sharing
 
 
 class PrefixStore:
-    """The blocks of one model, shared by any number of caches.
+    """`PrefixStore` holds the blocks of one model, shared by any number of caches.
 
     Args:
         model: a decoder of transformers; bracket and hooks are attached to it. Nine short forwards try it, once, where
             its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts), or
             transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
-        num_blocks: the most blocks, one of which is reserved; of layers with a window as many, apart from the others'.
-        max_bytes: instead of `num_blocks`, the most bytes of keys, values, snapshots and static rows, as a number or as "4GB" or "4GiB"; a
-            forward of one token measures what a block needs. Without either: blocks take at most half of the memory that is free on each device with layers of the model (on a host:
-            available, or left of the container's limit), less what other stores of this process may still take. That is read
-            after the first forward.
-        host_bytes: of pinned host memory, into which evicted blocks go and from which they come back; for models on an
-            accelerator. 0: none.
-        disk_folder: where evicted blocks go that host memory does not keep, or all of them; one in shared memory
-            (/dev/shm) is host memory for a model on a CPU. Blocks with a salt are not written. None: nowhere. See docs/save_and_load.md.
-        disk_bytes: of files there, those of other processes too; None: half of what is free when the store is made.
-        trust_hooks: hooks and wrappers on the model's modules that are neither its own nor of a library that is known treat each token
-            alike, whatever its call. Without it a call of a model that has some reuses and keeps nothing.
-        eviction: what goes first where there is not room for all. "reuse": what is seldom used again, by what the store has seen of
-            its own calls; "lru": what was not used for the longest time.
+        num_blocks: most blocks, one of which is reserved. Layers with a window have as many blocks, apart from the
+            other layers' blocks.
+        max_bytes: instead of `num_blocks`, the most bytes of keys, values, snapshots and static rows, as a number or as
+            "4GB" or "4GiB"; a forward of one token measures what a block needs. Without either, blocks take at most
+            half of the memory that is free on each device with layers of the model (on a host: available, or left of
+            the container's limit), less what other stores of this process may still take. That is read after the first
+            forward.
+        host_bytes: bytes of pinned host memory, into which evicted blocks go and from which they come back; for models
+            on an accelerator. 0: none.
+        disk_folder: folder for evicted blocks that host memory does not keep, or for all of them. A folder in shared
+            memory (/dev/shm) is host memory for a model on a CPU. Blocks with a salt are not written. None: no folder.
+            See docs/save_and_load.md.
+        disk_bytes: most bytes of files there, also of other processes' files; None: half of what is free when the store
+            is made.
+        trust_hooks: True if hooks and wrappers on the model's modules that are neither its own nor a known library's
+            treat each token alike, whatever its call. Without it, a call of a model with such hooks reuses and keeps
+            nothing.
+        eviction: what goes first if there is not room for all. "reuse": blocks that are seldom used again, by what the
+            store has seen of its own calls; "lru": blocks that were not used for the longest time.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
-        CacheArgumentError: a size is none, or out of range, or both sizes are given; no such eviction.
+        CacheArgumentError: a size is no size or is out of range, both sizes are given, or there is no such eviction.
 
     Examples:
         >>> store = PrefixStore(model, num_blocks=64)
@@ -91,7 +96,7 @@ class PrefixStore:
         80
     """
 
-    is_paged_prefix_cache = True  # a call that is given the store instead of a cache is refused by name
+    is_paged_prefix_cache = True  # so that a call that is given the store instead of a cache is refused by name
 
     @shows_store_options
     def __init__(self, model: PreTrainedModel, **sizes: Unpack[StoreSizes]) -> None:
@@ -103,7 +108,7 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         self.conditioning = conditioning = Conditioning(model, state_traits(model), trusts_hooks=options.trust_hooks)
-        sight_of = {} if conditioning.rank_groups else conditioning.sights()  # ranks hold no windows: see `Ranks`
+        sight_of = {} if conditioning.rank_groups else conditioning.sights()  # no windows with ranks: see `Ranks`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(sight_of, window_share if layers - sight_of.keys() else 1.0)
@@ -112,7 +117,7 @@ class PrefixStore:
             bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
         if options.max_bytes is not None:
             num_bytes = bytes_per_block
-            if states is not None:  # as many for snapshots
+            if states is not None:  # as many bytes for snapshots
                 num_bytes += StateSnapshots.bytes_beside(states, num_bytes)
             num_blocks = options.max_bytes // num_bytes
             if num_blocks < 2:
@@ -152,7 +157,7 @@ class PrefixStore:
         return f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={most})"
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached block, pinned ones too, and the rows of calls that are over, on all caches of this store.
+        """Forget every cached block, also pinned ones, and the rows of calls that are over, on all caches of the store.
 
         A cache's `reset_prefix_cache` forgets what belongs to its salt alone.
 
@@ -178,29 +183,28 @@ class PrefixStore:
     ) -> Saved:
         """Write cached blocks into a folder, from which any process with the same model `load`s them.
 
-        What the folder has already is read to its end, and not written again; a file that is damaged is removed. Each
-        file is whole or not there, and, unless `mode` says otherwise, its owner's alone. They
-        hold what was computed from prompts, and the prompts' token ids: see docs/security.md. Blocks of caches with a
-        salt are not written. Blocks that a lower tier has are not, either: bring them up first, by `lookup` and a call.
+        What the folder has is read to its end and not written again; damaged files are removed. Each file is whole or
+        not there, and holds what was computed from prompts, with their token ids: see docs/security.md. Blocks with a
+        salt are not written, nor blocks that only a lower tier has: bring those up first, by `lookup` and a call.
 
-        Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks, or reading what is there of
-        them. Calls may run meanwhile.
+        Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks, or reading those that
+        are there. Calls may run meanwhile.
 
         Args:
-            folder: made where it is not there.
-            prefixes: token ids, a list or tensor of [T] or [1, T], or several of them in a list, of which the whole blocks are
-                written that are cached; "pinned": those that pins hold; None: all.
-            mode: permissions of the files, whatever the umask is, and of the folder if it is made: 0o660 for a group, each of
-                whose members is to give it; None: 0o600, the user's own processes.
+            folder: folder of the files; it is made if it is not there.
+            prefixes: token ids, a list or tensor of [T] or [1, T], or several of them in a list, whose whole cached
+                blocks are written; "pinned": blocks that pins hold; None: all blocks.
+            mode: permissions of the files, whatever the umask is, and of the folder if it is made: 0o660 for a group,
+                each of whose members is to give it; None: 0o600, the user's own processes.
             progress: show a bar on a terminal.
 
         Returns:
-            blocks written, and why others were not; see `Saved`.
+            The blocks written, and why others were not; see `Saved`.
 
         Raises:
             NotPortableError: what the model computes cannot be named for another process, such as under a hook.
-            CacheArgumentError: not the token ids of sequences, or permissions that are none.
-            OSError: the folder cannot be written, or is full; files that were written are whole.
+            CacheArgumentError: `prefixes` are not the token ids of sequences, or `mode` does not name permissions.
+            OSError: the folder cannot be written, or is full; files written before are whole.
 
         Examples:
             >>> cache.prefill(inputs["input_ids"]).num_tokens
@@ -233,17 +237,18 @@ class PrefixStore:
     def load(self, folder: str | PathLike[str], *, progress: bool = True) -> Loaded:
         """Read what `save` has written, so that the next call finds it.
 
-        Read is what was computed by a model with the same weights, dtype, settings and code, under the same versions of transformers
-        and torch; all of it is checked first. What is cached already is not read again.
+        Only blocks are read that a model with the same weights, dtype, settings and code has computed, under the same
+        versions of transformers and torch. All of them are checked first. Blocks that are cached already are not read
+        again.
 
         Cost: as `save`.
 
         Args:
-            folder: that `save` was given.
+            folder: folder that `save` was given.
             progress: show a bar on a terminal.
 
         Returns:
-            blocks that came, and why others did not; see `Loaded`.
+            The blocks that came, and why others did not; see `Loaded`.
 
         Raises:
             NotPortableError: see `save`.
@@ -263,15 +268,15 @@ class PrefixStore:
             return load_blocks(self.blocks, model, folder_of(folder), progress=show)
 
     def _model(self) -> Model:
-        """The model as it is now, for files."""
+        """Return the model as it is now, for files."""
         identity = self.conditioning.identity()
         return Model(self.conditioning.digest(), identity, self.conditioning.roots)
 
     def stats(self) -> CacheStats:
-        """Tokens of all calls on this store, those of collected caches too, and all blocks now; prints as a table.
+        """Return the tokens of all calls on this store, collected caches included, and all blocks now.
 
-        For whoever owns the store: it counts what all tenants do. `kv_bytes` has the rows of all caches; the most it
-        was is a cache's to say.
+        They print as a table. They are for whoever owns the store: they count what all tenants do. `kv_bytes` has the
+        rows of all caches. Only a cache knows the most bytes that there were.
         """
         blocks = self.blocks
         drain(blocks)
@@ -292,7 +297,10 @@ class PrefixStore:
 
 @contextmanager
 def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
-    """Shows how much is done, on a terminal. Else there is no bar at all: its lock would be shared with forked children."""
+    """Show how much is done, on a terminal.
+
+    Elsewhere there is no bar at all, since a bar's lock would be shared with forked children.
+    """
     if not progress or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -306,7 +314,7 @@ def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
 
 
 def _argument_reader(model: PreTrainedModel, *, carries_states: bool, sees_columns: bool) -> ArgumentReader:
-    """Reads the arguments of this model's forwards; see `ArgumentReader` for what is told."""
+    """Return a reader of the arguments of this model's forwards; see `ArgumentReader` for what it is told."""
     takes_positions = takes(model, "position_ids")
     return ArgumentReader(
         model.config,
@@ -322,7 +330,10 @@ def _argument_reader(model: PreTrainedModel, *, carries_states: bool, sees_colum
 
 
 def read_rules(model: PreTrainedModel) -> StateRules | None:
-    """What the store must know of the states that layers carry; None where none does.  Cost: a forward of one token."""
+    """Return what the store must know of the states that layers carry; None if no layer carries one.
+
+    Cost: a forward of one token.
+    """
     sizes = measure_states(model)
     if sizes is None:
         return None
@@ -337,11 +348,11 @@ def read_rules(model: PreTrainedModel) -> StateRules | None:
 
 
 def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: StoreOptions) -> list[Tier]:
-    """The tiers below the pool, from the nearest.
+    """Make the tiers below the pool, and return them from the nearest on.
 
     Raises:
-        CacheArgumentError: host memory for a pool in host memory, a folder that cannot be written, or tiers where other
-            processes share the model.
+        CacheArgumentError: host memory is given for a pool in host memory, the folder cannot be written, or tiers are
+            given for a model that other processes share.
     """
     host_bytes, disk_folder = options.host_bytes, options.disk_folder
     if not host_bytes and disk_folder is None:
@@ -366,7 +377,7 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
 
 
 def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:
-    """The store that is given, or one of these sizes for the model.
+    """Return the store that is given, or make one of these sizes for the model.
 
     Raises:
         CacheArgumentError: sizes are given beside a store; and see `PrefixStore`.

@@ -1,8 +1,8 @@
-"""Words of messages that more than one module needs."""
+"""Words messages that more than one module needs."""
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun, of which the plural ends with s or es.
+    """Return a number and its noun; a plural ends with s or es.
 
     Examples:
         >>> counted(1, "prompt"), counted(1200, "batch")

@@ -1,4 +1,7 @@
-"""The command `hf-paged-cache`. `main` is its entry point; torch and transformers are imported only once a model is asked for."""
+"""Runs the command `hf-paged-cache`; `main` is its entry point.
+
+torch and transformers are imported only once a model is asked for.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from importlib.util import find_spec
 def main() -> None:
     """Run the command with the process's arguments, and exit.
 
-    Exit codes: 0, done; 1, what was to be shown is not so (tokens differ, a file is damaged, nothing was loaded); 2, it could not be run, and why is on stderr.
+    Exit codes: 0, done; 1, what was to be shown is not so (tokens differ, a file is damaged, nothing was loaded); 2,
+    the command could not be run, and stderr says why.
     """
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:

@@ -1,4 +1,4 @@
-"""`bench`: what would be gained, with this model and these prompts?"""
+"""Runs the command `bench`: it measures what a model and its prompts would gain from the cache."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bench(
     read = read_prompts(texts, tokenizer, column=column, model=loaded, max_new_tokens=max_new_tokens)
     num_prompts, answered, ends = len(read.token_ids), [], [perf_counter()]
     print("warming up ...", file=sys.stderr, flush=True)
-    warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # one after the other, and no chat
+    warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # prompts come one by one, and are no chat
     for each in compare(cache, tokenizer, read.token_ids, max_new_tokens=max_new_tokens):
         answered.append(each)
         ends.append(perf_counter())
@@ -60,7 +60,7 @@ def bench(
             f"first token {each['first_token_speedup']:.1f}x  reused {each['reused_tokens']} of {each['prompt_tokens']}"
         )
         print(f"{len(answered)}/{num_prompts}  {line}", file=sys.stderr, flush=True)
-        if 2 * ends[-1] - ends[-2] - ends[0] > seconds and len(answered) > 1:  # the next one would end too late
+        if 2 * ends[-1] - ends[-2] - ends[0] > seconds and len(answered) > 1:  # the next prompt would end too late
             break
     spent, share = ends[-1] - ends[0], read.num_shared_tokens / read.num_tokens
     why = f", longer than {seconds:.0f} s: a warm-up and two prompts are the least" if spent > seconds else ""

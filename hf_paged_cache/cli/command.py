@@ -1,7 +1,11 @@
-"""What all commands have in common: what they cannot do is one line on stderr and the exit code 2; a defect of ours keeps its traceback."""
+"""Owns what all commands have in common: shared options, and how a command ends.
+
+What a command cannot do is one line on stderr and the exit code 2; a defect of this package keeps its traceback.
+"""
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
@@ -35,7 +39,7 @@ Mode = Annotated[
 
 
 class Command(TyperCommand):
-    """A command that ends with one line where what it runs is refused or cannot be read.
+    """`Command` ends with one line if what it runs is refused or cannot be read.
 
     Exit codes: 2, with that line; else the command's own.
     """
@@ -44,16 +48,25 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except (PagedCacheError, OSError, UnicodeDecodeError) as error:
-            said = f"the model is not supported: {error}" if isinstance(error, UnsupportedModelError) else str(error)
-            for name in (each.name for each in ctx.command.params if "_" in each.name):
-                said = said.replace(f"{name} is ", f"--{name.replace('_', '-')} is ")  # as it is typed
+            is_of_model = isinstance(error, UnsupportedModelError)
+            said = f"the model is not supported: {error}" if is_of_model else _as_typed(str(error), ctx)
             print(f"hf-paged-cache {ctx.info_name}: {said}", file=sys.stderr)
             raise typer.Exit(2) from error
 
 
+def _as_typed(said: str, ctx: Any) -> str:
+    """Return a message with options as they are typed: `--max-bytes` for `max_bytes`; words in quotes or paths stay."""
+    names = [each.name for each in ctx.command.params] + [given[2:].partition("=")[0] for given in ctx.args]
+    options = {name.replace("-", "_") for name in names if "_" in name or "-" in name}
+    words = "|".join(map(re.escape, options)) or "(?!)"
+    return re.sub(rf"(?<![\w'\"./-])({words})(?![\w'\"./-])", lambda name: f"--{name[0].replace('_', '-')}", said)
+
+
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """SIGTERM, with which a batch system ends a job, does what Ctrl-C does: what is open is closed, and temporary files go.
+    """Let SIGTERM, with which a batch system ends a job, do what Ctrl-C does.
+
+    So what is open is closed, and temporary files go.
 
     Raises:
         KeyboardInterrupt: in the main thread, when the signal comes.

@@ -1,4 +1,4 @@
-"""The subcommands, and what the command itself says."""
+"""Lists the subcommands, and says what the command itself does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts answered twice and timed: with a `DynamicCache` of each call's own, then with one `PagedPrefixCache` for all."""
+"""Answers prompts twice and times them: with a `DynamicCache` a call, then with one `PagedPrefixCache` for all."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from ..wording import counted
 if TYPE_CHECKING:
     from hf_paged_cache import PagedPrefixCache
 
-_WARM_UP = 1024  # tokens at most
+_WARM_UP = 1024  # most tokens of the call that is not timed
 _SUMMED = ("prompt_tokens", "reused_tokens", "dynamic_first_seconds", "paged_first_seconds", "dynamic_seconds", "paged_seconds")  # fmt: skip
 
 
 def compare(
     cache: PagedPrefixCache, tokenizer: Any, prompts: Iterable[Sequence[int]], **options: Any
 ) -> Iterator[dict[str, Any]]:
-    """Answer every prompt greedily on both sides, when the next result is asked for, after one call of each side that nobody times.
+    """Answer every prompt greedily on both sides, each when the next result is asked for.
+
+    One call of each side comes before, and is not timed.
 
     Args:
-        prompts: token ids of each.
-        options: of `generate`.
+        prompts: token ids of each prompt.
+        options: options of `generate`.
 
     Yields:
-        The answer, numbers of tokens, whether the tokens are the same, and of each side the seconds to its first token, which end
-        when its logits are there, and to its last.
+        The answer, numbers of tokens, whether the tokens are the same, and for each side two times in seconds: until
+        the logits of its first token are there, and until its last token.
     """
     import torch
     from transformers import DynamicCache
@@ -50,7 +52,7 @@ def compare(
         return tokens, seconds[0], perf_counter() - start
 
     for number, ids in enumerate(prompts):
-        if not number:  # on tokens that no prompt begins with
+        if not number:  # warm up on tokens that no prompt begins with
             for on in (DynamicCache(config=model.config), cache):
                 answer(ids[:-_WARM_UP:-1], on)
             cache.reset()
@@ -72,7 +74,7 @@ def compare(
 
 
 def totals(answered: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Sums over all prompts, the first one, which finds nothing, included."""
+    """Return sums over all prompts, also the first one, which finds nothing in the cache."""
     of = {name: sum(each[name] for each in answered) for name in _SUMMED}
     later = [each["first_token_speedup"] for each in answered[1:]]
     return of | {
@@ -84,7 +86,11 @@ def totals(answered: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def summary(answered: Sequence[dict[str, Any]], noun: str) -> str:
-    """The totals, in three lines; `noun` says of what."""
+    """Return the totals in three lines.
+
+    Args:
+        noun: what one prompt is called.
+    """
     of, num_different = totals(answered), sum(not each["same_tokens"] for each in answered)
     later = of["first_token_speedup_after_first_question"]
     after = "" if later is None else f", {later:.1f}x after the first {noun} (median)"

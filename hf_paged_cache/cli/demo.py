@@ -1,4 +1,7 @@
-"""`demo`: the same questions after one long prompt, shown as lines that come with the answers, or as one JSON object."""
+"""Runs the command `demo`: it asks questions after one long prompt, with `DynamicCache` and with `PagedPrefixCache`.
+
+The answers are shown as lines as they come, or as one JSON object.
+"""
 
 from __future__ import annotations
 

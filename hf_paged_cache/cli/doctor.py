@@ -1,4 +1,4 @@
-"""`doctor`: does it work here, and for this model, and what does a token cost?"""
+"""Runs the command `doctor`: it says whether the cache works here and with a model, and what a token costs."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def doctor(
     if not report.is_supported:
         raise typer.Exit(1)
     cache = PagedPrefixCache(loaded)
-    cache.prefill([0] * 32)  # shows what a block takes, and so how many there can be
+    cache.prefill([0] * 32)  # shows what a block takes, and so how many blocks there can be
     if (num_blocks := cache.stats().num_blocks) is not None:
-        usable, size = num_blocks - 1, cache.store.blocks.block_size  # one is reserved
+        usable, size = num_blocks - 1, cache.store.blocks.block_size  # one block is reserved
         _tell("room for", f"{usable * size:,} tokens, in {usable:,} blocks of {size}, with the default num_blocks")
 
 
@@ -56,7 +56,7 @@ def _tell(name: str, value: object) -> None:
 
 
 def _tell_of_machine() -> None:
-    """Versions, and the memory of each device."""
+    """Print versions, and the memory of each device."""
     import psutil
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""`generate`: a file of prompts in, a file of completions out."""
+"""Runs the command `generate`: it reads a file of prompts and writes a file of completions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def generate(
             else:
                 summary = run_on_ray(load, prompts, how, workers, address).summary
     except CacheArgumentError as error:
-        said = re.sub(r"\boption (\w+):", lambda name: f"{_dashed(name[1])}:", str(error))
+        said = re.sub(r"\boption (?!here)(\w+):", lambda name: f"{_dashed(name[1])}:", str(error))
         raise CacheArgumentError(said) from error
     except KeyboardInterrupt:
         again = "the same command without --overwrite" if overwrite else "the same command"
@@ -116,7 +116,10 @@ def _load(model: str, revision: str | None, dtype: str | None, device: str | Non
 
 
 def _named(model: str, revision: str | None, dtype: str | None) -> dict[str, Any]:
-    """By what a model is known again without loading it: its name, and of a folder its files, with their sizes and times."""
+    """Return facts by which a model is known again without loading it.
+
+    They are its name and, of a folder, its files with their sizes and times.
+    """
     found = (path.stat() for path in sorted(Path(model).expanduser().glob("*")))
     files = sha256(repr([(each.st_size, each.st_mtime_ns) for each in found]).encode()).hexdigest()
     return {"model": model, "revision": revision, "dtype": dtype, "model files": files[:16]}
@@ -127,10 +130,12 @@ def _dashed(name: str) -> str:
 
 
 def options_by_name(arguments: list[str]) -> dict[str, Any]:
-    """`--do-sample --top-p 0.9` as the arguments of a call; a value is JSON, or else a text. `--no-do-sample` is False.
+    """Return `--do-sample --top-p 0.9` as the arguments of a call. A value is JSON, or else a text.
+
+    `--no-do-sample` is False.
 
     Raises:
-        CacheArgumentError: a value without a name, or a name without the value that it needs.
+        CacheArgumentError: a value has no name, or a name lacks the value that it needs.
 
     Examples:
         >>> options_by_name(["--do-sample", "--top-p", "0.9", "--stop-strings", '["a"]', "--eos-token-id=2"])

@@ -1,4 +1,4 @@
-"""What is seen of a model's name before anything is loaded. The hub itself is asked by transformers."""
+"""Looks at a model's name before anything is loaded. transformers asks the hub itself."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 class ModelLoadError(PagedCacheError):
-    """A model could not be had; says why, in one line."""
+    """Raised when a model cannot be had; it says why, in one line."""
 
 
 def require_name(name: str, revision: str | None = None) -> None:
-    """Refuse what can be no model's name, as far as that is seen without the hub.
+    """Refuse what can be no model's name, as far as that shows without the hub.
 
     Raises:
-        ModelLoadError: a file, a folder without a model, or a path of nothing.
+        ModelLoadError: the name is a file, a folder without a model, or a path of nothing.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -30,13 +30,3 @@ def require_name(name: str, revision: str | None = None) -> None:
         raise ModelLoadError(f"{name} is a file; give the folder that it is in")
     elif not _HUB_NAME.fullmatch(name):
         raise ModelLoadError(f"there is no folder {name}")
-
-
-def known_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a model that is on this machine: `name` itself, or a snapshot in the hub's cache."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if (given := Path(name).expanduser()).is_dir():
-        return given
-    found = try_to_load_from_cache(name, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None

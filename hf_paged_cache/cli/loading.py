@@ -1,4 +1,4 @@
-"""The model that a command is given by name: its options, what is refused of them before torch is imported, and loading it."""
+"""Owns the options by which a command is given a model, refuses them before torch is imported, and loads the model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "fl
 
 
 def require_model(name: str | None, revision: str | None, dtype: str | None) -> None:
-    """Refuse what can be no model, as far as that is seen without loading it.
+    """Refuse what can be no model, as far as that shows without loading it.
 
     Raises:
         ModelLoadError: no model has this name, or weights are not loaded in such a dtype.
@@ -42,10 +42,12 @@ def require_model(name: str | None, revision: str | None, dtype: str | None) -> 
 def load_model(
     name: str | None, revision: str | None = None, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer as a command is asked for them; without a name the demo's, without a device on an accelerator.
+    """Load the model and the tokenizer that a command is asked for.
+
+    Without a name the model is the demo's; without a device it goes to an accelerator, if there is one.
 
     Raises:
-        ModelLoadError: it cannot be had so, in one line.
+        ModelLoadError: the model cannot be had so; the error says why in one line.
     """
     require_model(name, revision, dtype)
 

@@ -1,4 +1,7 @@
-"""What the demo asks, and the solved examples that stand before every question: read from questions.json, laid out as text."""
+"""Lays out the demo's questions, and the solved examples before every question, as text.
+
+Both are read from questions.json.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ QUESTIONS: list[str] = _DATA["questions"]
 
 
 def few_shot_prompt(num_shots: int) -> str:
-    """The instruction and the first `num_shots` solved examples: what all questions share."""
+    """Return the instruction and the first `num_shots` solved examples, which all questions share."""
     return "Answer each question in one short sentence.\n" + "".join(f"{ask(q)} {a}\n" for q, a in SHOTS[:num_shots])
 
 
 def ask(question: str) -> str:
-    """What follows the shared part for one question; the model continues after `Answer:`."""
+    """Return the text of one question after the shared part; the model continues after `Answer:`."""
     return f"Question: {question}\nAnswer:"

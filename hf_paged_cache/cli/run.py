@@ -1,4 +1,4 @@
-"""`run`: runs a program of somebody else's in this process, with a prefix cache for each of its models."""
+"""Runs the command `run`: it runs somebody else's program in this process, with a prefix cache for each model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..errors import CacheArgumentError
 from ..store_options import store_options
 from .command import DiskFolder, MaxBytes
 
-TAKES_A_PROGRAM = {"allow_interspersed_args": False}  # what follows PROGRAM is its own
+TAKES_A_PROGRAM = {"allow_interspersed_args": False}  # what follows PROGRAM is the program's own
 _NOTHING_RAN = (
     "no generate call was seen in this process. Plain forwards, generate_batch and vLLM run without this cache; so do processes "
     "that it starts, unless their code calls hf_paged_cache.cache_every_generate()"
@@ -30,7 +30,10 @@ _NOTHING_RAN = (
 
 
 class ProgramStart(Exception):  # noqa: N818  # nothing is wrong
-    """Carries a program out of the command line's own handling of errors: its errors and its exit code stay its own."""
+    """`ProgramStart` carries a program out of the command line's own handling of errors.
+
+    The program's errors and its exit code stay its own.
+    """
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self.start = start
@@ -64,7 +67,7 @@ def run(
     Exits as the program does; with 2 where it cannot be run.
     """
     folder = disk_folder and disk_folder.absolute()
-    store_options(max_bytes=max_bytes, disk_folder=folder)  # refused before torch is imported
+    store_options(max_bytes=max_bytes, disk_folder=folder)  # bad options are refused before torch is imported
     start = _program(*program, is_module=module)
     if stats is not None:
         stats = stats.absolute()
@@ -78,7 +81,9 @@ def run(
 
 
 def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
-    """What runs a program, whose arguments and import path are the process's from then on.
+    """Return a function that runs a program.
+
+    When it is called, the process gets the program's arguments and import path.
 
     Raises:
         CacheArgumentError: there is no such program, or none that runs in this process.
@@ -107,7 +112,7 @@ def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
         sys.argv[:] = [first, *arguments]
         if not sys.flags.safe_path:
             sys.path[0] = str(folder)
-        sys.excepthook = sys.__excepthook__  # typer has put its own there
+        sys.excepthook = sys.__excepthook__  # typer has put its own hook there
         if top == "lm_eval":
             import_module("hf_paged_cache.lm_eval")  # makes the models hf-paged and hf-paged-multimodal known
         if is_module:
@@ -121,7 +126,7 @@ def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
 
 
 def _tell(every: Any, pid: int, stats: Path | None, quiet: bool) -> None:
-    """Say on stderr, and write, what was done; not in a fork, which has the counts of its parent."""
+    """Say on stderr, and write, what was done; do nothing in a fork, which has the counts of its parent."""
     if os.getpid() != pid:
         return
     models = every.counts()

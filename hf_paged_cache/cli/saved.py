@@ -1,4 +1,4 @@
-"""`save` and `load`: prompts that are computed once, and kept in a folder."""
+"""Runs the commands `save` and `load`, for prompts that are computed once and kept in a folder."""
 
 from __future__ import annotations
 

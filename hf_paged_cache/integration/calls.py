@@ -78,11 +78,11 @@ class Calls:
         self._images = parts.image_inputs
         self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         self._ranks = ranks
-        self.opening = self._opening = Opening(self, parts, salt, self.keeping, counters, ranks)
+        self.opening = Opening(self, parts, salt, self.keeping, counters, ranks)
 
     def capture(self, capturing: Capturing) -> None:
         """Let calls run on static rows, where `capturing` allows it."""
-        self._opening.capturing = capturing
+        self.opening.capturing = capturing
 
     # Calls of `generate`.
 
@@ -92,7 +92,7 @@ class Calls:
         Args:
             previous: rows of the call before.
         """
-        rows = self._opening.new_rows()
+        rows = self.opening.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
         rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
@@ -100,12 +100,12 @@ class Calls:
         if given.chunk_size is not None and not given.verifies_drafts:
             chunked = chunked_prompt(self.conditioning.model, given)
             if chunked is not None:
-                self._opening.begin_chunks(rows, chunked, given)
+                self.opening.begin_chunks(rows, chunked, given)
         return rows
 
     def begin_side(self, kind: str) -> Rows:
         """Begin a call of ours, of this kind, and return the rows that its forwards are to run on."""
-        rows = self._opening.new_rows()
+        rows = self.opening.new_rows()
         rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False)
         rows.state.counts_more = False
         return rows
@@ -130,7 +130,7 @@ class Calls:
     def count_with(self, counters: PromptCounters) -> None:
         """Count calls in `counters` from now on."""
         self.counters = counters
-        self._opening.count_with(counters)
+        self.opening.count_with(counters)
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
         """Begin a loop of forwards, or a `generate` that was looked up before the cache was attached; return its rows.
@@ -147,7 +147,7 @@ class Calls:
             return aside
         if is_generate:
             require_whole_prompt(arguments, 0 if aside is None else aside.get_seq_length())
-        rows = self._opening.new_rows()
+        rows = self.opening.new_rows()
         rows.previous = current.take()
         if is_generate:
             rows.state = CallState("generate", UNLIMITED, beams=False)
@@ -245,7 +245,7 @@ class Calls:
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open rows before their first forward; see `Opening.open`."""
-        return self._opening.open(rows, arguments)
+        return self.opening.open(rows, arguments)
 
     def refuse(self, model: Any) -> NoReturn:
         """Raise CacheArgumentError: a forward of another model was passed these rows."""
@@ -261,7 +261,7 @@ class Calls:
 
     def give_way(self, rows: Rows) -> None:
         """Make room after a call ran out of memory and its rows were given up; see `Opening.give_way`."""
-        self._opening.give_way(rows)
+        self.opening.give_way(rows)
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Get ready for a forward of a loop, or the first forward of a call that resumes.
@@ -280,39 +280,45 @@ class Calls:
         reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
         rows.reads_next = False
         rows.roll_back()
-        if not reads:
-            return arguments
-        if rows.why_bypassed is None:
-            if not rows.in_generate:
-                self.keeping.keep(rows, rows.n, held=True)  # the model was looked at when the last forward had returned
-            request, why, _ = self._opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
-            if rows.chunks is not None:
-                self._go_on_in_chunks(rows, request, why)
-            if not rows.in_generate:
-                self._ranks.is_settled = False
-                self._ranks.settle(rows, request)
-            why = why or (GRADIENTS if torch.is_grad_enabled() else None)
-            if why is None:
-                self._follow_padding(rows, request)
-            elif rows.in_generate:
-                self.keeping.keep(rows, rows.n, held=self.keeping.held_so_far(rows))
-            if why is not None:
-                arguments = self._opening.bypass(rows, arguments, why, request)
-            if is_prompt:
-                self._count_more(rows, num_shown(request))
-            if is_prompt and rows.in_generate and rows.captured is None and why is None and rows.chunks is None:
-                adapters = self.conditioning.adapter_names()
-                self._opening.begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
-            return arguments
+        if reads and rows.why_bypassed is None:
+            return self._read_on(rows, arguments, is_prompt=is_prompt)
         if is_prompt:
-            if not rows.in_generate:
-                self._opening.asking.require_filled(arguments, rows.get_seq_length())
-            num_rows, num_new = shape_of(arguments, rows.get_seq_length())
-            self._count_more(rows, _shown(arguments, num_rows, num_new))
-            if rows.chunks is not None:  # another chunk of the prompt may follow
-                stop = rows.get_seq_length() + num_new
-                rows.reads_next = stop < rows.state.limits.num_prompt_columns
+            self._count_on_a_bypass(rows, arguments)
         return arguments
+
+    def _read_on(self, rows: Rows, arguments: Mapping[str, Any], *, is_prompt: bool) -> Mapping[str, Any]:
+        """Read a forward of rows that go on; return what it is to run with. From an unusual forward on, rows are bypassed."""
+        if not rows.in_generate:
+            self.keeping.keep(rows, rows.n, held=True)  # the model was looked at when the last forward had returned
+        request, why, _ = self.opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
+        if rows.chunks is not None:
+            self._go_on_in_chunks(rows, request, why)
+        if not rows.in_generate:
+            self._ranks.is_settled = False
+            self._ranks.settle(rows, request)
+        why = why or (GRADIENTS if torch.is_grad_enabled() else None)
+        if why is None:
+            self._follow_padding(rows, request)
+        else:
+            if rows.in_generate:
+                self.keeping.keep(rows, rows.n, held=self.keeping.held_so_far(rows))
+            arguments = self.opening.bypass(rows, arguments, why, request)
+        if is_prompt:
+            self._count_more(rows, num_shown(request))
+            if why is None and rows.in_generate and rows.captured is None and rows.chunks is None:
+                adapters = self.conditioning.adapter_names()
+                self.opening.begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
+        return arguments
+
+    def _count_on_a_bypass(self, rows: Rows, arguments: Mapping[str, Any]) -> None:
+        """Count more of a prompt, which runs in bypassed rows."""
+        before = rows.get_seq_length()
+        if not rows.in_generate:
+            self.opening.asking.require_filled(arguments, before)
+        num_rows, num_new = shape_of(arguments, before)
+        self._count_more(rows, _shown(arguments, num_rows, num_new))
+        if rows.chunks is not None:  # another chunk of the prompt may follow
+            rows.reads_next = before + num_new < rows.state.limits.num_prompt_columns
 
     def _go_on_in_chunks(self, rows: Rows, request: ForwardRequest, why_bypassed: str | None) -> None:
         """Check the next chunk of a prompt, and note whether more chunks follow.
@@ -322,7 +328,7 @@ class Calls:
         """
         state, stop = rows.state, rows.n + request.num_new_columns
         if not rows.num_forwards:
-            inputs = self._opening.asking.with_roots(state, request, self.conditioning.adapter_names())
+            inputs = self.opening.asking.with_roots(state, request, self.conditioning.adapter_names())
             state.chunked.require(replace(request, rows=tuple(inputs), bypass=why_bypassed), rows.n)
         rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
 
@@ -330,7 +336,7 @@ class Calls:
         """Let rows of padding alone begin further right, if they get more padding."""
         if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
             adapters = self.conditioning.adapter_names()
-            inputs = self._opening.asking.with_roots(rows.state, request, adapters)
+            inputs = self.opening.asking.with_roots(rows.state, request, adapters)
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
 
     def confirm(self, rows: Rows, output: Any) -> Any:
@@ -342,33 +348,12 @@ class Calls:
                 "the forward did not write any layer: gradient "
                 "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
             )
-        if state.regime and rows.why_bypassed is None and self.conditioning.rope.now() != state.regime:
-            rows.trust_end = min(
-                rows.trust_end, rows.n - rows.num_new
-            )  # the new columns have other frequencies than those before
-        if self._has_deltas and rows.num_forwards == 1 and rows.why_bypassed is None:
-            state.deltas = RopeDeltas(self.model)
-            state.deltas.note()
+        if rows.why_bypassed is None:
+            self._note_what_the_model_keeps(rows)
         if rows.copies is not None:
-            copies, rows.copies = rows.copies, None
-            output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
-            shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy and rows.captured is None else None
-            if shared is not None:
-                self._share_prompt(rows, shared, copies)
-            else:
-                rows.apply(copies)
-            if state.beams and not state.is_custom:
-                rows.common_columns = rows.n  # beams of a prompt change places only among themselves
+            self._spread(rows, rows.copies, output)
         if state.pending is not None:
-            (new, begins), state.pending = state.pending, None
-            if not self.store.is_settled and rows.why_bypassed is None:
-                with contextlib.suppress(torch.OutOfMemoryError):  # without memory nothing is kept
-                    lay_out(self.store, rows)
-            with self.store.lock:
-                bypassed = rows.why_bypassed is not None
-                self.counters.add_forward(state, new, begins=begins, bypassed=bypassed)
-                in_use = self.store.kv_bytes_in_use(self.salt)
-            state.note_bytes(in_use, rows.kv_bytes)
+            self._count_pending(rows)
         if rows.handle is not None and (handle := rows.handle()) is not None:
             name = cache_argument(self.conditioning.model)
             if rows.is_behind_handle and getattr(output, name, None) is rows:
@@ -377,6 +362,40 @@ class Calls:
         if not rows.in_generate and rows.why_bypassed is None:
             rows.judge(rows.n, held=self.keeping.held_so_far(rows))
         return output
+
+    def _note_what_the_model_keeps(self, rows: Rows) -> None:
+        """Note what a forward has left in the model's modules: rotary frequencies, and how far images move positions."""
+        state = rows.state
+        if state.regime and self.conditioning.rope.now() != state.regime:
+            # the new columns have other frequencies than those before
+            rows.trust_end = min(rows.trust_end, rows.n - rows.num_new)
+        if self._has_deltas and rows.num_forwards == 1:
+            state.deltas = RopeDeltas(self.model)
+            state.deltas.note()
+
+    def _spread(self, rows: Rows, copies: Sequence[int], output: Any) -> None:
+        """Let rows that ran for several rows of the batch become these rows, and the forward's logits theirs."""
+        state, rows.copies = rows.state, None
+        output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
+        shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy and rows.captured is None else None
+        if shared is not None:
+            self._share_prompt(rows, shared, copies)
+        else:
+            rows.apply(copies)
+        if state.beams and not state.is_custom:
+            rows.common_columns = rows.n  # beams of a prompt change place only among themselves
+
+    def _count_pending(self, rows: Rows) -> None:
+        """Count a forward of a prompt that has returned; after the first one of all it is known what a block takes."""
+        state = rows.state
+        (new, begins), state.pending = state.pending, None
+        if not self.store.is_settled and rows.why_bypassed is None:
+            with contextlib.suppress(torch.OutOfMemoryError):  # without memory nothing is kept
+                lay_out(self.store, rows)
+        with self.store.lock:
+            self.counters.add_forward(state, new, begins=begins, bypassed=rows.why_bypassed is not None)
+            in_use = self.store.kv_bytes_in_use(self.salt)
+        state.note_bytes(in_use, rows.kv_bytes)
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
         """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""

@@ -5,7 +5,7 @@ passed is named as the reason why the forward is computed without reuse. Inputs 
 """
 
 from array import array
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from itertools import repeat
 from typing import Any, NamedTuple, Protocol
@@ -205,7 +205,7 @@ class ArgumentReader:
         if all_outputs is None:
             keep_columns, num_needed = self._read_logits(arguments, in_generate, records_drafts)
         return ForwardRequest(
-            rows=tuple(_rows_after(before, given, pads, firsts)),
+            rows=_rows_after(before, given, pads, firsts),
             num_new_columns=num_new,
             num_logits_needed=max(1, min(num_needed, num_new)),
             bypass=bypass,
@@ -227,7 +227,7 @@ class ArgumentReader:
                     f"{name} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
                     "without past_key_values, or use generate, which then leaves this cache out"
                 )
-        if rows.lacks_padding and _is_asked("output_attentions", arguments, by_default):
+        if rows.lacks_padding and _asked_output(arguments, by_default, ("output_attentions",)) is not None:
             raise CacheArgumentError(
                 "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys and values "
                 "of that padding are not kept: ask for it from the rows' first forward on, or cache.reset() first"
@@ -404,26 +404,27 @@ def _why_no_ids(given: InputValues, arguments: Mapping[str, Any]) -> str | None:
     return f"{instead} were passed instead of token ids"
 
 
-def _rows_after(before: int, given: InputValues, pads: Sequence[int], firsts: Sequence[int]) -> Iterator[RowInput]:
-    """Yield the rows of a forward without their padding, after `before` columns; they have no roots yet."""
+def _rows_after(before: int, given: InputValues, pads: Sequence[int], firsts: Sequence[int]) -> tuple[RowInput, ...]:
+    """Return the rows of a forward without their padding, after `before` columns; they have no roots yet."""
+    rows = []
     for tokens, pad, first, num_zeros in zip(given.token_ids, pads, firsts, given.mask.num_zeros, strict=True):
         skipped = num_pads(pad, before, given.num_new_columns)
-        yield RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_zeros - skipped))
+        rows.append(RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_zeros - skipped)))
+    return tuple(rows)
 
 
-def _asked_output(arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:
+def _asked_output(
+    arguments: Mapping[str, Any], by_default: Sequence[str], flags: Sequence[str] = OUTPUT_FLAGS
+) -> str | None:
     """Return, in words, an output beside logits that is asked for; None: there is none.
 
     Such an output covers all tokens, and some models compute otherwise with it.
     """
-    asked = (name for name in OUTPUT_FLAGS if _is_asked(name, arguments, by_default))
-    return next((f"{name} was asked for" for name in asked), None)
-
-
-def _is_asked(flag: str, arguments: Mapping[str, Any], by_default: Sequence[str]) -> bool:
-    """Return whether an output is asked for, by the arguments or by default."""
-    value = arguments.get(flag)
-    return bool(flag in by_default if value is None else value)
+    for flag in flags:
+        value = arguments.get(flag)
+        if flag in by_default if value is None else value:
+            return f"{flag} was asked for"
+    return None
 
 
 def _all_outputs(arguments: Mapping[str, Any], config: Any) -> str | None:

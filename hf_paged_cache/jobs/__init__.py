@@ -1,1 +1,1 @@
-"""A job of many prompts: how they are read, in which order and where they run, and where their completions are kept."""
+"""Runs jobs of many prompts: reads them, orders them, runs them in batches, and keeps their completions."""

@@ -1,6 +1,7 @@
-"""The output of a job: OUT, a line of JSON a row, written as batches are done; and OUT.job.json, which says of what job it is.
+"""Owns the output of a job: OUT, a line of JSON for each row, and OUT.job.json, which says of what job OUT is.
 
-A job that begins again skips the rows that OUT has. A line that was being written when a process died has no end: it is cut off.
+Lines are written as batches are done. A job that begins again skips the rows that OUT has. A line that was being
+written when a process died has no end: it is cut off.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _ANEW = "give another file, or begin anew with overwrite (--overwrite)"
 
 
 class Answers:
-    """The output of a job. Open it with `with`: no other process has it meanwhile, and one in which nothing has begun goes.
+    """`Answers` is the output of a job. Open it with `with`: no other process has the file meanwhile.
+
+    A file that was not there before is removed again if no row was written.
 
     Args:
         job: name -> what the answers depend on. Names are quoted to the user.
@@ -31,7 +34,7 @@ class Answers:
         done: numbers of the rows that are there.
 
     Raises:
-        CacheArgumentError: it cannot be written, another process has it, or it is not this job's; nothing has changed.
+        CacheArgumentError: OUT cannot be written, another process has it, or it is not this job's; nothing has changed.
     """
 
     def __init__(self, path: Path, prompts: object, job: Mapping[str, Any], overwrite: bool) -> None:
@@ -105,7 +108,7 @@ def _by_name(job: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _claimed(path: Path) -> FileIO:
-    """A file opened to write at its end, which no other process has; Windows does not look."""
+    """Open a file to write at its end, and lock it against other processes. On Windows nothing is locked."""
     try:
         file = path.open("ab", buffering=0)
     except OSError as error:
@@ -115,7 +118,7 @@ def _claimed(path: Path) -> FileIO:
 
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(file.fileno()).st_ino != path.stat().st_ino:  # another process had it, and it has gone
+            if os.fstat(file.fileno()).st_ino != path.stat().st_ino:  # another process had the file, and has removed it
                 raise BlockingIOError
         except OSError as error:
             file.close()

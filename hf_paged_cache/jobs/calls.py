@@ -1,4 +1,4 @@
-"""One batch of a job on the model: its rows padded into one `generate`, and what comes back cut into completions.
+"""Runs one batch of a job on the model: pads rows into one `generate`, and cuts its output into completions.
 
 A batch for which there is no memory is run in halves. Owns no order and no file.
 """
@@ -26,11 +26,11 @@ from .options import REPLACED, How, generation_config
 from .prompts import require_positions
 from .rows import RowError
 
-Completion = str | list[str]  # several where `num_return_sequences` says so
+Completion = str | list[str]  # several texts if `num_return_sequences` says so
 
 
 class Record(NamedTuple):
-    """Rows that are done, by their numbers, and name -> what was counted; see `BatchSummary`."""
+    """`Record` holds rows that are done, by their numbers, and name -> what was counted; see `BatchSummary`."""
 
     rows: list[int]
     completions: list[Completion]
@@ -38,7 +38,7 @@ class Record(NamedTuple):
 
 
 class Answered(NamedTuple):
-    """What a call of `generate` gave: new tokens and text of each sequence, and its times."""
+    """`Answered` holds what a call of `generate` gave: new tokens and text of each sequence, and its times."""
 
     token_ids: list[list[int]]
     texts: list[str]
@@ -47,14 +47,14 @@ class Answered(NamedTuple):
 
 
 class BatchCalls:
-    """Runs batches of one job.
+    """`BatchCalls` runs batches of one job.
 
     Args:
-        how: the job's options. Samples of each batch have a stream of their own, that follows from the seed and its rows.
-        cache: to run on, or a store to make one of; None: a new one, with the job's options.
+        how: options of the job. The samples of each batch follow from the seed and the batch's rows.
+        cache: cache on which batches run, or a store for a new cache; None: a new cache with the job's options.
 
     Raises:
-        CacheArgumentError: options that do not fit the model; see `generation_config`.
+        CacheArgumentError: options do not fit the model; see `generation_config`.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class BatchCalls:
             }
 
     def named(self) -> dict[str, str]:
-        """By what the model is known again."""
+        """Return facts by which the model is known again."""
         return {"model": self.model.config.name_or_path, "weights": sampled_digest(self.model)[:16]}
 
     def require_room(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Refuse prompts that the model has no positions for, or that hold placeholders of images, which nothing fills.
+        """Refuse prompts for which the model has no positions, or with placeholders of images, which nothing fills.
 
         Raises:
-            RowError: of the first.
+            RowError: there is such a prompt; the error names the first one.
         """
         require_positions(self.model.config, prompts, self._options["max_new_tokens"])
         for number, tokens in prompts.items():
@@ -98,11 +98,11 @@ class BatchCalls:
         """Make one call of two new tokens on the first two tokens of two rows at most, before anything is written.
 
         Raises:
-            CacheArgumentError: `generate` takes the options not, or not for so many rows.
+            CacheArgumentError: `generate` does not take the options, or not for so many rows.
         """
         num_new = min(2, self._options["max_new_tokens"])
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of least lengths, which are longer than this call
+            warnings.simplefilter("ignore")  # warnings of least lengths, which are longer than this call
             try:
                 self._generate([0], _padded([each[:2] for each in prompts]), None, max_new_tokens=num_new)
             except torch.OutOfMemoryError:
@@ -112,7 +112,10 @@ class BatchCalls:
                 raise CacheArgumentError(f"generate cannot run so: {shorten(said, 300, placeholder=' ...')}") from error
 
     def reads_once(self) -> bool:
-        """Whether the model's attention reads once what rows share, as two short rows show, in a store of their own."""
+        """Return whether the model's attention reads once what rows share.
+
+        Two short rows show it, in a store of their own.
+        """
         cache = PagedPrefixCache(self.model, block_size=4, num_blocks=64)
         cache.store.looks.weighs_launches = False
         cache.prefill([1] * 8)
@@ -122,7 +125,7 @@ class BatchCalls:
         return cache.last_call.read_once_tokens > 0 and not cache.last_call.dense
 
     def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[Record]:
-        """The completions of rows, in one record, or in several where they do not fit into one call.
+        """Yield the completions of rows, in one record, or in several if the rows do not fit into one call.
 
         Raises:
             torch.OutOfMemoryError: a row does not fit by itself.
@@ -156,7 +159,11 @@ class BatchCalls:
     def answer(
         self, rows: Sequence[int], prompts: Sequence[Sequence[int]], cache: PagedPrefixCache | None, **options: Any
     ) -> Answered:
-        """One call of `generate`, timed; on a `DynamicCache` if `cache` is None. `options` stand in place of the job's."""
+        """Make one call of `generate` and time it; on a `DynamicCache` if `cache` is None.
+
+        Args:
+            options: options of `generate` in place of the job's.
+        """
         inputs, clock = _padded(prompts), _FirstTokenClock()
         started = time.perf_counter()
         output = self._generate(
@@ -180,9 +187,10 @@ class BatchCalls:
         return output
 
     def _cut(self, row: Tensor, num_prompt: int) -> list[int]:
-        """The tokens that a padded row has generated after `num_prompt`: to its first end, or to where a stop string ends.
+        """Return the tokens that a padded row has generated after `num_prompt` columns.
 
-        After that `generate` pads, with a token that the model may have generated itself in another row.
+        They go to the row's first end token, or to where a stop string ends. After that `generate` pads, with a token
+        that the model may have generated itself in another row.
         """
         new: list[int] = row[num_prompt:].tolist()
         length = next((place + 1 for place, token in enumerate(new) if token in self._ends), len(new))
@@ -195,22 +203,23 @@ class BatchCalls:
 
     @contextmanager
     def _seeded(self, rows: Sequence[int]) -> Iterator[None]:
-        """Samples that follow from the seed and the rows; afterwards torch continues as if none had been drawn."""
+        """Let samples follow from the seed and the rows; afterwards torch continues as if none had been drawn."""
         if not self.config.do_sample:
             yield
             return
         digest = hashlib.sha256(f"{self._seed}: {[*rows]}".encode()).digest()
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        devices = range(torch.accelerator.device_count()) if accelerator else ()  # those that manual_seed seeds, too
+        devices = range(torch.accelerator.device_count()) if accelerator else ()  # devices that manual_seed seeds, too
         with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             yield
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-    """Token ids and mask, [rows, longest]: padded on the left with a row's own first token.
+    """Return token ids and mask, [rows, longest], padded on the left with a row's own first token.
 
-    Nothing attends to padding, but penalties on repeated tokens count it: so it is none that the row has not.
+    Nothing attends to padding, but penalties on repeated tokens count it. So padding is a token that the row has
+    anyway.
     """
     longest = max(map(len, prompts))
     ids = [[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
@@ -219,7 +228,10 @@ def _padded(prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 
 class _PadsWhatHasEnded(stopping_criteria.StoppingCriteria):
-    """Stops nothing. Where no criterion names an end of sequence, `generate` continues rows that have come to a stop string."""
+    """`_PadsWhatHasEnded` stops nothing, but lets `generate` pad rows that have come to a stop string.
+
+    If no criterion names an end of sequence, `generate` continues such rows.
+    """
 
     eos_token_id = None
 
@@ -228,7 +240,7 @@ class _PadsWhatHasEnded(stopping_criteria.StoppingCriteria):
 
 
 class _FirstTokenClock(logits_process.LogitsProcessor):
-    """Notes when the logits of the first new token were there; changes none."""
+    """`_FirstTokenClock` notes when the logits of the first new token were there; it changes none."""
 
     first_at: float | None = None
 

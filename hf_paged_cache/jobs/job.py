@@ -1,6 +1,7 @@
-"""`generate_all`: completions of many prompts, with what they share computed once, in the order of their prefix tree.
+"""Runs a job from its prompts to its summary: `generate_all` completes many prompts and computes once what they share.
 
-Owns the job from its prompts to its summary: what is refused before anything runs. Imports torch where a model is needed.
+It owns what is refused before anything runs. Prompts run in the order of their prefix tree. torch is imported where a
+model is needed.
 """
 
 from __future__ import annotations
@@ -36,19 +37,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_paged_cache")
 
-_SECONDS_BETWEEN_LINES = 30.0  # of progress, where stderr is no terminal
+_SECONDS_BETWEEN_LINES = 30.0  # between lines of progress, if stderr is no terminal
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """What a run of a job has done, besides the `num_done_before` of its `num_prompts`. `print` shows it in a line.
+    """`BatchSummary` says what a run of a job has done. `print` shows it in a line.
+
+    `num_done_before` of the `num_prompts` prompts were done before this run; the other numbers leave them out.
 
     Attributes:
-        prompt_tokens: without padding.
-        reused_tokens: of these, those that did not run through the model.
-        num_batches: calls of `generate`.
-        num_bypassed: prompts of calls that reused and kept nothing, such as under a hook.
-        seconds: that the calls took; loading and tokenizing are not in it.
+        prompt_tokens: tokens of prompts, without padding.
+        reused_tokens: number of these tokens that did not run through the model.
+        num_batches: number of calls of `generate`.
+        num_bypassed: number of prompts in calls that reused and kept nothing, such as under a hook.
+        seconds: seconds that the calls took, without loading and tokenizing.
 
     Examples:
         >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
@@ -78,11 +81,11 @@ class BatchSummary:
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What `generate_all` returns.
+    """`BatchResult` is what `generate_all` returns.
 
     Attributes:
-        completions: of each prompt, in the order given: a text, or a list of them with `num_return_sequences`. None where they
-            went into a file.
+        completions: completion of each prompt, in the order given: a text, or a list of texts with
+            `num_return_sequences`. None if they went into a file.
 
     Examples:
         >>> len(generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).completions)
@@ -109,26 +112,27 @@ def generate_all(
     progress: bool | None = None,
     **options: Any,
 ) -> BatchResult:
-    """Complete many prompts, each as `model.generate` would: what they share is computed once, and is there when it is needed.
+    """Complete many prompts, each as `model.generate` would, and compute once what they share.
 
-    With greedy search each completion is that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a
-    row, with any cache. Samples are drawn a batch at a time, from `seed` and the batch. Where calls reuse and keep nothing, as under
-    a hook, a line in the log says so.
+    Prompts run in an order in which what they share is there when it is needed. With greedy search each completion is
+    that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a row, with any cache.
+    Samples are drawn a batch at a time, from `seed` and the batch. If calls reuse and keep nothing, as under a hook, a
+    line in the log says so.
 
     Args:
-        prompts: a file (.jsonl, .csv, .parquet); or a list of texts, of chats (lists of messages), or of rows with a `column`, such
-            as a `datasets.Dataset`.
-        out: a file of JSON lines: each row as it was, with its `index` and its `completion`, written when its batch is done. The same
-            call, made again, runs what is not there yet.
-        batch_size: prompts of a `generate` at most; None: as many as pay.
-        cache: to run on, or a store to make one of; None: a new one for this job.
+        prompts: a file (.jsonl, .csv, .parquet); or a list of texts, of chats (lists of messages), or of rows with a
+            `column`, such as a `datasets.Dataset`.
+        out: a file of JSON lines: each row as it was, with its `index` and its `completion`, written when its batch is
+            done. The same call, made again, runs what is not there yet.
+        batch_size: most prompts of a `generate`; None: as many as pay.
+        cache: cache on which the job runs, or a store for a new cache; None: a new cache for this job.
         overwrite: begin `out` anew; without it an `out` of another job is refused, and this job's is resumed.
         progress: False: no bar on stderr.
-        options: of `generate` by name, such as `num_beams=4`, and of a new cache.
+        options: options of `generate` by name, such as `num_beams=4`, and of a new cache.
 
     Raises:
-        CacheArgumentError: a row without a prompt, one that is too long, options that do not fit, or an `out` of another job;
-            nothing has run.
+        CacheArgumentError: a row has no prompt or is too long, options do not fit, or `out` is another job's; nothing
+            has run.
 
     Examples:
         >>> result = generate_all(model, tokenizer, ["What is one and one?", "What is one?"], max_new_tokens=4)
@@ -143,7 +147,7 @@ def generate_all(
 
 @contextmanager
 def _calls_on(model: Any, tokenizer: Any, cache: Any, how: How) -> Iterator[BatchCalls]:
-    """Calls on a model of the caller's, which is left as it was."""
+    """Yield calls on a model of the caller's, which is left as it was."""
     from ..cache import PagedPrefixCache
     from ..integration.hooks import left_as_it_was
     from ..model.support import require_supported, unwrapped
@@ -170,7 +174,7 @@ def _calls_on(model: Any, tokenizer: Any, cache: Any, how: How) -> Iterator[Batc
 
 
 def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
-    """`complete` on a model that is loaded for it."""
+    """Load a model and do `complete` on it."""
     from .calls import BatchCalls
 
     loaded = load()
@@ -182,7 +186,10 @@ def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]
 
 
 def complete(calls: BatchCalls, how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
-    """Run rows, by their numbers, in the order of their prefix tree; what can be refused is refused before the first."""
+    """Run rows, by their numbers, in the order of their prefix tree.
+
+    What can be refused is refused before the first row runs.
+    """
     numbers, config = [*rows], calls.config
     tokens = [*tokenized(rows, how.column, calls.tokenizer)]
     calls.require_room(dict(zip(numbers, tokens, strict=True)))
@@ -203,7 +210,7 @@ def complete(calls: BatchCalls, how: How, rows: Mapping[int, Row]) -> Iterator[R
 
 
 def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How) -> BatchResult:
-    """A job on what makes records of its rows; see `generate_all` for what is refused."""
+    """Run a job on a function that makes records of rows; see `generate_all` for what is refused."""
     with ExitStack() as stack:
         rows = stack.enter_context(opened(prompts, how.column))
         for number, row in enumerate(rows):
@@ -224,7 +231,7 @@ def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any,
             if record.counts["num_bypassed"] and not counts["num_bypassed"]:
                 logger.warning("PagedPrefixCache: a batch reused and kept nothing: cache.last_call says why")
             counts.update(record.counts)
-            if bar is None:  # not before, so that a refusal is one line
+            if bar is None:  # not made before, so that a refusal is one line
                 bar = stack.enter_context(_bar(len(rows), len(done), how.progress, record.counts["seconds"]))
             bar.set_postfix_str(f"{counts['reused_tokens'] / counts['prompt_tokens']:.0%} reused", refresh=False)
             bar.update(len(record.rows))
@@ -233,8 +240,11 @@ def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any,
 
 
 def _bar(total: int, initial: int, wanted: bool | None, seconds_before: float) -> Any:
-    """A bar of prompts, begun so many seconds before; where stderr is no terminal, it is printed anew only now and then."""
-    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # importing it would import IPython
+    """Return a bar of prompts that has begun `seconds_before` seconds ago.
+
+    If stderr is no terminal, the bar is printed anew only now and then.
+    """
+    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # its import would import IPython
     seconds = 0.1 if is_notebook or sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
     bar = tqdm(total=total, initial=initial, unit="prompt", mininterval=seconds, disable=wanted is False)
     if not bar.disable:

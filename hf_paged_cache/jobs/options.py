@@ -1,6 +1,7 @@
-"""What a batch job may be told: options of its own, those of its cache, and those of `generate`; and which of these see padding.
+"""Owns what a batch job may be told: its own options, its cache's, those of `generate`, and which of these see padding.
 
-Attention never sees padding. An option that reads tokens does, so rows that it would read padding of run with rows of their own length.
+Attention never sees padding. An option that reads tokens does: rows in which it would read padding run in batches of
+rows of one length.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ..store_options import StoreOptions, given_sizes, require_not_gone, store_o
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-ALL = sys.maxsize  # tokens before the next one that an option reads: every one
+ALL = sys.maxsize  # as a number of tokens before the next one that an option reads: all tokens
 
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
 REFUSED = {  # option -> why a job does not take it
@@ -39,33 +40,34 @@ FLAGS = (
     *("do_sample", "renormalize_logits", "remove_invalid_values", "token_healing", "disable_compile", "is_assistant"),
     *("use_mtp", "low_memory"),
 )
-_NO_OPTIONS = ("transformers_version", "_from_model_config")  # what a generation config holds besides
-# Options that read no tokens before the next one, or only which ones there are.
+_NO_OPTIONS = ("transformers_version", "_from_model_config")  # what a generation config holds besides options
+# Options that read no tokens before the next one, or read only which tokens there are, not where.
 _SEE_NO_PADDING = {
     *("max_new_tokens", "min_new_tokens", "max_length", "do_sample", "num_beams", "num_return_sequences"),
     *("early_stopping", "length_penalty", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
     *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
     *("renormalize_logits", "remove_invalid_values", "suppress_tokens", "begin_suppress_tokens"),
     *("exponential_decay_length_penalty", "bos_token_id", "eos_token_id", "pad_token_id", "disable_compile"),
-    # of drafts, which another option turns on
+    # options of drafts, which another option turns on
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
     *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
-    "stop_strings",  # these have a length
+    "stop_strings",  # stop strings have a length
     *REPLACED,
 }
-_OFF = {"num_beam_groups": 1, "guidance_scale": 1.0}  # values that change nothing, besides those that are false
+_OFF = {"num_beam_groups": 1, "guidance_scale": 1.0}  # values that change nothing, besides false values
 
 
 @dataclass(frozen=True)
 class How:
-    """The options of a job; see `generate_all`.
+    """`How` holds the options of a job; see `generate_all`.
 
     Attributes:
-        options: of the job's store, and of `generate`, by name.
-        model: by what it is known again.
+        options: options of the job's store, and of `generate`, by name.
+        model: facts by which the model is known again.
 
     Raises:
-        CacheArgumentError: naming the first that is of another type, or out of its range, as far as that goes without a model.
+        CacheArgumentError: an option is of another type, or out of its range, as far as that shows without a model; the
+            error names the first such option.
     """
 
     out: str | PathLike[str] | None = None
@@ -97,7 +99,7 @@ class How:
 
     @property
     def of_cache(self) -> Any:
-        """Options of a new cache, those that are given."""
+        """Options of a new cache, as far as they are given."""
         sizes: Any = {name: size for name, size in self.options.items() if name in StoreOptions._fields}
         return given_sizes(sizes)
 
@@ -117,11 +119,11 @@ def require_names(options: Iterable[str], spelled: Callable[[str], str] = str, o
     """Refuse options that a batch job does not take, whatever the model.
 
     Args:
-        spelled: a name as it was given.
-        own: options besides those of `generate`, to suggest.
+        spelled: returns a name as it was given.
+        own: names besides those of `generate`, to suggest.
 
     Raises:
-        CacheArgumentError: a name that is no generation option, or one that a batch job refuses.
+        CacheArgumentError: a name is no generation option, or a batch job refuses it.
     """
     known = _known_names()
     for name in options:
@@ -136,10 +138,10 @@ def require_names(options: Iterable[str], spelled: Callable[[str], str] = str, o
 
 
 def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
-    """What `model.generate(**options)` would go by.
+    """Return the generation config that `model.generate(**options)` would use.
 
     Raises:
-        CacheArgumentError: see `require_names`; or values that do not fit.
+        CacheArgumentError: see `require_names`; or values do not fit.
     """
     from transformers import GenerationConfig
 
@@ -160,7 +162,9 @@ def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfi
 
 
 def tokens_seen(config: GenerationConfig) -> int:
-    """The most tokens before the next one that an option reads: a prompt of as many may be padded; `ALL`: none may.
+    """Return the most tokens before the next token that any option reads.
+
+    A prompt of at least as many tokens may be padded. With `ALL` no prompt may be padded.
 
     Examples:
         >>> from transformers import GenerationConfig

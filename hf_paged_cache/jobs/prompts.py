@@ -1,4 +1,4 @@
-"""The prompts of a file or a list as token ids, as `generate_all` runs them."""
+"""Reads the prompts of a file or a list as token ids, as `generate_all` runs them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """Prompts as token ids, in the order given.
+    """`Prompts` holds prompts as token ids, in the order given.
 
     Attributes:
-        token_ids: of each prompt, special tokens included.
-        num_tokens: of all prompts.
-        num_shared_tokens: of these, those that another prompt begins with, too, in whole blocks: what a cache with room for all of
-            them reuses.
+        token_ids: token ids of each prompt, special tokens included.
+        num_tokens: number of tokens of all prompts.
+        num_shared_tokens: number of these tokens that another prompt begins with, too, in whole blocks. A cache with
+            room for all prompts reuses as many.
 
     Examples:
         >>> prompts = read_prompts(["What is one and one?"] * 2, tokenizer, block_size=4)
@@ -50,14 +50,15 @@ def read_prompts(
     model: PreTrainedModel | None = None,
     max_new_tokens: int = 1,
 ) -> Prompts:
-    """Read prompts and count what they share, before anything runs: see `generate_all` for what is read.
+    """Read prompts and count what they share, before anything runs. See `generate_all` for what is read.
 
     Args:
-        block_size: tokens of a block, which is shared whole.
-        model: refuse prompts that it has no positions for, with `max_new_tokens` after them, or no embeddings; None: do not look.
+        block_size: tokens of a block; blocks are shared whole.
+        model: refuse prompts for which this model has no positions, with `max_new_tokens` after them, or no embeddings;
+            None: do not look.
 
     Raises:
-        CacheArgumentError: no prompts, or one that cannot be used, with its row.
+        CacheArgumentError: there are no prompts, or one cannot be used; the error names its row.
 
     Examples:
         >>> shared = "Question: What is one and one?\\nAnswer: Two.\\n"
@@ -76,13 +77,15 @@ def read_prompts(
 
 
 def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[array[int]]:
-    """Token ids of each row's prompt: of a text with the tokenizer's special tokens, of a chat with its template's.
+    """Yield the token ids of each row's prompt.
+
+    A text gets the tokenizer's special tokens, a chat those of its template.
 
     Args:
-        tokenizer: or a processor, whose tokenizer is taken.
+        tokenizer: tokenizer, or a processor with one.
 
     Raises:
-        RowError: a row has no prompt, or one that makes no tokens.
+        RowError: a row has no prompt, or its prompt makes no tokens.
     """
     words = getattr(tokenizer, "tokenizer", tokenizer)
     templates = tokenizer if getattr(tokenizer, "chat_template", None) is not None else words
@@ -91,9 +94,9 @@ def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[
         try:
             if not isinstance(prompt, str):
                 text = templates.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-            str(text).encode()  # what cannot be encoded, not all tokenizers refuse
+            str(text).encode()  # not all tokenizers refuse what cannot be encoded
             ids = words(text, add_special_tokens=isinstance(prompt, str))["input_ids"]
-        except Exception as error:  # of a template: there is none, or a role that it knows not
+        except Exception as error:  # a template is missing, or does not know a role
             said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
             raise RowError(number, f"the tokenizer cannot take its {column!r} ({said})") from error
         if not ids:
@@ -102,10 +105,10 @@ def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[
 
 
 def require_positions(config: Any, tokens: Mapping[int, Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse prompts with tokens or lengths that a model of this config has no embedding or position for.
+    """Refuse prompts with tokens or lengths for which a model of this config has no embedding or position.
 
     Raises:
-        CacheArgumentError: naming the first.
+        CacheArgumentError: there is such a prompt; the error names the first one.
     """
     config = config.get_text_config(decoder=True)
     highest = max(map(max, tokens.values()), default=0)
@@ -123,7 +126,7 @@ def require_positions(config: Any, tokens: Mapping[int, Sequence[int]], max_new_
 
 
 def _num_positions(config: Any) -> int:
-    """Positions of a model, those included that its rotary embedding is stretched over; 0: without a limit."""
+    """Return how many positions a model has, also those over which its rotary embedding is stretched; 0: no limit."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return 0

@@ -1,6 +1,7 @@
-"""The rows of a job: read from a file or taken from memory; the prompt in each; and a row as JSON.
+"""Reads the rows of a job from a file or from memory, finds the prompt in each, and writes a row as JSON.
 
-JSON lines and CSV are read as they were written: no value is taken for a date, a number or nothing. `datasets` reads Parquet.
+JSON lines and CSV are read as they were written: no value is taken for a date, a number or nothing. `datasets` reads
+Parquet.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ..errors import CacheArgumentError
 Row = Mapping[str, Any]
 Prompt = str | list[dict[str, Any]]
 
-INDEX, COMPLETION = "index", "completion"  # the columns that a job adds
+INDEX, COMPLETION = "index", "completion"  # columns that a job adds
 _FORM = "give a text, or a chat as a list of messages with a role and a content"
 _NO_TEXT = ("image", "image_url", "video", "video_url", "audio")  # kinds of parts of a message
 
 
 class RowError(CacheArgumentError):
-    """A row, by its number from 0, that a job cannot run with: what is wrong, and what to do."""
+    """Raised for a row, by its number from 0, that a job cannot run with; it says what is wrong, and what to do."""
 
     def __init__(self, number: int, problem: str) -> None:
         super().__init__(f"row {number}, counted from 0: {problem}")
@@ -40,12 +41,12 @@ class RowError(CacheArgumentError):
 
 @contextmanager
 def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
-    """The rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
+    """Yield the rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
 
-    A `RowError` inside comes out with the file, and the line on which its row ends.
+    A `RowError` inside comes out as an error that names the file, and the line on which the row ends.
 
     Raises:
-        CacheArgumentError: a file or a row of it that cannot be read, or nothing that holds rows.
+        CacheArgumentError: a file or a row of it cannot be read, or `prompts` is nothing that holds rows.
     """
     if not isinstance(prompts, str | PathLike):
         yield _in_memory(prompts, column)
@@ -62,7 +63,7 @@ def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
         found = [*readers[path.suffix.lower()](path)]
     except CacheArgumentError:
         raise
-    except Exception as error:  # datasets and pyarrow have kinds of their own
+    except Exception as error:  # datasets and pyarrow have errors of their own
         said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
         raise CacheArgumentError(f"{path} cannot be read ({said})") from error
     if not found:
@@ -91,7 +92,7 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
 
 
 def _csv(path: Path) -> Iterator[tuple[int, Row]]:
-    csv.field_size_limit(2**31 - 1)  # of the whole process; the default is less than a long prompt
+    csv.field_size_limit(2**31 - 1)  # for the whole process; the default is less than a long prompt
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         for row in reader:
@@ -129,10 +130,10 @@ def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
 
 
 def prompt_of(row: Any, number: int, column: str) -> Prompt:
-    """The text or the chat of a row, as it was written: a table fills up with None what a message has not.
+    """Return the text or the chat of a row, as it was written. A table fills up with None what a message does not have.
 
     Raises:
-        RowError: neither of them, or empty; or a row that cannot be written with its completion.
+        RowError: the row has neither, or an empty one; or it cannot be written with its completion.
     """
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise RowError(number, "it is no object with names and values")
@@ -157,10 +158,10 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
 
 
 def require_prompts(path: Path, column: str) -> None:
-    """Refuse a file without rows, or with one that has no prompt, before a model is loaded.
+    """Refuse a file without rows, or with a row that has no prompt, before a model is loaded.
 
     Raises:
-        CacheArgumentError: naming the first.
+        CacheArgumentError: the file is refused; the error names the first such row.
     """
     with opened(path, column) as rows:
         for number, row in enumerate(rows):
@@ -168,10 +169,10 @@ def require_prompts(path: Path, column: str) -> None:
 
 
 def digest_of(rows: Iterable[Row]) -> str:
-    """Of all that the rows hold and JSON can say, whatever file they came from: 64 hexadecimal digits.
+    """Return 64 hexadecimal digits of all that the rows hold and JSON can say, whatever file they came from.
 
     Raises:
-        RowError: a row that JSON cannot say, or with a column that the job is to add.
+        RowError: JSON cannot say a row, or a row has a column that the job is to add.
     """
     digest = hashlib.sha256()
     for number, row in enumerate(rows):
@@ -186,7 +187,10 @@ def digest_of(rows: Iterable[Row]) -> str:
 
 
 def json_line(row: Row) -> bytes:
-    """A row as a line of JSON, where NaN and infinity are null, arrays are lists, and what JSON has not is a text."""
+    """Return a row as a line of JSON.
+
+    NaN and infinity become null, arrays become lists, and what JSON does not have becomes a text.
+    """
     text = json.dumps(dict(row), default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
     plain = json.loads(text, parse_constant=lambda _: None)
     return json.dumps(plain, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

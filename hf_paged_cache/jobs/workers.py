@@ -1,7 +1,8 @@
-"""`generate_all_on_ray`: the batch job on many machines. Each worker, a task of Ray, has a model and a store of its own.
+"""Runs a batch job on many machines with Ray: `generate_all_on_ray`.
 
-A worker runs a stretch of the prompts' prefix tree, in which letters stand for tokens, since the driver has no tokenizer. Ray Data
-would give a block of rows to any worker that is free, so what shares a prefix would not stay together.
+Each worker, a task of Ray, has a model and a store of its own. A worker runs a stretch of the prompts' prefix tree, in
+which letters stand for tokens, since the driver has no tokenizer. Ray Data would give a block of rows to any worker
+that is free, so what shares a prefix would not stay together.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from .rows import Row, prompt_of
 if TYPE_CHECKING:
     from .calls import Record
 
-_MOST_DEATHS = 3  # of workers, without a batch done between them
+_MOST_DEATHS = 3  # deaths of workers, without a batch done between them
 
 
 class WorkersLostError(PagedCacheError):
-    """Raised when workers of a batch job die one after another; what is done is in the output, and the same job resumes.
+    """Raised when workers of a batch job die one after another.
+
+    What is done is in the output, and the same job resumes.
 
     Examples:
         >>> try:
@@ -52,20 +55,24 @@ def generate_all_on_ray(
     gpus_per_worker: float | None = None,
     **options: Any,
 ) -> BatchResult:
-    """`generate_all` on workers of Ray: prompts that share a prefix go to one of them, and a worker that dies is replaced.
+    """Run `generate_all` on workers of Ray.
+
+    Prompts that share a prefix go to one worker, and a worker that dies is replaced.
 
     Args:
-        load: makes the model and its tokenizer in each worker's process, such as `functools.partial(load_my_model, "name")`; it is
-            pickled.
-        num_workers: tasks, each with a model and a store.
-        address: of a Ray cluster, such as "auto"; None: the one this process is connected to, the one that `RAY_ADDRESS` names,
-            or a new one on this machine.
-        gpus_per_worker: of Ray's accounting; None: 1, or where there are fewer GPUs than workers an equal part of one.
-        options: all others of `generate_all` but `cache`, by name. A `disk_folder` that all workers reach gives a new one the
-            prefixes of the others.
+        load: function that makes the model and its tokenizer in each worker's process, such as
+            `functools.partial(load_my_model, "name")`; it is pickled.
+        num_workers: number of tasks, each with a model and a store.
+        address: address of a Ray cluster, such as "auto"; None: the cluster to which this process is connected, the one
+            that `RAY_ADDRESS` names, or a new one on this machine.
+        gpus_per_worker: GPUs that Ray counts for a worker; None: 1, or an equal part of a GPU if there are fewer GPUs
+            than workers.
+        options: all other options of `generate_all` but `cache`, by name. A `disk_folder` that all workers reach gives
+            a new worker the prefixes of the others.
 
     Raises:
-        CacheArgumentError: see `generate_all`; or Ray is not installed. What only a model can tell of a prompt, its worker refuses.
+        CacheArgumentError: see `generate_all`; or Ray is not installed. What only a model can tell of a prompt, the
+            prompt's worker refuses.
         WorkersLostError: three workers died one after another.
 
     Examples:
@@ -89,7 +96,7 @@ def generate_all_on_ray(
 def run_on_ray(
     load: Any, prompts: Any, how: How, num_workers: int, address: str | None, gpus: float | None = None
 ) -> BatchResult:
-    """A job on a cluster of Ray that is there, or begins here and ends with it."""
+    """Run a job on a cluster of Ray that is there, or on one that begins here and ends with the job."""
     if find_spec("ray") is None:
         raise CacheArgumentError("workers need Ray: pip install ray, or '.[ray]'")
     import ray
@@ -109,7 +116,7 @@ def run_on_ray(
 
 
 def _stretches(rows: Mapping[int, Row], how: How, num_workers: int) -> list[dict[int, Row]]:
-    """Rows of each worker."""
+    """Return the rows of each worker."""
     numbers = [*rows]
     prompts = (prompt_of(rows[number], number, how.column) for number in numbers)
     letters = [array("i", map(ord, each if isinstance(each, str) else json.dumps(each))) for each in prompts]
@@ -119,10 +126,10 @@ def _stretches(rows: Mapping[int, Row], how: How, num_workers: int) -> list[dict
 
 
 def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict[int, Row]]) -> Iterator[Any]:
-    """Run stretches, and yield what is done as it comes. What a worker that died has left another one runs.
+    """Run stretches, and yield what is done as it comes. What a worker that died has left, another one runs.
 
     Raises:
-        WorkersLostError: as many have died as may, and no batch was done meanwhile.
+        WorkersLostError: `_MOST_DEATHS` workers have died, and no batch was done meanwhile.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -153,5 +160,5 @@ def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict
                 del left[number]
             yield record
     finally:
-        for each in running:  # where one has failed
+        for each in running:  # tasks that still run where one has failed
             ray.cancel(each)

@@ -362,16 +362,6 @@ def _functions(modules: list[nn.Module], changed: Iterable[int]) -> list[tuple[i
     return found
 
 
-def code_of_others(model: nn.Module) -> str | None:
-    """Name code on modules that may heed columns, calls or a state of its own; None: there is none.
-
-    Such code hooks, replaces or wraps a module. Its author may have counted on seeing every token of each call.
-    Libraries that treat all tokens alike are left out.
-    """
-    modules = list(model.modules())
-    return _foreign_function(modules, _functions(modules, range(len(modules)))) or _foreign_layer(modules)
-
-
 def _foreign_function(modules: list[nn.Module], functions: Iterable[tuple[int, str, Any]]) -> str | None:
     """Name the first of `_functions` whose package is not known to treat all tokens alike; None: there is none."""
     for number, where, function in functions:

@@ -1,1 +1,1 @@
-"""What outlives calls: the blocks of one model, its pins, and the memory they may take."""
+"""Holds what outlives calls: the blocks of one model, its pins, and the memory that they may take."""

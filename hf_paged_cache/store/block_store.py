@@ -1,7 +1,8 @@
-"""Owns allocator, pool and the lock for both: how many blocks there are and can be, who holds them, and what is forgotten.
+"""Owns one model's allocator and pool of blocks, and the lock for both.
 
-They grow together, on demand, up to a number of blocks or a memory budget. Shared by many caches, and outlives them. Knows no rows
-and no forwards. Whoever changes block tables holds `lock`.
+It decides how many blocks there are and can be, who holds them, and what is forgotten. Allocator and pool grow
+together, on demand, up to a number of blocks or a memory budget. Many caches share them, and they outlive the caches.
+This module knows no rows and no forwards. Whoever changes block tables holds `lock`.
 """
 
 import math
@@ -30,36 +31,38 @@ from .window_groups import WindowGroups
 # An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
 # is taken when it is asked for.
 _GROWTH_ON_HOST = 8
-_CAPACITY_FACTOR_ON_HOST = 64  # of the blocks managed
-_SPARE_PART_ON_ACCELERATOR = 8  # there a pool grows by an eighth, or by what is missing
-_FIRST_NUM_BLOCKS = 64  # managed before the first call says how many it needs
+_CAPACITY_FACTOR_ON_HOST = 64  # capacity for each block managed
+_SPARE_PART_ON_ACCELERATOR = 8  # a pool there grows by an eighth, or by what is missing
+_FIRST_NUM_BLOCKS = 64  # blocks managed before the first call says how many it needs
 _LEAST_NUM_BLOCKS = 2  # the null block and one more
-_MOST_UNMEASURED_TOKENS = 1024  # of a first call that runs before anybody knows what a token takes
+_MOST_UNMEASURED_TOKENS = 1024  # tokens of a first call that may run before anybody knows what a token takes
 
 
 class BlockStore:
-    """One pool of blocks, and how many of them can be had.
+    """`BlockStore` has one pool of blocks, and decides how many blocks there can be.
 
-    Pool and allocator grow up to `max_num_blocks`: the number given, or what the memory budget holds. That is known after the
-    first forward, or where a long call comes first, before it. The pool never holds fewer blocks than the allocator manages.
+    Pool and allocator grow up to `max_num_blocks`: the number given, or what the memory budget holds. What the budget
+    holds is known after the first forward, or before it where a long call comes first. The pool never holds fewer
+    blocks than the allocator manages.
 
     Args:
         block_size: tokens of a block, at least 1.
-        num_blocks: the most blocks, with the null block; None: as `memory_budget` allows.
-        first_device: where the model's first keys and values will be.
-        sight_of: layer index -> its window, for the layers that have one.
+        num_blocks: most blocks that there can be, with the null block; None: as many as `memory_budget` allows.
+        first_device: returns the device on which the model's first keys and values will be.
+        sight_of: layer index -> the layer's window, for the layers that have one.
         layers: indices of all layers that have keys and values, with a window or without.
-        window_share: of the blocks, how many window blocks there can be; see `WindowGroups`.
+        window_share: number of window blocks for each block; see `WindowGroups`.
         states, bytes_per_block: see `StateSnapshots`.
-        has_budget: `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
-        dtype: of the model, with which that was reckoned; see `follow_dtype`.
-        measure_layers: layer index -> where its keys and values lie, and their bytes for one token; runs a forward.
+        has_budget: True if `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
+        dtype: dtype of the model for which `num_blocks` was computed; see `follow_dtype`.
+        measure_layers: runs a forward; returns layer index -> device of the layer's keys and values, and their bytes
+            for one token.
         tiers: see `LowerTiers`.
 
     Attributes:
-        max_num_blocks: the most blocks there can be; None until a forward shows what the budget holds. Where memory ran
-            out, what was managed by then.
-        ran_out_of_memory: there was none for more blocks, or beside them; until something would be refused for it.
+        max_num_blocks: most blocks that there can be. None until a forward shows what the budget holds. Where memory
+            ran out, the number of blocks managed by then.
+        ran_out_of_memory: True if there was no memory for more blocks, or beside the blocks; `grow_anew` ends this.
     """
 
     def __init__(
@@ -87,8 +90,8 @@ class BlockStore:
         self.block_size = block_size
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
-        self._promised_num_blocks = num_blocks  # given, or settled
-        self._dtype = dtype  # that a budget in bytes counts with
+        self._promised_num_blocks = num_blocks  # most blocks, as given or settled
+        self._dtype = dtype  # dtype that a budget in bytes counts with
         self.has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
         self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
@@ -99,34 +102,34 @@ class BlockStore:
         self.first_device = first_device
         self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
         self._measure_layers = measure_layers
-        self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has these layers
-        self._budget_bytes: dict[torch.device, int] = {}  # of keys and values, by what was free
+        self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has the measured layers
+        self._budget_bytes: dict[torch.device, int] = {}  # device -> bytes for keys and values, by what was free
         self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
         self.tiers = LowerTiers(self, tiers)
         self.call_totals = CallTotals()
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
-        self._num_resets: Counter[bytes | None] = Counter()  # None: of all salts
+        self._num_resets: Counter[bytes | None] = Counter()  # salt -> resets; None: resets of all salts
         self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
         self.running: WeakSet[Any] = WeakSet()  # rows of calls of `generate`
         self.left: deque[Any] = deque()  # last rows of collected caches; appended to by finalizers
-        self.currents: WeakSet[Any] = WeakSet()  # of the caches, with the rows of their last calls
-        self.bytes_of_static_rows: Callable[[], int] = int  # those that count in the same budget
+        self.currents: WeakSet[Any] = WeakSet()  # state of each cache, with the rows of its last call
+        self.bytes_of_static_rows: Callable[[], int] = int  # bytes of static rows that count in the same budget
         add_store(self)
 
     @property
     def _first_num_blocks(self) -> int:
-        """Blocks managed of an empty store."""
+        """Number of blocks that an empty store manages."""
         most = self._promised_num_blocks
         return _FIRST_NUM_BLOCKS if most is None else min(most, _FIRST_NUM_BLOCKS)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the most blocks were given, or a forward has shown what the budget holds."""
+        """True if the most blocks were given, or a forward has shown what the budget holds."""
         return self._promised_num_blocks is not None
 
     @property
     def num_free_blocks(self) -> int | None:
-        """Blocks that hold nothing, managed already or not; None where the most there can be is not known yet."""
+        """Number of blocks that hold nothing, managed already or not; None if the most blocks are not known yet."""
         if self.max_num_blocks is None:
             return None
         if self.windows.are_all:
@@ -136,7 +139,7 @@ class BlockStore:
 
     @property
     def _most_beside_rows(self) -> int | None:
-        """`max_num_blocks`, less what static rows take of the same budget; what is managed already stays."""
+        """Most blocks beside static rows, which take from the same budget; never fewer than are managed."""
         most, num_bytes = self.max_num_blocks, self.bytes_of_static_rows()
         if most is None or not num_bytes:
             return most
@@ -144,8 +147,8 @@ class BlockStore:
         return max(self.allocator.num_blocks, most - taken)
 
     def num_obtainable_blocks(self) -> float:
-        """Blocks that can be had now: free, cached or not managed yet."""
-        if self.max_num_blocks is None or self.windows.are_all:  # the windows say what there is
+        """Return the number of blocks that can be had now: free, cached or not managed yet."""
+        if self.max_num_blocks is None or self.windows.are_all:  # window blocks are what limits calls
             return math.inf
         unmanaged = (self._most_beside_rows or 0) - self.allocator.num_blocks
         return self.allocator.num_available_blocks + unmanaged
@@ -153,10 +156,10 @@ class BlockStore:
     def make_room(self, num_blocks: int) -> None:
         """Grow within the budget until `num_blocks` blocks are free, so that nothing is evicted for them.
 
-        Where memory runs out, what is managed becomes the most there is.
+        Where memory runs out, the blocks managed by then are the most blocks there can be.
         """
         most, allocator = self._most_beside_rows, self.allocator
-        if self.windows.are_all:  # a block costs no memory; one that nobody holds any more is as good as a new one
+        if self.windows.are_all:  # a block costs no memory: a block that nobody holds any more is as good as a new one
             most = max(most or 0, allocator.num_blocks + num_blocks - allocator.num_available_blocks)
         managed = self._grow(self.pool.all, allocator.num_blocks, num_blocks - allocator.num_free_blocks, most)
         if managed > allocator.num_blocks:
@@ -168,18 +171,22 @@ class BlockStore:
                 group.grow(managed)
 
     def forget_other_weights(self, digest: bytes, num_blocks: int, roots: Callable[[], Collection[bytes]]) -> None:
-        """Where so many blocks are not free, blocks under other weights make room before the pool grows.
+        """Forget blocks under other weights before the pool grows, if fewer than `num_blocks` blocks are free.
 
         Args:
-            digest: of the model as it is.
-            roots: those of rows under other weights.
+            digest: digest of the model as it is.
+            roots: returns the roots of rows under other weights.
         """
         if digest != self._weights_seen and num_blocks > self.allocator.num_free_blocks:
             self.allocator.forget_under(roots())
             self._weights_seen = digest
 
     def _grow(self, tensors: GroupTensors, managed: int, missing: int, most: int | None) -> int:
-        """Let tensors hold what is managed, and of what is missing as much as there can be; returns how many they can."""
+        """Make tensors large enough for the blocks managed, and for as many of the missing blocks as there can be.
+
+        Returns:
+            The number of blocks that can be managed now.
+        """
         wanted = managed
         if missing > 0 and managed != most:
             wanted += self._growth(managed, missing)
@@ -195,16 +202,20 @@ class BlockStore:
         return wanted
 
     def _growth(self, managed: int, missing: int) -> int:
-        """The blocks to manage more where so many are missing.
+        """Return how many blocks to manage more where `missing` blocks are missing.
 
-        On an accelerator an eighth of the pool at least, so that all growth copies at most 8 times what the pool ends with.
+        On an accelerator they are at least an eighth of the pool, so that all growth copies at most 8 times what the
+        pool ends with.
         """
         if self.pool.is_on_host:
             return max(missing, managed * (_GROWTH_ON_HOST - 1))
         return max(managed // _SPARE_PART_ON_ACCELERATOR, missing)
 
     def _grow_tensors(self, tensors: GroupTensors, num_blocks: int) -> bool:
-        """Whether there was memory for it. Looks first: tensors that had grown before one could not might stay large."""
+        """Grow tensors to `num_blocks` blocks, and return whether there was memory for that.
+
+        Free memory is looked at first: if one tensor could not grow, the tensors grown before it might stay large.
+        """
         if lacks_room(tensors.bytes_to_grow(num_blocks)):
             return False
         try:
@@ -214,21 +225,21 @@ class BlockStore:
         return True
 
     def stop_growing(self) -> None:
-        """There is no memory for more blocks, or beside them: what is managed now is the most there is, until `grow_anew`."""
+        """Allow no more blocks than are managed now, until `grow_anew`: there is no memory for more, or beside them."""
         self.ran_out_of_memory = True
         self.windows.stop_growing()
         self.max_num_blocks = self.windows.groups[0].num_blocks if self.windows.are_all else self.allocator.num_blocks
 
     def grow_anew(self) -> None:
-        """There may be memory again: the most there can be is what was given, or settled."""
+        """Allow as many blocks again as were given or settled: there may be memory again."""
         self.max_num_blocks = self._promised_num_blocks
         self.windows.limit(self.max_num_blocks)
         self.ran_out_of_memory = False
 
     def affordable_blocks(self) -> float:
-        """The most blocks there can be: what was given, or what the memory budget holds; infinite before any was written.
+        """Return the most blocks there can be: the number given, or what the memory budget holds.
 
-        Each device holds its own layers.
+        It is infinite before any block was written. Each device holds its own layers.
         """
         if self._promised_num_blocks is not None and self.max_num_blocks is not None:
             return self.max_num_blocks
@@ -239,7 +250,10 @@ class BlockStore:
         return max(_LEAST_NUM_BLOCKS, min(fitting, default=math.inf))
 
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
-        """Bytes that a block takes of each device, with its part of the window blocks, and as many of snapshots."""
+        """Return the bytes that a block takes of each device.
+
+        Its part of the window blocks counts, and as many bytes of snapshots.
+        """
         total: dict[torch.device, float] = {}
         if not self._measured.keys() <= {*self.pool.layer_indices}:
             for layer_idx, (device, num_bytes) in self._measured.items():
@@ -254,7 +268,7 @@ class BlockStore:
         return total
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """Bytes of `device` that the most blocks take beyond what the pool has taken."""
+        """Return the bytes of `device` that the most blocks take beyond what the pool has taken."""
         with self.lock:
             most, num_bytes = self.max_num_blocks, self._bytes_per_block_on().get(device, 0)
             if most is None or not num_bytes:
@@ -262,14 +276,14 @@ class BlockStore:
             return int(most * num_bytes) - self.pool.bytes_on().get(device, 0)
 
     def bytes_left_of(self, budget: int) -> int:
-        """Bytes of a budget that blocks have not taken."""
+        """Return the bytes of a budget that blocks have not taken."""
         with self.lock:
             return max(0, budget - self.pool.pool_bytes)
 
     def measure_for(self, num_tokens: int) -> None:
-        """So many tokens may come: where they are many, and no forward has shown what a block takes, measure it and settle the budget.
+        """Measure what a block takes and settle the budget, if many tokens may come and no forward has shown it yet.
 
-        No lock is held: this runs a forward.
+        The caller holds no lock: this runs a forward.
         """
         if self._promised_num_blocks is not None or num_tokens <= _MOST_UNMEASURED_TOKENS:
             return
@@ -281,7 +295,7 @@ class BlockStore:
             self.settle_budget()
 
     def read_budget(self) -> None:
-        """Look how much memory is free where blocks were written. No lock is held meanwhile: files are read."""
+        """Look how much memory is free on the devices of the blocks. The caller holds no lock: this reads files."""
         with self.lock:
             devices = list(self._bytes_per_block_on()) if not self.is_settled else []
         budget = {device: default_budget_bytes(device, self) for device in devices}
@@ -289,7 +303,7 @@ class BlockStore:
             self._budget_bytes = budget
 
     def settle_budget(self) -> None:
-        """Once it is known how large a block is, and after `read_budget`: fix the most blocks there can be."""
+        """Fix the most blocks there can be, once it is known how large a block is. `read_budget` comes before."""
         if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
             admitted = self.allocator.num_blocks
             if self.windows.are_all:
@@ -299,10 +313,10 @@ class BlockStore:
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
             self.states.limit(promised)
-            self._promised_num_blocks = promised  # last: settled
+            self._promised_num_blocks = promised  # set last: this makes the store settled
 
     def kv_bytes_in_use(self, salt: bytes = b"") -> int:
-        """Bytes of the blocks that somebody holds; given a salt, of its blocks."""
+        """Return the bytes of the blocks that somebody holds; given a salt, of its blocks alone."""
         allocator = self.allocator
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
         num_bytes = num_blocks * self.pool.all.bytes_per_block
@@ -312,19 +326,22 @@ class BlockStore:
 
     @property
     def groups(self) -> list[Group]:
-        """Those of layers that need more to resume than that blocks are cached."""
+        """Groups of the layers that need more to resume than cached blocks."""
         return [*self.windows.groups, self.states.kept] if self.states else [*self.windows.groups]
 
     def slabs(self) -> list[Slab]:
-        """Where the blocks of layers without a window are now. A block that is held can be read there also after the pool has grown."""
+        """Return the slabs in which blocks of layers without a window lie now.
+
+        A block that is held can still be read there after the pool has grown.
+        """
         return self.pool.all.slabs()
 
     def window_slabs(self) -> dict[Sight, list[Slab]]:
-        """The same of the window blocks of layers with each window."""
+        """Return window -> slabs in which the window blocks of its layers lie now."""
         return {group.sight: self.pool.groups[group.name].slabs() for group in self.windows.groups}
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
-        """An empty table of this store's blocks."""
+        """Return an empty table for blocks of this store."""
         return BlockTable(self.allocator, root, namespace=salt, groups=self.windows.groups)
 
     def settle(self) -> None:
@@ -333,15 +350,15 @@ class BlockStore:
             group.settle()
 
     def windows_now(self) -> Mapping[int, Sight]:
-        """Layer index -> its window, by which window blocks are held."""
+        """Return layer index -> window by which window blocks are held."""
         with self.lock:
             return self.windows.sight_of
 
     def follow_windows(self, sight_of: Mapping[int, Sight]) -> bool:
-        """Rows begin, and the layers have these windows now: what is cached under others is forgotten.
+        """Use these windows of the layers, as rows begin. What is cached under other windows is forgotten.
 
         Returns:
-            Whether they can run: not while other calls hold blocks of layers with other windows.
+            Whether the rows can run: not while other calls hold blocks of layers with other windows.
         """
         if not self.windows.may_change or self.windows.sight_of == sight_of:
             return True
@@ -350,15 +367,17 @@ class BlockStore:
         self.windows.regroup(sight_of)
         self.pool.regroup(sight_of, self.windows.groups)
         self.tiers.watch_windows()
-        self.windows.sight_of = {**sight_of}  # last: interrupted above, the next call begins again
+        self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
         return True
 
     def follow_dtype(self, dtype: torch.dtype) -> bool:
-        """Rows begin on a model of this dtype: where that takes more bytes than the budget has counted with, what is
-        cached is forgotten, and there can be fewer blocks.
+        """Use this dtype of the model, as rows begin.
+
+        Where it takes more bytes than the budget has counted with, what is cached is forgotten, and there can be fewer
+        blocks.
 
         Returns:
-            Whether they can run: not while other calls hold blocks.
+            Whether the rows can run: not while other calls hold blocks.
         """
         before, promised = self._dtype.itemsize, self._promised_num_blocks
         if not self.has_budget or dtype.itemsize <= before:
@@ -373,10 +392,12 @@ class BlockStore:
         return True
 
     def begin_wider(self, bytes_per_block: int) -> bool:
-        """Blocks take more bytes from here on than the budget has counted with: where nobody holds one, forget all, and have fewer.
+        """Forget all and allow fewer blocks, if nobody holds a block.
+
+        Blocks take more bytes from here on than the budget has counted with.
 
         Returns:
-            whether nobody does.
+            Whether nobody holds a block; if somebody does, nothing has changed.
         """
         if self.allocator.num_blocks_in_use:
             return False
@@ -390,16 +411,17 @@ class BlockStore:
         return True
 
     def _forget_all(self, *, keep_tiers: bool = False) -> bool:
-        """`reset_prefix_cache` where no call holds blocks. Returns whether it could be."""
+        """Do `reset_prefix_cache` if no call holds blocks, and return whether it was done."""
         if len(self.pins.block_ids()) < self.allocator.num_blocks_in_use:
             return False
         self.reset_prefix_cache(keep_tiers=keep_tiers)
         return True
 
     def make_way(self) -> None:
-        """A model's forward ran out of memory: the pool grows no more, and where nobody holds a block, its memory is given back.
+        """Let the pool grow no more after a model's forward ran out of memory.
 
-        Then three quarters of what was managed is the most, so that blocks are evicted before a forward lacks memory again.
+        If nobody holds a block, the pool's memory is given back. Then there can be three quarters of the blocks that
+        were managed, so that blocks are evicted before a forward lacks memory again.
         """
         self.stop_growing()
         managed = self.max_num_blocks or 0
@@ -410,12 +432,12 @@ class BlockStore:
             self.windows.limit(self.max_num_blocks)
 
     def make_copies(self, transfer: Transfer | None = None, *, may_wait: bool = True, are_filled: bool = False) -> None:
-        """Copy out what was evicted, and make the pending copies of copy on write; to be called before the next write.
+        """Copy out what was evicted, and make the pending copies of copy on write. To be called before the next write.
 
         Args:
             transfer: see `BlockPool.copy_blocks`.
             may_wait: see `LowerTiers.offload`.
-            are_filled: the blocks to be copied to will be filled from elsewhere. Those of windows are copied all the same.
+            are_filled: True if the copied blocks will be filled from elsewhere. Window blocks are copied all the same.
         """
         if self.tiers.tiers:
             self.tiers.offload(may_wait=may_wait)
@@ -438,7 +460,7 @@ class BlockStore:
         self.tiers.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:
-        """These threads are not there, as in a forked child: nothing that they ran holds blocks."""
+        """Give back the blocks held by threads that are not there, as in a forked child."""
         for current in self.currents:
             current.lose_threads(idents)
         over = (rows for rows in self.sharing if not rows.is_lost(idents))
@@ -447,10 +469,10 @@ class BlockStore:
         )
 
     def begin_to_forget(self, salt: bytes | None = None) -> None:
-        """What is computed from here on counts as computed after the reset.
+        """Count a reset: what was computed before it is not to be kept after it.
 
         Args:
-            salt: of what is to be forgotten; None: all.
+            salt: salt of what is to be forgotten; None: all.
 
         Raises:
             CacheBusyError: a call holds blocks of it; nothing has changed.
@@ -467,11 +489,14 @@ class BlockStore:
         self._num_resets[salt] += 1
 
     def resets_of(self, salt: bytes) -> tuple[int, int]:
-        """How often all was forgotten, and what is of a salt: what was computed before is not to be kept after."""
+        """Return how often all was forgotten, and how often the blocks of this salt were.
+
+        What was computed before such a reset is not to be kept after it.
+        """
         return self._num_resets[None], self._num_resets[salt]
 
     def forget(self, salt: bytes) -> None:
-        """Forget every cached block of a salt and drop its pins; where nobody has a block then, give the memory back.
+        """Forget every cached block of a salt and drop its pins; if nobody has a block then, give the memory back.
 
         Rows of this salt hold no block any more.
         """
@@ -484,10 +509,12 @@ class BlockStore:
             self.reset_prefix_cache(keep_tiers=True)
 
     def reset_prefix_cache(self, *, keep_tiers: bool = False) -> None:
-        """Forget every cached block, drop all pins and give the pool's memory back. It may grow anew where it ran out.
+        """Forget every cached block, drop all pins and give the pool's memory back.
+
+        The pool may grow anew where memory ran out.
 
         Args:
-            keep_tiers: what lower tiers have stays.
+            keep_tiers: keep what lower tiers have.
 
         Raises:
             BlockStateError: rows hold blocks; nothing has changed.

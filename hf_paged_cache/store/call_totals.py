@@ -1,4 +1,4 @@
-"""Owns the counts of calls: of one cache, or of all caches of a store, collected ones included. Plain numbers."""
+"""Counts calls and their prompt tokens: of one cache, or of all caches of a store, collected caches included."""
 
 import re
 from collections import Counter
@@ -6,26 +6,26 @@ from collections.abc import Iterable
 
 from ..blocks import PrefixCacheMetrics
 
-_WINDOW = 100  # forwards of prompts that the recent hit rate is about
-_MOST_REASONS = 64  # there are about twenty
+_WINDOW = 100  # number of forwards of prompts in the recent hit rate
+_MOST_REASONS = 64  # most reasons that are counted; there are about twenty
 _NUMBER = re.compile(r"\d+")
 
 
 class CallTotals:
-    """Prompt tokens, those reused and shared, and calls.
+    """`CallTotals` counts calls, their prompt tokens, and why tokens were computed.
 
     Attributes:
-        metrics: prompt tokens, those reused and those shared, of all calls and of the last forwards.
-        num_calls: calls that computed something.
-        num_bypassed_calls: those of which a part ran without the store.
+        metrics: prompt tokens, reused ones and shared ones, of all calls and of the last forwards.
+        num_calls: number of calls that computed something.
+        num_bypassed_calls: number of calls of which a part ran without the store.
     """
 
     def __init__(self) -> None:
         self.metrics = PrefixCacheMetrics(window=_WINDOW)
         self.num_calls = 0
         self.num_bypassed_calls = 0
-        self._because: Counter[str] = Counter()  # why, with {} for its numbers -> tokens
-        self._numbers: dict[str, list[list[int]]] = {}  # why -> of each of its numbers the least and the most
+        self._because: Counter[str] = Counter()  # reason, with {} in place of its numbers -> tokens
+        self._numbers: dict[str, list[list[int]]] = {}  # reason -> least and most values of its numbers
 
     def record(self, num_tokens: int, num_computed: int, num_reused: int, *, num_calls: int) -> None:
         """Count a forward of prompts, which begins `num_calls` calls: 0 or 1."""
@@ -46,7 +46,10 @@ class CallTotals:
 
     @property
     def computed_because(self) -> Counter[str]:
-        """Why rows matched no further, with the range of each number that was not always the same -> tokens computed after that."""
+        """Number of computed tokens, by the reason why their rows matched no further.
+
+        A number in a reason is given as a range if it was not always the same.
+        """
         told: Counter[str] = Counter()
         for why, num_computed in self._because.items():
             ranges = zip(*self._numbers[why], strict=True)

@@ -1,7 +1,8 @@
-"""What the contents of a store's blocks look like now: of each kind, what a row of bytes is made of, and its part of a budget.
+"""Describes what the contents of a store's blocks look like now: for each kind, the parts of a row of bytes.
 
-Read off the pool, and anew when its layers have other tensors; into a pool that nothing was written into, off files of the same
-model. The store's lock is held.
+It is read off the pool, and read again when the pool's layers have other tensors. If nothing was written into the pool
+yet, it is read off files of the same model. It also gives each kind its part of a tier's budget. The caller holds the
+store's lock.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,10 +22,10 @@ from .window_groups import WindowGroups
 
 
 class ContentLayout:
-    """The parts of each kind of content.
+    """`ContentLayout` knows the parts of each kind of content.
 
     Args:
-        tiers: told where that has changed.
+        tiers: tiers of the store; the host tier is told when the parts have changed.
     """
 
     def __init__(self, pool: BlockPool, windows: WindowGroups, states: StateSnapshots, tiers: Sequence[Tier]) -> None:
@@ -35,28 +36,28 @@ class ContentLayout:
         self.forget()
 
     def forget(self) -> None:
-        """Look anew."""
-        self._looked_at = -1  # the pool's layout
+        """Look at the pool anew at the next question."""
+        self._looked_at = -1  # number of the pool's layout that was looked at
         self._parts: dict[Kind, list[Part]] = {}
         self._state_parts: list[Part] = []
 
     @property
     def kinds(self) -> list[Kind]:
-        """Those that blocks of this store may have, blocks themselves first."""
+        """Kinds that blocks of this store may have, blocks themselves first."""
         return [BLOCKS, *(group.name for group in self._windows.groups), STATES]
 
     @property
     def has_tensors(self) -> bool:
-        """Whether any layer holds all tokens; if none does, blocks hold nothing but windows and snapshots."""
+        """True if any layer holds all tokens; if none does, blocks have nothing but window blocks and snapshots."""
         return bool(self.parts().get(BLOCKS))
 
     def see_states(self, states: States) -> None:
-        """The states of a row, the first that anybody keeps."""
+        """Note how the states of a row look, unless that is known."""
         if not self._state_parts:
             self._state_parts, self._looked_at = parts_of_states(states), -1
 
     def parts(self) -> dict[Kind, list[Part]]:
-        """Of each kind, what a row is made of now."""
+        """Return kind -> parts of its rows now."""
         pool = self._pool
         if self._looked_at != pool.num_layouts:
             parts: dict[Kind, list[Part]] = {}
@@ -71,12 +72,12 @@ class ContentLayout:
         return self._parts
 
     def is_now(self, kind: Kind, parts: Sequence[Part]) -> bool:
-        """Whether rows made of these parts can be written into the pool."""
+        """Return whether rows made of these parts can be written into the pool."""
         now = self.parts().get(kind)
         return (now is None and kind == STATES) or now == [*parts]
 
     def contents_of(self, block_id: int, digest: bytes) -> Iterator[tuple[Kind, Any]]:
-        """What a cached block has: itself, its window blocks, and the states of the snapshot at its end."""
+        """Yield what a cached block has: itself, its window blocks, and the states of the snapshot at its end."""
         yield BLOCKS, block_id
         for group in self._windows.groups:
             if (place := group.places.get(block_id)) is not None:
@@ -85,22 +86,22 @@ class ContentLayout:
             yield STATES, states
 
     def rows_of(self, kind: Kind, contents: Sequence[Any]) -> list[Tensor]:
-        """Copies of contents of a kind that has parts: of each part, [N, bytes] on its device."""
+        """Copy contents of a kind that has parts; return for each part [N, bytes] on its device."""
         self._pool.join_streams()
         if kind == STATES:
             return [rows_of_states(part, contents) for part in self.parts()[kind]]
         return [rows_of_blocks(self._pool, part, contents) for part in self.parts()[kind]]
 
     def learn(self, file: SavedFile, make_room: Callable[[int], None]) -> bool:
-        """What a file holds shows what the tensors of layers are into which nothing was written yet.
+        """Make the tensors of layers into which nothing was written yet, as a file shows them.
 
         A file need not have all kinds of content.
 
         Args:
-            make_room: the store's.
+            make_room: `make_room` of the store.
 
         Returns:
-            Whether, with this file, all layers are known.
+            Whether this file has shown layers, and all layers are known now.
         """
         pool, before = self._pool, self._pool.num_layouts
         if not pool.layer_indices:
@@ -109,10 +110,12 @@ class ContentLayout:
         return pool.num_layouts != before and set(self._windows.layers) <= set(pool.layer_indices)
 
     def parts_here(self, file: SavedFile, first_device: torch.device) -> dict[Kind, tuple[Part, ...] | None]:
-        """The parts of what a file holds, on this model's devices; None where layers lie on other devices than they did there.
+        """Return kind -> parts of what a file holds, on this model's devices.
+
+        A kind's parts are None if its layers lie on other devices than they did where the file was written.
 
         Args:
-            first_device: for snapshots.
+            first_device: device for snapshots.
         """
         parts: dict[Kind, tuple[Part, ...] | None] = {}
         for kind, saved in ((content.kind, content.parts) for content in file.contents):
@@ -124,7 +127,10 @@ class ContentLayout:
         return parts
 
     def _shares(self, parts: Mapping[Kind, Sequence[Part]]) -> dict[Kind, float]:
-        """The budget is divided as the pool's: window blocks beside blocks, and as many bytes for snapshots."""
+        """Return kind -> its share of a tier's budget, as the pool divides its own.
+
+        There are window blocks beside blocks, and as many bytes for snapshots.
+        """
         num_bytes = {kind: sum(part.num_bytes for part in made) for kind, made in parts.items()}
         weights: dict[Kind, float] = {kind: 1.0 if kind == BLOCKS else self._windows.share for kind in parts}
         if self._states:

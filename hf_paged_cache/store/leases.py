@@ -1,4 +1,7 @@
-"""The blocks that calls hold while they read or write them, by the thread that took them: what a forked child gives back."""
+"""Owns the leases of the blocks that calls read or write.
+
+Leases are noted by the thread that took them, so that a forked child can give them back.
+"""
 
 import threading
 from collections.abc import Collection, Sequence
@@ -15,13 +18,13 @@ from .window_groups import WindowGroups
 
 
 class Resumable(NamedTuple):
-    """What is known of a row whose layers have windows, or carry states.
+    """`Resumable` says what is known of a row whose layers have windows or carry states.
 
     Attributes:
-        lease: of the blocks up to where it resumes.
-        num_tokens: after which it resumes.
-        num_whole: after which it could resume, if it might do so anywhere.
-        num_matched: that blocks are known of, whether it could resume there or not.
+        lease: lease of the blocks up to where the row resumes.
+        num_tokens: number of tokens after which the row resumes.
+        num_whole: number of tokens after which the row could resume if it might do so anywhere.
+        num_matched: number of tokens in known blocks, whether the row could resume after them or not.
     """
 
     lease: Allocation
@@ -31,31 +34,32 @@ class Resumable(NamedTuple):
 
 
 class Leases:
-    """Leases of blocks. A leased block is neither evicted nor written by others.
+    """`Leases` leases blocks: a leased block is neither evicted nor written by others.
 
-    The store's lock is held in all of it.
+    The caller holds the store's lock.
 
     Args:
-        allocator: of the blocks.
-        windows: whose window blocks are held with them.
-        states: the snapshots beside them.
+        allocator: allocator of the blocks.
+        windows: groups whose window blocks are held with the blocks.
+        states: snapshots beside the blocks.
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, states: StateSnapshots) -> None:
         self._allocator, self._windows, self._states = allocator, windows, states
-        self._threads: WeakKeyDictionary[Allocation, int] = WeakKeyDictionary()  # lease -> ident of who took it
+        self._threads: WeakKeyDictionary[Allocation, int] = WeakKeyDictionary()  # lease -> ident of its thread
 
     def take(self, hashes: Sequence[BlockHash], salt: bytes) -> Allocation:
-        """A lease of the leading blocks that are known; the caller frees it."""
+        """Lease the leading blocks that are known; the caller frees the lease."""
         return self._noted(self._allocator.allocate(hashes, namespace=salt))
 
     def take_resumable(self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int) -> Resumable:
-        """The same as far as layers with a window or a state can resume, with their window blocks; free it by `give_back`.
+        """Lease the leading blocks after which all layers can resume, with their window blocks.
+
+        The caller frees the lease by `give_back`.
 
         Args:
-            tokens: of the row, from its first one on.
-            most: tokens after which rows resume at most.
-
+            tokens: tokens of the row, from its first one on.
+            most: most tokens after which the row may resume.
         """
         windows, size = self._windows.groups, self._allocator.block_size
         groups: list[Group] = [*windows, WholeImages(tokens)]
@@ -71,13 +75,16 @@ class Leases:
         return Resumable(lease, num_tokens, num_whole, num_matched)
 
     def resume(self, lease: Allocation, num_tokens: int) -> None:
-        """Rows resume after so many tokens of a lease: what layers with a window see there is held, as far as it is there."""
+        """Note that rows resume after `num_tokens` tokens of a lease.
+
+        What layers with a window see from there is held, as far as it is kept.
+        """
         lease.resumption = Resumption.at(num_tokens)
         for group in self._windows.groups:
             group.hold(lease.block_ids[index] for index in group.seen(num_tokens))
 
     def give_back(self, lease: Allocation) -> None:
-        """Free a lease; where rows could resume is where others are likely to."""
+        """Free a lease. Where its rows could resume, others are likely to resume, too."""
         groups = self._windows.groups if lease.resumption is not None else []
         with Changing(groups):
             block_ids, resumption = [*lease.block_ids], lease.resumption
@@ -87,11 +94,11 @@ class Leases:
                     group.leave(block_ids, resumption)
 
     def fork(self, lease: Allocation, num_blocks: int) -> Allocation:
-        """Another lease of the first blocks of one."""
+        """Return another lease of the first blocks of a lease."""
         return self._noted(self._allocator.fork(lease, num_blocks))
 
     def lose_threads(self, idents: Collection[int], used: Collection[Allocation]) -> None:
-        """These threads ended with a fork: give back what they held, but for the leases that somebody uses yet."""
+        """Give back what threads held that ended with a fork, but for the leases that somebody uses yet."""
         for lease, ident in [*self._threads.items()]:
             if ident in idents and lease not in used and not lease.is_freed:
                 self.give_back(lease)

@@ -1,6 +1,7 @@
-"""Reads saved blocks into the pool: which files are of this model, what their blocks are called here, and as many as there is room for.
+"""Reads saved blocks into the pool.
 
-A folder is attached as a disk tier, and blocks are loaded as from any lower tier; whatever holds for cached blocks holds for them.
+It decides which files are of this model, what their blocks are called here, and how many there is room for. A folder is
+attached as a disk tier, and blocks are loaded as from any lower tier; whatever holds for cached blocks holds for them.
 """
 
 from bisect import bisect_right
@@ -27,13 +28,14 @@ _OTHERWISE = "layers lie on other devices, or have other tensors, than where the
 
 
 class Loaded(NamedTuple):
-    """What was read.
+    """`Loaded` says what `load` has read.
 
     Attributes:
-        num_blocks: that are cached now and were not before.
-        num_known: that were cached already.
-        num_bytes: of the rows that were read.
-        not_loaded: reason, with the file where it is one file's -> blocks; 0 where a file could not be read at all.
+        num_blocks: number of blocks that are cached now and were not before.
+        num_known: number of blocks that were cached already.
+        num_bytes: bytes of the rows that were read.
+        not_loaded: reason why blocks were not loaded -> number of blocks. The reason names the file if it is about one
+            file. The number is 0 for a file that could not be read at all.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -57,10 +59,10 @@ def load_blocks(
     *,
     progress: Callable[[int, int], None],
 ) -> Loaded:
-    """Have the blocks of a folder's files cached, as far as they are of this model and there is room.
+    """Load the blocks of a folder's files, as far as they are of this model and there is room.
 
     Args:
-        progress: told how many of how many blocks are done.
+        progress: called with the number of sequences of blocks that are done, and with the number of all sequences.
 
     Raises:
         OSError: there is no such folder, or it cannot be read.
@@ -110,7 +112,10 @@ def load_blocks(
 
 
 def _named_here(model: Model, files: Sequence[SavedFile]) -> dict[bytes, BlockHash]:
-    """Digest in files -> block, of all that begin from a root; parents before their children."""
+    """Return digest in files -> block as named here, of all blocks that begin from a root.
+
+    Parents come before their children.
+    """
     roots = {root.root(): model.roots.of(root._replace(digest=model.digest)) for file in files for root in file.roots}
     return renamed((block for file in files for block in file.blocks), roots)
 
@@ -123,7 +128,10 @@ def _cached(blocks: BlockStore, found: Mapping[bytes, BlockHash]) -> set[bytes]:
 def _sequences(
     blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, BlockHash]
 ) -> list[list[BlockHash]]:
-    """The blocks before all places after which calls may resume: ends of sequences; with windows, where these part; and snapshots."""
+    """Return the blocks before each place after which calls may resume.
+
+    Such places are the ends of sequences and snapshots; with windows, also where sequences part.
+    """
     here = {block_hash.digest: block_hash for block_hash in found.values()}
     num_children = Counter(block_hash.parent for block_hash in found.values())
     with_states = {
@@ -145,7 +153,7 @@ def _sequences(
 
 
 def _load_path(blocks: BlockStore, tier: DiskTier, path: Sequence[BlockHash], num_left: float) -> int:
-    """Have a sequence cached as far as it is whole and there is room for so many new blocks; returns how many came."""
+    """Load a sequence as far as it is whole and there is room for `num_left` new blocks; return how many are new."""
     with blocks.lock:
         new = [not blocks.allocator.match_prefix((block_hash,), b"") for block_hash in path]
     length = bisect_right([*accumulate(new)], num_left)
@@ -154,7 +162,7 @@ def _load_path(blocks: BlockStore, tier: DiskTier, path: Sequence[BlockHash], nu
     tokens = tokens_of(b"".join(block_hash.token_bytes for block_hash in path[:length]))
     row = Wanted(path[0].parent, b"", tokens, len(tokens))
     num_problems = -1
-    while len(tier.problems) > num_problems:  # what is left of it is looked for again
+    while len(tier.problems) > num_problems:  # after a problem, what is left of the sequence is looked for again
         num_problems = len(tier.problems)
         loaded = TierLoad(blocks, blocks.tiers.layout, [tier]).load([row])
     return len(loaded)

@@ -1,6 +1,7 @@
-"""The tiers below a store's pool: what is evicted is offloaded to them, and loaded when a prompt asks for it.
+"""Offloads what is evicted to the tiers below a store's pool, and loads it when a prompt asks for it.
 
-An evicted block's content is in the pool until the next write; what was evicted is noted, and copied out before that.
+An evicted block's content stays in the pool until the next write. Evictions are noted, and contents are copied out
+before that write.
 """
 
 import logging
@@ -23,8 +24,8 @@ from .tier_load import Room, TierLoad, Wanted
 
 logger = logging.getLogger("hf_paged_cache")
 
-_MOST_ROOTS = 2**17  # of blocks, remembered
-_MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
+_MOST_ROOTS = 2**17  # most blocks whose roots are remembered
+_MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
 
 
 class _Evicted(NamedTuple):
@@ -34,28 +35,28 @@ class _Evicted(NamedTuple):
 
 
 class LowerTiers:
-    """The tiers below a store's pool. False where there are none; then nothing is noted and nothing looked for.
+    """`LowerTiers` has the tiers below a store's pool. Without tiers it is false; then nothing is noted or looked for.
 
     Args:
-        store: whose pool it is. Its lock is held by whoever calls, but for `load`.
-        tiers: from the nearest to the furthest. What is evicted goes into the first.
+        store: store of the pool. The caller holds its lock, but for `load`.
+        tiers: tiers from the nearest to the furthest. What is evicted goes into the first one.
 
     Attributes:
-        layout: of contents.
+        layout: layout of contents.
     """
 
     def __init__(self, store: Room, tiers: Sequence[Tier]) -> None:
         self.tiers = list(tiers)
         self._disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
         self._roots: dict[bytes, bytes] = {}  # digest of a block -> root of its sequence
-        self._strangers: list[Run] = []  # files of other models
-        self._num_models = 0  # states of the model, when those were looked at last
-        self._told: set[str] = set()  # why files are not used
-        self._must_settle = False  # files have shown what a block takes
-        self._store = ref(store)  # which owns this
+        self._strangers: list[Run] = []  # files that are not of this model, as far as is known
+        self._num_models = 0  # identities of the model when `_strangers` were looked at last
+        self._told: set[str] = set()  # reasons why files are not used, as logged
+        self._must_settle = False  # True if files have shown what a block takes
+        self._store = ref(store)  # the store owns this object
         self._allocator = store.allocator
         self._windows = store.windows
-        self._evicted: list[_Evicted] = []  # whose contents are still where they were
+        self._evicted: list[_Evicted] = []  # evictions whose contents are still where they were
         self.layout = ContentLayout(store.pool, store.windows, store.states, self.tiers)
         if self.tiers:
             store.allocator.watch_evictions(_weakly(self._note_block))
@@ -63,14 +64,14 @@ class LowerTiers:
             self.watch_windows()
 
     def __bool__(self) -> bool:
-        """Whether there is a tier."""
+        """Return whether there is a tier."""
         return bool(self.tiers)
 
     def __repr__(self) -> str:
         return f"LowerTiers({', '.join(map(repr, self.tiers))})"
 
     def watch_windows(self) -> None:
-        """The windows have other groups."""
+        """Note evictions in the windows' groups, which are new."""
         if self.tiers:
             for group in self._windows.groups:
                 group.on_evict = _weakly(self._note_window_block)
@@ -88,7 +89,10 @@ class LowerTiers:
             self._evicted.append(_Evicted(STATES, self._name(*found), states))
 
     def _name(self, block_hash: BlockHash, namespace: bytes) -> Name:
-        """By what a content is found; with the root of its sequence, where it may be written into a file."""
+        """Return the name by which a content is found.
+
+        The name has the root of the content's sequence if the content may be written into a file.
+        """
         if self._disk is None or namespace:
             return Name(block_hash, namespace)
         if len(self._roots) > _MOST_ROOTS:
@@ -102,9 +106,9 @@ class LowerTiers:
         return Name(block_hash, namespace, root)
 
     def _find_files(self, disk: DiskTier) -> None:
-        """Find what other processes have written. The store's lock is held."""
+        """Find what other processes have written. The caller holds the store's lock."""
         store = self._store()
-        assert store is not None  # it asks
+        assert store is not None  # the store asks
         new, models = disk.look(), disk.sharing.identities()
         if len(models) != self._num_models:
             self._num_models = len(models)
@@ -126,10 +130,12 @@ class LowerTiers:
                 logger.info("a file in disk_folder is not used, as others like it: %s: %s", run.path.name, why)
 
     def offload(self, *, may_wait: bool) -> None:
-        """Copy out what was evicted since, before anything is written. Where there is no memory for that, it is lost.
+        """Copy out what was evicted since the last call, before anything is written.
+
+        Where there is no memory for the copies, what was evicted is lost.
 
         Args:
-            may_wait: a prompt runs, not a token that is generated.
+            may_wait: True while a prompt runs, False while a token is generated.
         """
         evicted, tier = self._evicted[:], self.tiers[0]
         if not evicted:
@@ -155,7 +161,7 @@ class LowerTiers:
         del self._evicted[: len(evicted)]
 
     def _add_what_is_before(self, tier: Tier, of_kind: dict[Kind, dict[Name, Any]]) -> None:
-        """Blocks that others may find are offloaded with those before them, without which nobody finds them."""
+        """Offload blocks that others may find together with the blocks before them, without which nobody finds them."""
         sources = of_kind.setdefault(BLOCKS, {})
         for name in [name for names in of_kind.values() for name in names if name.root]:
             parent = name.block_hash.parent
@@ -168,7 +174,7 @@ class LowerTiers:
                 parent = found[0].parent
 
     def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
-        """See `TierLoad.load`."""
+        """Load the blocks that these rows begin with; see `TierLoad.load`."""
         if (store := self._store()) is None:
             return {}
         if self._disk is not None:
@@ -182,7 +188,7 @@ class LowerTiers:
         return TierLoad(store, self.layout, self.tiers).load(rows)
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
-        """See `TierLoad.look_up`."""
+        """Look up how much of a row is known with the tiers; see `TierLoad.look_up`."""
         if not self.tiers or (store := self._store()) is None:
             return None
         if self._disk is not None:
@@ -190,29 +196,33 @@ class LowerTiers:
         return TierLoad(store, self.layout, self.tiers).look_up(row)
 
     def forget_namespace(self, namespace: bytes) -> None:
-        """Nobody finds any content of a namespace."""
+        """Forget all contents of a namespace."""
         self._evicted = [each for each in self._evicted if each.name.namespace != namespace]
         for tier in self.tiers:
             tier.forget_namespace(namespace)
 
     def forget_files(self) -> None:
-        """What was computed may have been wrong all along: other processes are not to find it. The store's lock is held."""
+        """Remove the files that this process has written, and find no others any more.
+
+        What was computed may have been wrong all along: other processes are not to find it. The caller holds the
+        store's lock.
+        """
         if self._disk is not None:
             self._disk.reset()
 
     def reset(self) -> None:
-        """Nobody finds any content; memory and files are given back."""
+        """Forget all contents, and give memory and files back."""
         self._evicted, self._strangers = [], []
         for tier in self.tiers:
             tier.reset()
         self.layout.forget()
 
     def lose_pool(self) -> None:
-        """The pool's content goes; what was evicted of it and not copied goes along, and what tiers have stays."""
+        """Forget what was evicted and not copied, since the pool's content goes. What tiers have stays."""
         self._evicted = []
 
     def stats(self, salt: bytes) -> tuple[TierStats, ...]:
-        """Of each tier, in numbers; given a salt, of its contents alone."""
+        """Return the numbers of each tier; given a salt, of its contents alone."""
         found = []
         for tier in self.tiers:
             num_blocks = next((number for kind in self.layout.kinds if (number := tier.num_of(kind, salt or None))), 0)
@@ -229,7 +239,7 @@ class LowerTiers:
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """What calls a method as long as its object lives: who is given it does not keep a store's memory."""
+    """Return a function that calls a method as long as its object lives, and that does not keep the object's memory."""
     held = WeakMethod(method)
 
     def call(*args: Any) -> None:

@@ -1,6 +1,6 @@
-"""Owns how much memory a pool may take by default: a share of what its device has free, beside what others were promised.
+"""Decides how much memory a pool may take by default: a share of what its device has free.
 
-Keeps the promises of the stores that live. Refuses nothing.
+What other stores were promised does not count as free. Keeps the promises of the stores that live. Refuses nothing.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ import torch
 
 from ..locks import new_lock
 
-DEFAULT_SHARE = 0.5  # of the free memory, when neither num_blocks nor max_bytes is given
+DEFAULT_SHARE = 0.5  # share of the free memory, when neither num_blocks nor max_bytes is given
 
 # Files in which Linux tells a container its limit, its usage and its statistics, and the name of the statistic that counts
 # reclaimable bytes: control groups version 2, then version 1.
@@ -25,30 +25,31 @@ _CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 class Promised(Protocol):
-    """A store that was promised memory."""
+    """`Promised` is a store that was promised memory."""
 
     def bytes_to_come(self, device: torch.device) -> int:
-        """Bytes of `device` that it was promised and has not taken. Takes its lock."""
+        """Return the bytes of `device` that the store was promised and has not taken. Takes the store's lock."""
 
 
 _stores: WeakSet[Promised] = WeakSet()
-_lock = new_lock()  # of `_stores`
+_lock = new_lock()  # guards `_stores`
 
 
 def add_store(store: Promised) -> None:
-    """As long as the store lives, what it may still take is not promised to others."""
+    """Keep what the store may still take from being promised to others, as long as the store lives."""
     with _lock:
         _stores.add(store)
 
 
 def default_budget_bytes(device: torch.device, store: Promised | None = None) -> int:
-    """`DEFAULT_SHARE` of what `device` has free now and nobody else in this process was promised.
+    """Return `DEFAULT_SHARE` of what `device` has free now and no other store in this process was promised.
 
-    Of several stores each gets at least an equal part of `DEFAULT_SHARE`, whatever the others were promised: most never
-    take all of it. In a container, it is at most a share of what its limit leaves.
+    Of several stores each gets at least an equal part of `DEFAULT_SHARE`, whatever the others were promised: most
+    stores never take all of it. In a container, it is at most a share of what the container's limit leaves.
 
     Args:
-        store: whose budget it is. No lock may be held: others' are taken, one after the other.
+        store: store whose budget it is. The caller holds no store's lock: other stores' locks are taken, one after the
+            other.
     """
     free = free_bytes(device)
     with _lock:
@@ -59,7 +60,10 @@ def default_budget_bytes(device: torch.device, store: Promised | None = None) ->
 
 
 def free_bytes(device: torch.device) -> int:
-    """What `device` has free now; in a container, what its limit leaves. Of an accelerator that does not tell, the host's."""
+    """Return the bytes that `device` has free now; in a container, those that its limit leaves.
+
+    For an accelerator that does not tell, they are the host's.
+    """
     free = _free_bytes_of_accelerator(device)
     if free is not None:
         return free
@@ -69,13 +73,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def lacks_room(needed: Mapping[torch.device, int]) -> bool:
-    """Whether an accelerator tells that it has less free than is needed of it. A host gives memory where it is touched."""
+    """Return whether an accelerator tells that less is free than is needed of it.
+
+    A host gives memory where it is touched.
+    """
     free = ((_free_bytes_of_accelerator(device), num_bytes) for device, num_bytes in needed.items())
     return any(num_free is not None and num_free < num_bytes for num_free, num_bytes in free)
 
 
 def _free_bytes_of_accelerator(device: torch.device) -> int | None:
-    """What the driver says is free, and what torch's allocator holds and nobody uses; None: a host, or it does not tell."""
+    """Return the bytes that the driver says are free, and those that torch's allocator holds and nobody uses.
+
+    None for a host, or if the accelerator does not tell.
+    """
     if device.type == "cpu":
         return None
     if device.type == "mps":
@@ -84,12 +94,12 @@ def _free_bytes_of_accelerator(device: torch.device) -> int | None:
     try:
         free, _ = accelerator.get_memory_info(device)
         return free + accelerator.memory_reserved(device) - accelerator.memory_allocated(device)
-    except (AttributeError, RuntimeError, ValueError):  # not this torch, not this device, not the one accelerator here
+    except (AttributeError, RuntimeError, ValueError):  # this torch, device or accelerator does not tell
         return None
 
 
 def _free_bytes_in_container() -> int | None:
-    """What is left of the container's limit; None: there is none, or it cannot be read."""
+    """Return the bytes left of the container's limit; None if there is no limit, or it cannot be read."""
     for limit, usage, statistics, reclaimable in _CONTROL_GROUPS:
         try:
             texts = [(_CONTROL_GROUP_ROOT / name).read_text(encoding="ascii") for name in (limit, usage, statistics)]

@@ -1,7 +1,7 @@
-"""Owns the block tables that keep pinned prefixes from being evicted. Refuses what there is no room for.
+"""Owns the block tables that keep pinned prefixes from being evicted. Refuses prefixes for which there is no room.
 
-Computes nothing: only what is cached is pinned. A pinned block is in use, so nothing evicts it. Pins belong to the store
-and outlive the cache that asked for them. The caller holds the store's lock.
+Computes nothing: only what is cached is pinned. A pinned block is in use, so nothing evicts it. Pins belong to the
+store and outlive the cache that asked for them. The caller holds the store's lock.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .window_groups import WindowGroups
 
 
 class Pins:
-    """The pinned prefixes of one store.
+    """`Pins` holds the pinned prefixes of one store.
 
     Args:
-        windows: say whether there are as many window blocks as pins and calls need.
-        new_table: an empty one of a root and a salt.
-        groups: of layers that need more to resume than blocks.
+        windows: groups that say whether there are as many window blocks as pins and calls need.
+        new_table: returns an empty table of a root and a salt.
+        groups: returns the groups of layers that need more to resume than blocks.
     """
 
     def __init__(
@@ -37,43 +37,45 @@ class Pins:
         self._windows = windows
         self._new_table = new_table
         self._groups = groups
-        self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table that holds their blocks
+        self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table with their blocks
 
     def __repr__(self) -> str:
         return f"Pins({len(self._tables)} prefixes, {self.num_blocks} blocks)"
 
     @property
     def num_blocks(self) -> int:
-        """Distinct blocks that are pinned."""
+        """Number of distinct blocks that are pinned."""
         return len(self._counts())
 
     def block_ids(self, salt: bytes | None = None) -> set[int]:
-        """The blocks that are pinned, of one salt or of all."""
+        """Return the blocks that are pinned, of one salt or of all."""
         tables = (table for (of_pin, _), table in self._tables.items() if salt in (None, of_pin))
         return set(chain.from_iterable(table.block_ids for table in tables))
 
     def allocations(self, salt: bytes | None = None) -> list[Allocation]:
-        """Who holds them, of one salt or of all."""
+        """Return the allocations that hold pinned blocks, of one salt or of all."""
         return [table.allocation for (of_pin, _), table in self._tables.items() if salt in (None, of_pin)]
 
     @property
     def num_blocks_held_alone(self) -> int:
-        """Pinned blocks that no row holds: unpinning everything would give them back."""
+        """Number of pinned blocks that no row holds: unpinning everything would give them back."""
         ref_count = self._allocator.ref_count
         return sum(ref_count(block_id) == count for block_id, count in self._counts().items())
 
     def pin(self, salt: bytes, root: bytes, token_ids: TokenIds) -> int:
-        """Hold the longest cached prefix of `token_ids` that a prompt can resume from, in place of what was pinned for these tokens and this salt.
+        """Hold the longest cached prefix of `token_ids` from which a prompt can resume.
+
+        It takes the place of what was pinned for these tokens and this salt.
 
         Args:
-            root: of the blocks' hashes.
+            root: root of the blocks' hashes.
 
         Returns:
             The number of tokens pinned, a multiple of the block size, at least one block.
 
         Raises:
-            CacheArgumentError: nothing of them is cached so; nothing has changed.
-            OutOfBlocksError: there is no room for their window blocks; nothing has changed.
+            CacheArgumentError: there is no such prefix in the cache; nothing has changed.
+            OutOfBlocksError: there is no room for its window blocks; nothing has changed.
         """
         table = self._new_table(root, salt)
         num_cached = table.hold_prefix(token_ids)
@@ -96,7 +98,9 @@ class Pins:
         return num_tokens
 
     def unpin(self, salt: bytes, token_ids: TokenIds | None) -> int:
-        """Give back what is pinned for these tokens and this salt, or without tokens for the salt; the blocks stay cached.
+        """Give back what is pinned for these tokens and this salt, or without tokens for the salt.
+
+        The blocks stay cached.
 
         Returns:
             The number of tokens that were pinned.
@@ -116,12 +120,17 @@ class Pins:
         return num_tokens
 
     def _counts(self) -> Counter[int]:
-        """Block id -> pins that hold it."""
+        """Return block id -> number of pins that hold the block."""
         return Counter(chain.from_iterable(table.block_ids for table in self._tables.values()))
 
 
 def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
-    """Says of a prefix of so many tokens, `num_cached` in cached blocks, why nothing can be pinned, and what to do."""
+    """Say why nothing of a prefix can be pinned, and what to do.
+
+    Args:
+        num_tokens: tokens of the prefix.
+        num_cached: tokens of the prefix in cached blocks.
+    """
     if num_tokens < block_size:
         return (
             f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks are "

@@ -1,7 +1,7 @@
-"""Writes cached blocks into files that other processes can read: which blocks, by which names, some MB at a time.
+"""Writes cached blocks into files that other processes can read, some MB at a time.
 
-Nothing is held meanwhile: blocks that are evicted before it is their turn are left out. A file that is damaged goes, and what is cached of
-it is written anew.
+It decides which blocks are written, and by which names. It holds no blocks meanwhile: a block that is evicted before
+its turn is left out. A damaged file is removed, and what is cached of it is written anew.
 """
 
 import logging
@@ -23,16 +23,16 @@ from .block_store import BlockStore
 
 logger = logging.getLogger("hf_paged_cache")
 
-_FILE_BYTES = 2**26  # of rows in a file, about
+_FILE_BYTES = 2**26  # bytes of rows in a file, about
 
 
 class Model(NamedTuple):
-    """Whose blocks they are.
+    """`Model` identifies the model that computed the blocks.
 
     Attributes:
-        digest: as roots of this process have it.
-        identity: as other processes know it.
-        roots: of its rows.
+        digest: digest of the model in this process's roots.
+        identity: the model as other processes know it.
+        roots: roots of the model's rows.
     """
 
     digest: bytes
@@ -41,13 +41,13 @@ class Model(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What was written.
+    """`Saved` says what `save` has written.
 
     Attributes:
-        num_blocks: written now.
-        num_known: that the folder had, whole.
-        num_bytes: of the files written.
-        not_saved: reason -> blocks; 0 where there are none.
+        num_blocks: number of blocks written now.
+        num_known: number of blocks that the folder had, whole.
+        num_bytes: bytes of the files written.
+        not_saved: reason why blocks were not saved -> number of blocks. The number is 0 if there are no such blocks.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -71,18 +71,18 @@ def save_blocks(
     mode: int,
     progress: Callable[[int, int], None],
 ) -> Saved:
-    """Write blocks without a salt into a folder, which is made where it is not there.
+    """Write blocks without a salt into a folder, which is made if it is not there.
 
-    Files that are there and have some of these blocks are read to their end; those that are damaged are removed.
+    Files of the folder that have some of these blocks are read to their end; damaged ones are removed.
 
     Args:
-        prefixes: only blocks of these; None: all.
-        pinned: only those that pins hold.
+        prefixes: prefixes whose blocks are written; None: all blocks.
+        pinned: write only blocks that pins hold.
         mode: permissions of files, and of the folder if it is made.
-        progress: told how many of how many blocks are done.
+        progress: called with the number of blocks that are done, and with the number of all blocks.
 
     Raises:
-        OSError: the folder or a file cannot be written. Files that were written are whole.
+        OSError: the folder or a file cannot be written. Files written before are whole.
     """
     home = Folder(folder, mode=mode)
     home.make()
@@ -110,7 +110,10 @@ def save_blocks(
 
 
 def _known_in(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes]) -> set[tuple[Kind, bytes]]:
-    """Kind and digest of what a folder's files of a model have, whole, if they have some of these blocks. Damaged ones go."""
+    """Return kind and digest of all that a folder's whole files of a model have. Damaged files are removed.
+
+    Only files that have some of the wanted blocks count.
+    """
     known: set[tuple[Kind, bytes]] = set()
     for path in saved_paths(folder) if wanted else ():
         try:
@@ -129,7 +132,12 @@ def _known_in(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes])
 def _choose(
     blocks: BlockStore, model: Model, prefixes: Sequence[TokenIds] | None, *, pinned: bool
 ) -> tuple[list[tuple[BlockHash, BlockHash]], Collection[RootFacts], dict[str, int]]:
-    """Blocks, as this process names them and as files do, parents first; their roots; and why others cannot be named there."""
+    """Choose the blocks to write.
+
+    Returns:
+        The blocks, as this process names them and as files do, parents first; the blocks' roots; and reason -> number
+        of blocks that cannot be named in files.
+    """
     by_id = blocks.allocator.hashes()
     by_digest = {block_hash.digest: block_hash for block_hash in by_id.values()}
     wanted: Collection[bytes] = by_digest
@@ -156,7 +164,7 @@ def _choose(
 
 
 def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
-    """Of all blocks of a prefix, under whatever conditions of the row."""
+    """Yield the digests of all blocks of a prefix, under each root that rows of the model have had."""
     for facts in model.roots.all_of(model.digest, b""):
         hashes = HashChain(model.roots.of(facts), blocks.block_size)
         hashes.extend(token_ids)
@@ -170,7 +178,10 @@ def _copy_out(
     roots: Collection[RootFacts],
     known: Collection[tuple[Kind, bytes]],
 ) -> int:
-    """Add what is there of these blocks and not known to a run; returns how many of them are there. The store's lock is held."""
+    """Add to a run what is cached of these blocks and not known; return how many of the blocks are cached.
+
+    The caller holds the store's lock.
+    """
     layout, num_here = blocks.tiers.layout, 0
     new: dict[Kind, dict[Name, Any]] = {}
     for block_hash, saved in some:
@@ -188,10 +199,10 @@ def _copy_out(
 
 
 def folder_of(folder: str | os.PathLike[str]) -> Path:
-    """The folder that a user names.
+    """Return the folder that a user names.
 
     Raises:
-        CacheArgumentError: it is no path, or a file, or in one.
+        CacheArgumentError: `folder` is no path, or is a file, or lies in one.
     """
     if not isinstance(folder, str | os.PathLike):
         raise CacheArgumentError(f"folder is {folder!r}; give a folder's path")

@@ -1,6 +1,6 @@
-"""Owns where snapshots of layers' states may be taken, and how many there can be; which block has one is `Snapshots`' to say.
+"""Decides where snapshots of layers' states may be taken, and how many there can be.
 
-The caller holds the store's lock.
+`Snapshots` knows which block has a snapshot. The caller holds the store's lock.
 """
 
 import math
@@ -12,21 +12,21 @@ import torch
 from ..blocks import PrefixCachingBlockAllocator, Snapshots
 from ..kv.states import States, copied
 
-_LEAST_BESIDE_BLOCKS = 8  # where a number of blocks was given, and no bytes
-_LEAST_UNSETTLED, _BYTES_UNSETTLED = 4, 2**26  # before anybody knows how many blocks there can be
-_BLOCKS_OF_A_SNAPSHOT = 8  # where blocks themselves take no memory
-_MIN_GRID = 512  # tokens
+_LEAST_BESIDE_BLOCKS = 8  # snapshots that there may be in any case, if a number of blocks was given
+_LEAST_UNSETTLED, _BYTES_UNSETTLED = 4, 2**26  # limits before anybody knows how many blocks there can be
+_BLOCKS_OF_A_SNAPSHOT = 8  # blocks for each snapshot, if blocks themselves take no memory
+_MIN_GRID = 512  # least tokens of the grid
 
 
 class StateRules(NamedTuple):
-    """What a store must know of a model's states.
+    """`StateRules` says what a store must know of a model's states.
 
     Attributes:
-        num_bytes: of a row's states.
-        chunk: tokens that kernels compute at once; splits elsewhere round otherwise.
-        width: columns of padding that a row must see, where it has so many, to be as if it had seen all.
-        is_recorded: convolutions alone: a forward shows the states at all of its tokens.
-        clamps_one_token: one token is computed otherwise than several.
+        num_bytes: bytes of a row's states.
+        chunk: number of tokens that kernels compute at once; a split elsewhere rounds otherwise.
+        width: columns of padding that a row must see, if it has so many, to be as if it had seen all of them.
+        is_recorded: True if the states are of convolutions alone: a forward shows the states after each of its tokens.
+        clamps_one_token: True if one token is computed otherwise than several.
     """
 
     num_bytes: int
@@ -37,20 +37,20 @@ class StateRules(NamedTuple):
 
 
 class StateSnapshots:
-    """The snapshots of a store's blocks. False where no layer carries states.
+    """`StateSnapshots` has the snapshots of a store's blocks. It is false if no layer carries states.
 
-    They may take as many bytes as the most blocks; where a number of blocks was given, there may be 8 in any case.
+    Snapshots may take as many bytes as the most blocks. If a number of blocks was given, there may be 8 in any case.
 
     Args:
-        allocator: of the blocks.
-        rules: None: no layer carries states.
-        bytes_per_block: keys and values of a block.
-        has_least: a number of blocks was given.
+        allocator: allocator of the blocks.
+        rules: rules of the model's states; None: no layer carries states.
+        bytes_per_block: bytes of keys and values of a block.
+        has_least: True if a number of blocks was given.
 
     Attributes:
-        kept: the group of these layers.
-        align: tokens; snapshots are kept at multiples.
-        grid: tokens; at multiples they are kept where there is room, in prompts that are long enough.
+        kept: group of the layers with states.
+        align: number of tokens; snapshots are kept at multiples of it.
+        grid: number of tokens; prompts that are long enough keep snapshots at multiples of it, if there is room.
     """
 
     def __init__(
@@ -78,45 +78,50 @@ class StateSnapshots:
 
     @staticmethod
     def bytes_beside(rules: StateRules, bytes_per_block: int) -> int:
-        """Bytes of snapshots for each block that there can be."""
+        """Return the bytes of snapshots for each block that there can be."""
         return bytes_per_block or -(-rules.num_bytes // _BLOCKS_OF_A_SNAPSHOT)
 
     def __bool__(self) -> bool:
-        """Whether any layer carries states."""
+        """Return whether any layer carries states."""
         return self._is_needed
 
     def with_snapshots(
         self, bytes_on: Mapping[torch.device, float], device: torch.device | None
     ) -> dict[torch.device, float]:
-        """Bytes that a block takes of each device, with its part of the snapshots, which may take as much again.
+        """Return the bytes that a block takes of each device, with its part of the snapshots.
+
+        Snapshots may take as many bytes as blocks.
 
         Args:
-            device: where no layer has keys and values, that of the snapshots; else None.
+            device: device of the snapshots if no layer has keys and values; else None.
         """
         if device is not None:
             return {device: self.bytes_beside_a_block}
         return {each: 2 * num_bytes for each, num_bytes in bytes_on.items()}
 
     def limit(self, num_blocks: int | None) -> None:
-        """There can be so many blocks; None: nobody knows yet."""
+        """Note how many blocks there can be; None: nobody knows yet."""
         if not self._is_needed or num_blocks is None:
             return
         most = num_blocks * self.bytes_beside_a_block // max(1, self.rules.num_bytes)
         self.kept.limit(max(self._least, most))
 
     def use(self, block_ids: Sequence[int], num_tokens: int) -> States:
-        """The states after `num_tokens` tokens, uncopied: not to be written."""
+        """Return the states after `num_tokens` tokens, uncopied: they are not to be written."""
         return self.kept.use(block_ids[num_tokens // self._block_size - 1])
 
     def has(self, block_ids: Sequence[int], num_tokens: int) -> bool:
-        """Whether there is a snapshot after so many tokens."""
+        """Return whether there is a snapshot after `num_tokens` tokens."""
         index, rest = divmod(num_tokens, self._block_size)
         return not rest and 0 < index <= len(block_ids) and self.kept.has(block_ids[index - 1])
 
     def keep(self, block_ids: Sequence[int], num_tokens: int, states: States, *, may_evict: bool = True) -> bool:
-        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit; whether that is new.
+        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit.
 
-        Where there is no memory for them, none are kept: a prompt that would resume there is computed.
+        If there is no memory for the copies, none are kept: a prompt that would resume there is computed.
+
+        Returns:
+            Whether there is a snapshot now that was not there before.
         """
         index, rest = divmod(num_tokens, self._block_size)
         if rest or not 0 < index <= len(block_ids):
@@ -132,5 +137,5 @@ class StateSnapshots:
             return False
 
     def drop(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Let go of the snapshot after so many tokens."""
+        """Drop the snapshot after `num_tokens` tokens."""
         self.kept.drop(block_ids[num_tokens // self._block_size - 1])

@@ -1,4 +1,4 @@
-"""A store and the calls on it, as plain numbers. The caller holds the store's lock."""
+"""Gathers the numbers of a store and of the calls on it. The caller holds the store's lock."""
 
 from typing import Protocol
 
@@ -8,7 +8,7 @@ from .call_totals import CallTotals
 
 
 class Static(Protocol):
-    """The memory of static rows."""
+    """`Static` is the memory of static rows."""
 
     @property
     def num_bytes(self) -> int: ...
@@ -26,7 +26,10 @@ def stats_of(
     peak_kv_bytes: int | None,
     backend: str | None,
 ) -> CacheStats:
-    """The calls of `totals`, and the blocks now: all, or given a salt, its own; what others might show in is None."""
+    """Return the numbers of the calls in `totals`, and of the blocks now: all, or given a salt, its own.
+
+    Given a salt, numbers in which other salts' blocks might show are None.
+    """
     allocator, metrics, windows = store.allocator, totals.metrics, store.windows
     num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
     num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use

@@ -1,6 +1,7 @@
-"""Loads blocks from lower tiers, before a prompt looks for them: which, into which blocks, and how they become cached ones.
+"""Loads blocks from lower tiers before a prompt looks for them.
 
-A block that is loaded is committed under its hash like any other; whatever holds for cached blocks holds for it from then on.
+It decides which contents are loaded, into which blocks, and how these become cached blocks. A block that is loaded is
+committed under its hash like any other; whatever holds for cached blocks holds for it from then on.
 """
 
 import logging
@@ -37,11 +38,11 @@ from .window_groups import WindowGroups
 
 logger = logging.getLogger("hf_paged_cache")
 
-_MOST_STAGED_BYTES = 2**26  # rows that are copied at once, beside the pool
+_MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
 
 
 class Room(Protocol):
-    """What must be known of a store to take blocks of it."""
+    """`Room` says what must be known of a store to take blocks of it."""
 
     lock: RLock
     allocator: PrefixCachingBlockAllocator
@@ -65,21 +66,21 @@ class Room(Protocol):
 
 
 class Wanted(NamedTuple):
-    """A row whose prefix is looked for."""
+    """`Wanted` is a row whose prefix is looked for."""
 
     root: bytes
     namespace: bytes
     token_ids: TokenIds
-    most_tokens: int  # after which layers with a state may resume at most
+    most_tokens: int  # most tokens after which layers with a state may resume
 
 
 class _Prefix(NamedTuple):
-    """How much of a row can be had: its leading blocks, and what of them is not in the pool."""
+    """`_Prefix` says how much of a row can be had: its leading blocks, and what of them is not in the pool."""
 
     hashes: list[BlockHash]
     namespace: bytes
-    ids: list[int | None]  # logical index -> block, where one is cached
-    missing: list[tuple[Kind, int]]  # contents, by the logical index of their block
+    ids: list[int | None]  # logical index -> cached block; None: not cached
+    missing: list[tuple[Kind, int]]  # contents that are not in the pool: kind, and logical index of the block
 
     @property
     def is_cached(self) -> bool:
@@ -90,21 +91,21 @@ class _Prefix(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """Contents of a prefix that a tier has, as many as are copied at once."""
+    """`_Found` lists contents of a prefix that a tier has, as many as are copied at once."""
 
     tier: Tier
     kind: Kind
-    names: list[Name]  # as they lie there
-    rows: list[list[Tensor]] | None = None  # None: read with the lock held, for the device alone reads them
+    names: list[Name]  # names in the order in which the contents lie there
+    rows: list[list[Tensor]] | None = None  # rows read; None: they are read with the lock held, by the device alone
 
 
 class TierLoad:
-    """What is loaded into one store. Made for one call.
+    """`TierLoad` loads contents of tiers into one store. It is made for one call.
 
     Args:
-        store: whose pool it is.
-        layout: of contents.
-        tiers: from the nearest to the furthest.
+        store: store of the pool.
+        layout: layout of contents.
+        tiers: tiers from the nearest to the furthest.
     """
 
     def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier]) -> None:
@@ -112,11 +113,13 @@ class TierLoad:
         self._allocator = store.allocator
 
     def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
-        """Have the blocks cached that these rows begin with, as far as a tier has them and there is room; rows with one prefix find it
-        when the first has it. No lock is held while files are read.
+        """Load the blocks that these rows begin with, as far as a tier has them and there is room.
+
+        If several rows have one prefix, it is loaded for the first row, and the others find it in the cache. No lock is
+        held while files are read.
 
         Returns:
-            block id -> name of the tier that it came from.
+            block id -> name of the tier from which the block came.
         """
         loaded: dict[int, str] = {}
         for row in rows:
@@ -132,9 +135,9 @@ class TierLoad:
         return loaded
 
     def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
-        """Of a row's leading tokens, how many would be known if all were loaded, and from which tier the furthest of it.
+        """Return how many leading tokens of a row would be known if all were loaded, and the furthest tier needed.
 
-        Effects: none. None where tiers have no more than is cached.
+        Returns None if tiers have no more than is cached.  Effects: none.
         """
         prefix, tiers = self._missing(row), self._tiers
         if prefix is None:
@@ -144,7 +147,7 @@ class TierLoad:
         return len(prefix.hashes) * self._allocator.block_size, None if at is None else tiers[at].name
 
     def _missing(self, row: Wanted) -> _Prefix | None:
-        """What tiers have of a row's prefix, beyond what is cached; None where they have no more."""
+        """Return a row's prefix as the pool and the tiers have it; None if tiers have no more than is cached."""
         tiers = [tier for tier in self._tiers if any(tier.num_of(kind) for kind in self._layout.kinds)]
         if not tiers or (self._store.windows.layers and not self._store.pool.layer_indices):
             return None
@@ -166,13 +169,13 @@ class TierLoad:
         is_below: Callable[[Kind, Name], bool],
         num_left: float = math.inf,
     ) -> _Prefix:
-        """The longest prefix after which all layers can resume, with what can be loaded.
+        """Return the longest prefix after which all layers can resume, with what can be loaded.
 
         Args:
-            hashes: of the row's blocks, from a logical index on.
-            most: blocks after which layers with a state may resume at most.
-            is_below: whether a content can be loaded.
-            num_left: blocks that can be taken, cached ones that nobody holds among them.
+            hashes: returns the hashes of the row's blocks, from a logical index on.
+            most: most blocks after which layers with a state may resume.
+            is_below: returns whether a content can be loaded.
+            num_left: number of blocks that can be taken; cached blocks that nobody holds count, too.
         """
         match, has_tensors, size = self._allocator.match_prefix, self._layout.has_tensors, self._allocator.block_size
         ids: list[int | None] = [*match(hashes(0), namespace)]
@@ -202,7 +205,11 @@ class TierLoad:
         return _Prefix(known[:end], namespace, ids[:end], missing)
 
     def _where(self, prefix: _Prefix) -> tuple[list[_Found], list[object]]:
-        """In which tier each content is, once; and what keeps them there meanwhile."""
+        """Find the tier of each missing content.
+
+        Returns:
+            What was found, and objects that keep the contents there as long as the objects live.
+        """
         found: list[_Found] = []
         holds: list[object] = []
         for kind in dict.fromkeys(kind for kind, _ in prefix.missing):
@@ -217,7 +224,7 @@ class TierLoad:
         return found, holds
 
     def _read(self, found: _Found) -> _Found:
-        """Read files. Contents in memory stay where they are."""
+        """Read contents that lie in files. Contents in memory stay where they are."""
         if isinstance(found.tier, HostTier):
             return found
         try:
@@ -227,7 +234,11 @@ class TierLoad:
             return found._replace(names=[], rows=[])
 
     def _take_in(self, prefix: _Prefix, found: Sequence[_Found]) -> dict[int, str]:
-        """Take blocks for what was found, as far as they can be had now, let them hold it, and commit them."""
+        """Take blocks for what was found, as far as they can be had now, fill them, and commit them.
+
+        Returns:
+            block id -> name of the tier from which the block came.
+        """
         has = {(each.kind, name) for each in found for name in each.names if each.tier.has(each.kind, name)}
         self._store.pool.join_streams()
         hashes, most = prefix.hashes, self._store.num_obtainable_blocks()
@@ -247,7 +258,7 @@ class TierLoad:
                     group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
 
     def _make_room(self, prefix: _Prefix) -> bool:
-        """Have memory for what a prefix needs beside what is cached; whether all of it can be had."""
+        """Make room for what a prefix needs beside what is cached; return whether all of it can be had."""
         num_lacking = Counter(kind for kind, _ in prefix.missing)
         self._store.make_room(
             max([prefix.ids.count(None), *(num_lacking[group.name] for group in self._store.windows.groups)])
@@ -261,17 +272,17 @@ class TierLoad:
         return True
 
     def _load_into(self, allocation: Allocation, prefix: _Prefix, found: Sequence[_Found]) -> dict[int, str]:
-        """Let `allocation`, which is empty, hold a prefix, with its contents where it has new blocks.
+        """Let `allocation`, which is empty, hold a prefix, and fill its new blocks with their contents.
 
-        Interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
+        If interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
         """
         allocator, groups = self._allocator, self._store.windows.groups
         with Changing(groups):
-            allocator.allocate_immutable(allocation, prefix.hashes)  # holds what is cached before it takes others
+            allocator.allocate_immutable(allocation, prefix.hashes)  # holds cached blocks before it takes others
             block_ids = allocation.block_ids
             fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
             allocation.resumption = Resumption.at(len(block_ids) * allocator.block_size)
-            # what is loaded -> block, or window block
+            # content to load -> block, or window block
             targets: dict[tuple[Kind, int], int] = {
                 (kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS
             }
@@ -293,7 +304,7 @@ class TierLoad:
         return {block_id: tier for tier in tier_of.values() for block_id in fresh}
 
     def _fill(self, found: Sequence[_Found], targets: Mapping[tuple[Kind, Name], int]) -> dict[tuple[Kind, Name], str]:
-        """Copy contents into blocks and window blocks, or keep a snapshot; says from which tier each came."""
+        """Copy contents into blocks and window blocks, or keep a snapshot; return each content's tier by name."""
         tier_of: dict[tuple[Kind, Name], str] = {}
         for tier, kind, all_names, read in found:
             at = [index for index, name in enumerate(all_names) if (kind, name) in targets]

@@ -1,6 +1,6 @@
-"""Owns the groups of layers that see a window, one for each window: how many window blocks there are and can be.
+"""Owns the groups of layers that see a window, one for each window.
 
-The caller holds the store's lock.
+It decides how many window blocks there are and can be. The caller holds the store's lock.
 """
 
 import math
@@ -8,25 +8,25 @@ from collections.abc import Collection, Mapping
 
 from ..blocks import PrefixCachingBlockAllocator, Sight, WindowBlocks
 
-# Window blocks for each block, where a budget in bytes is divided. A sequence needs few of them, however long it is; what
-# there is beyond keeps prompts that may be resumed anywhere.
+# Number of window blocks for each block, where a budget in bytes is divided. A sequence needs few window blocks, however
+# long it is; the others keep prompts that may be resumed anywhere.
 SHARE_OF_A_BUDGET = 0.5
 
 
 class WindowGroups:
-    """The window blocks of a store.
+    """`WindowGroups` has the window blocks of a store, in one group for each window.
 
     Args:
-        allocator: of the blocks.
-        sight_of: layer index -> its window; without any there are no groups.
+        allocator: allocator of the blocks.
+        sight_of: layer index -> the layer's window; without any window there are no groups.
         layers: indices of all layers that hold keys and values.
-        share: window blocks for each block that there can be, where some layers have no window.
-        most: blocks that there can be; None: nobody knows yet.
+        share: number of window blocks for each block that there can be, if some layers have no window.
+        most: most blocks that there can be; None: nobody knows yet.
 
     Attributes:
-        are_all: no layer is without a window. Then a block costs nothing beside its window blocks, and the most there can
-            be counts these.
-        may_change: some layers have had a window, so others may come to have one.
+        are_all: True if every layer has a window. Then a block costs nothing beside its window blocks, and the most
+            blocks there can be are window blocks.
+        may_change: True if some layers had a window at first, so that others may come to have one.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class WindowGroups:
         self.may_change = bool(sight_of)
         self._share = share
         self._most = most
-        self._least: list[int] = []  # of each group, window blocks that were promised before the most was known
+        self._least: list[int] = []  # for each group, window blocks promised before the most blocks were known
         self.regroup(sight_of)
         self.sight_of = {**sight_of}
 
     def regroup(self, sight_of: Mapping[int, Sight]) -> None:
-        """The layers have these windows from here on. No block is in use or can be hit."""
+        """Give the layers these windows from here on. No block is in use or can be hit."""
         self.are_all = bool(sight_of) and all(layer_idx in sight_of for layer_idx in self.layers)
         self.share = 1.0 if self.are_all else self._share
         sights = sorted(set(sight_of.values()), key=lambda sight: -sight.size)
@@ -58,15 +58,18 @@ class WindowGroups:
         self.reset(self._allocator.num_blocks)
 
     def _share_of(self, num_blocks: int) -> int:
-        """Window blocks beside so many blocks."""
+        """Return the number of window blocks beside `num_blocks` blocks."""
         return max(2, int(num_blocks * self.share))
 
     def __bool__(self) -> bool:
-        """Whether any layer has a window."""
+        """Return whether any layer has a window."""
         return bool(self.groups)
 
     def limit(self, num_blocks: int | None) -> None:
-        """There can be so many blocks; None: nobody knows yet. What was admitted until it is known can be had all the same."""
+        """Note how many blocks there can be; None: nobody knows yet.
+
+        What was admitted before the number is known can be had all the same.
+        """
         if self._most is None and num_blocks is not None:
             self._least = [max(g.num_blocks, 1 + g.num_needed) for g in self.groups]
         self._most = num_blocks
@@ -74,17 +77,17 @@ class WindowGroups:
             group.most = math.inf if num_blocks is None else max(least, self._share_of(num_blocks))
 
     def stop_growing(self) -> None:
-        """There is no memory for more window blocks."""
+        """Allow no more window blocks than there are: there is no memory."""
         for group in self.groups:
             group.most = group.num_blocks
 
     def reset(self, num_blocks: int) -> None:
-        """Forget all, and start anew with those that go with so many blocks; no block is in use."""
+        """Forget all, and start anew with the window blocks that go with `num_blocks` blocks; no block is in use."""
         for group in self.groups:
             group.reset(self._share_of(num_blocks))
 
     def num_needed(self, namespace: bytes | None = None) -> list[int]:
-        """Of each group, the window blocks that somebody needs; given a namespace, of its blocks."""
+        """Return for each group the number of window blocks that somebody needs; given a namespace, of its blocks."""
         if namespace is None:
             return [group.num_needed for group in self.groups]
         own = [allocation for allocation in self._allocator.allocations() if allocation.namespace == namespace]
@@ -92,7 +95,7 @@ class WindowGroups:
 
     @property
     def have_room(self) -> bool:
-        """Whether there can be as many window blocks as somebody needs."""
+        """True if there can be as many window blocks as somebody needs."""
         return all(group.num_needed < group.most for group in self.groups)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What a tier is, whatever it keeps contents in, and by what a content is found there."""
+"""Defines what a tier is, wherever it keeps contents, and the names by which contents are found there."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,18 +12,22 @@ from ..kv.contents import Part
 
 BLOCKS, STATES = "blocks", "states"
 Kind = str | int
-"""What of a block is kept: BLOCKS, the layers that see all tokens; a window, those that see it; STATES, a snapshot at its end."""
+"""Kind of content that a block has.
+
+BLOCKS stands for the layers that see all tokens, a window for the layers that see it, STATES for a snapshot at the
+block's end.
+"""
 
 Rows = Sequence[Tensor]
-"""[N, bytes] of each part of a kind: what N blocks hold."""
+"""Contents of one kind: for each part of the kind a tensor [N, bytes], with what N blocks hold."""
 
 
 class Name(NamedTuple):
-    """By what a content is found. A hit needs hash and namespace to be equal."""
+    """`Name` identifies a content. A content is found if hash and namespace are equal."""
 
     block_hash: BlockHash
     namespace: bytes
-    root: bytes = b""  # that its sequence begins with, where that is known; b"": no file may have the content
+    root: bytes = b""  # root of the block's sequence, where it is known; b"": no file may have the content
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Name) and self[:2] == other[:2]
@@ -33,13 +37,13 @@ class Name(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """Of the hash."""
+        """Digest of the block's hash."""
         return self.block_hash.digest
 
 
 @dataclass(slots=True)
 class TierCounts:
-    """Contents that a tier was given, read back, gave up, and did not take."""
+    """`TierCounts` counts the contents that a tier was given, gave back, dropped, and did not take."""
 
     num_down: int = 0
     num_up: int = 0
@@ -48,11 +52,13 @@ class TierCounts:
 
 
 class Tier(ABC):
-    """Contents of blocks by name, within a budget. The store's lock is held, but for `load` of files.
+    """`Tier` keeps contents of blocks by name, within a budget.
+
+    The caller holds the store's lock, but for `load` of files.
 
     Attributes:
         name: "host" or "disk".
-        max_bytes: that it may take.
+        max_bytes: most bytes that the tier may take.
     """
 
     name: str
@@ -63,59 +69,71 @@ class Tier(ABC):
 
     @abstractmethod
     def entries(self, kind: Kind) -> Mapping[bytes, tuple[Name, Any]]:
-        """Digest -> name and place of each content of a kind; places have a `position` in the order in which contents lie."""
+        """Return digest -> name and place of each content of a kind.
+
+        Places have a `position`; sorted by it, they are in the order in which the contents lie.
+        """
 
     @abstractmethod
     def parts_of(self, kind: Kind) -> tuple[Part, ...]:
-        """What a row of this kind is made of."""
+        """Return the parts of which a row of this kind is made."""
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Taken now."""
+        """Bytes that the tier takes now."""
 
     def place_of(self, kind: Kind, name: Name) -> Any:
-        """Where a content is; None where it is not, or the digest has other tokens or another namespace."""
+        """Return the place of a content.
+
+        Returns None if the content is not here, or if the digest stands for other tokens or another namespace.
+        """
         entry = self.entries(kind).get(name.digest)
         return entry[1] if entry is not None and entry[0] == name else None
 
     def has(self, kind: Kind, name: Name) -> bool:
-        """Whether this content is here."""
+        """Return whether this content is here."""
         return self.place_of(kind, name) is not None
 
     def num_of(self, kind: Kind, namespace: bytes | None = None) -> int:
-        """Contents of a kind, of one namespace or of all."""
+        """Return the number of contents of a kind, of one namespace or of all."""
         entries = self.entries(kind)
         return len(entries) if namespace is None else sum(name.namespace == namespace for name, _ in entries.values())
 
     def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
-        """Those that are here, in the order in which they lie, so that few copies load many."""
+        """Return the names whose contents are here, in the order in which the contents lie.
+
+        So few copies load many contents.
+        """
         place_of = {name: place for name in names if (place := self.place_of(kind, name)) is not None}
         return sorted(place_of, key=lambda name: place_of[name].position)
 
-    def hold(self, kind: Kind, names: Iterable[Name]) -> object:  # of files: who reads one has it open
-        """Nothing takes the place of these contents as long as the returned object lives."""
+    def hold(self, kind: Kind, names: Iterable[Name]) -> object:  # whoever reads a file has it open
+        """Keep these contents from being replaced as long as the returned object lives."""
         return None
 
     @abstractmethod
     def touch(self, kind: Kind, names: Iterable[Name]) -> None:
-        """They are used, and go last."""
+        """Note that these contents are used, so that they are dropped last."""
 
     @abstractmethod
     def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool) -> None:
-        """Keep contents that are not here yet, as far as there is room; copies are launched and not waited for.
+        """Keep contents that are not here yet, as far as there is room. Copies are launched and not waited for.
 
         Args:
-            rows: of each part, on its device or on the host; the host's are kept as they are.
-            may_wait: a content that goes from here to the next tier may be waited for.
+            rows: rows of each part, on its device or on the host; rows on the host are kept as they are.
+            may_wait: True if the caller may wait for a content that goes from here to the next tier.
         """
 
     @abstractmethod
     def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
-        """Of each part, rows in the order of the names, in some tensors. The names are `in_order`'s.
+        """Return, for each part, the rows in the order of the names, in some tensors.
+
+        Args:
+            names: names as `in_order` returns them.
 
         Raises:
-            OSError: a file is not there, or not what was written; nothing of it is found from here on.
+            OSError: a file is not there, or not what was written; nothing of this file is found from here on.
         """
 
     @abstractmethod
@@ -126,5 +144,5 @@ class Tier(ABC):
     def reset(self) -> None:
         """Keep nothing, and give memory and files back."""
 
-    def check(self) -> None:  # noqa: B027  # nothing of files follows from anything else
+    def check(self) -> None:  # noqa: B027  # a tier of files has no invariants
         """Prove the tier's invariants, or raise BlockStateError."""

@@ -1,9 +1,9 @@
-"""The disk tier: contents in files of one folder, found by the names that this process has for them. A folder in shared memory makes it
-a host tier for a CPU, and for all processes on it.
+"""The disk tier keeps contents in files of one folder.
 
-What is evicted is gathered in memory, up to a few MB, and written by a thread; until then it is found there. Nobody who computes waits
-for a file to be written. Whatever fails is a miss. Files are dropped whole, the least recently used first. What has a name that other
-processes understand is written, and what they write is found; all else is not written.
+A folder in shared memory makes it a host tier for a CPU, and for all processes on it. What is evicted is gathered in
+memory, up to a few MB, and written by a thread; until then it is found in memory. Nobody who computes waits for a file
+to be written. Whatever fails is a miss. Files are dropped whole, the least recently used first. Only contents are
+written whose names other processes understand, and what those processes write is found here, too.
 """
 
 import logging
@@ -31,17 +31,17 @@ from .sharing import Origin, Sharing
 
 logger = logging.getLogger("hf_paged_cache")
 
-_RUN_BYTES = 2**23  # of rows, gathered before a file is written
-_MOST_WAITING_BYTES = 2**29  # in memory and not yet written; beyond that, what is evicted is lost
-_LEAST_FILES = 4  # that the budget is to hold
-_DEFAULT_SHARE = 0.5  # of what the folder's disk has free
+_RUN_BYTES = 2**23  # bytes of rows that are gathered before a file is written
+_MOST_WAITING_BYTES = 2**29  # bytes in memory and not yet written; beyond that, what is evicted is lost
+_LEAST_FILES = 4  # number of files that the budget is to hold
+_DEFAULT_SHARE = 0.5  # share of what the folder's disk has free
 
 
 class _Place(NamedTuple):
-    """Where a content lies."""
+    """`_Place` says where a content lies."""
 
     run: Run
-    row: int  # among the run's of its kind
+    row: int  # number of the content's row among the run's rows of its kind
 
     @property
     def position(self) -> tuple[str, int]:
@@ -49,17 +49,17 @@ class _Place(NamedTuple):
 
 
 class DiskTier(Tier):
-    """Contents in files of one folder, at most `max_bytes`.
+    """`DiskTier` keeps contents in files of one folder, at most `max_bytes`.
 
     Args:
-        folder: made if it is not there.
-        max_bytes: of all files, those of other processes too; None: half of what is free there now; 0: it is only read, and
-            what is wrong is noted and not logged.
-        sharing: what other processes understand of its contents.
+        folder: folder of the files; it is made if it is not there.
+        max_bytes: most bytes of all files, also of those that other processes write. None: half of what is free there
+            now. 0: files are only read, and what is wrong with one is noted and not logged.
+        sharing: what other processes understand of the contents.
 
     Attributes:
-        num_read_bytes: of rows, so far.
-        run_bytes: gathered before a file is written.
+        num_read_bytes: bytes of rows read so far.
+        run_bytes: bytes that are gathered before a file is written.
 
     Raises:
         CacheArgumentError: the folder cannot be made or written.
@@ -73,7 +73,7 @@ class DiskTier(Tier):
         try:
             if max_bytes != 0:
                 self._folder.make()
-                (path / ".lock").touch(0o600)  # whether it can be written
+                (path / ".lock").touch(0o600)  # raises if the folder cannot be written
             free = shutil.disk_usage(path).free
         except OSError as error:
             raise CacheArgumentError(
@@ -87,18 +87,18 @@ class DiskTier(Tier):
         self._begin()
 
     def _begin(self) -> None:
-        """Find nothing yet."""
+        """Begin without any content."""
         self._pid = os.getpid()
         self._entries: dict[Kind, dict[bytes, tuple[Name, _Place]]] = {}
         self._parts: dict[Kind, tuple[Part, ...]] = {}
-        self._runs: dict[Path, Run] = {}  # files, and what becomes one; of those with a problem nothing is found
+        self._runs: dict[Path, Run] = {}  # runs that are files or become one; nothing is found of a run with a problem
         self._open: dict[bytes, Run] = {}  # digest of a model -> the run that gathers what it has computed
-        self._waiting: list[Run] = []  # in memory
+        self._waiting: list[Run] = []  # runs in memory
         self._writer = ThreadPoolExecutor(1, "hf_paged_cache tiers")
         self._end = finalize(self, _write_rest, self._pid, self._open, self._folder)
 
     def _settle(self) -> None:
-        """In a forked child, what waits to be written is the parent's: begin anew. Files are found again."""
+        """Begin anew in a forked child, since what waits to be written is the parent's. Files are found again."""
         if self._pid != os.getpid():
             self._end.detach()
             self._folder = Folder(self._folder.path, self.max_bytes)
@@ -119,12 +119,12 @@ class DiskTier(Tier):
 
     @property
     def problems(self) -> dict[str, str]:
-        """Path -> what is wrong with a file; nothing of it is found."""
+        """Path of a file -> what is wrong with it; nothing of such a file is found."""
         return {str(run.path): run.problem for run in self._runs.values() if run.problem is not None}
 
     @property
     def num_bytes(self) -> int:
-        """Of files that are found, and of rows that wait to be written."""
+        """Bytes of files whose contents are found, and of rows that wait to be written."""
         return sum(run.num_bytes for run in self._runs.values() if run.problem is None)
 
     def touch(self, kind: Kind, names: Iterable[Name]) -> None:
@@ -134,7 +134,10 @@ class DiskTier(Tier):
                 self._folder.use(run.path)
 
     def _entries_for(self, kind: Kind, parts: Sequence[Part]) -> dict[bytes, tuple[Name, _Place]]:
-        """Rows of a kind are made of these parts from here on; what is made of others is found no more."""
+        """Return the entries of a kind whose rows are made of these parts from here on.
+
+        Contents that are made of other parts are found no more.
+        """
         if self._parts.get(kind) != tuple(parts):
             self._parts[kind], self._entries[kind] = tuple(parts), {}
         return self._entries[kind]
@@ -184,13 +187,16 @@ class DiskTier(Tier):
         self.counts.num_down += len(names)
         if run.num_bytes >= self.run_bytes:
             del self._open[model.digest]
-            with suppress(RuntimeError):  # the process ends
+            with suppress(RuntimeError):  # raised where the process ends
                 self._writer.submit(_write, run, self._folder)
 
     def look(self) -> list[Run]:
-        """Files that have come since this was asked last, of whatever model; those that have gone are found no more."""
+        """Return the files, of whatever model, that have come since the last call.
+
+        Files that have gone are found no more.
+        """
         self._settle()
-        written = [run for run in self._runs.values() if not run.is_in_memory]  # others are there soon
+        written = [run for run in self._runs.values() if not run.is_in_memory]  # the files of other runs are there soon
         try:
             paths = self._folder.changed_paths()
         except OSError as error:
@@ -213,14 +219,15 @@ class DiskTier(Tier):
     def adopt(
         self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[BlockHash], Name | None]
     ) -> None:
-        """What a file has is found from here on.
+        """Let the contents of a file be found from here on.
 
         Args:
-            parts_of: of each of its kinds, what rows are made of here; None: they cannot be used here.
-            name_of: what this process calls a block; None: nothing.
+            parts_of: kind -> parts of which rows of this kind are made here; None: rows of this kind cannot be used
+                here.
+            name_of: returns the name of a block in this process; None: the block is not to be found.
         """
         file = run.file
-        assert file is not None  # it was found
+        assert file is not None  # `look` has found the file
         for content in file.contents:
             if (parts := parts_of[content.kind]) is not None:
                 entries = self._entries_for(content.kind, parts)
@@ -229,7 +236,7 @@ class DiskTier(Tier):
                         entries[name.digest] = name, _Place(run, row)
 
     def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
-        """See `Tier.load`; rows of the host. No lock need be held."""
+        """Load rows into host memory; see `Tier.load`. The caller need not hold the lock."""
         places = [place for name in names if (place := self.place_of(kind, name)) is not None]
         if len(places) < len(names):
             raise OSError("contents were dropped that are to be read")
@@ -247,7 +254,10 @@ class DiskTier(Tier):
         return loaded
 
     def _lose(self, run: Run, error: Exception) -> None:
-        """A file cannot be read: nothing of it is found any more, and what is damaged is written anew with the next blocks."""
+        """Note that a file cannot be read: nothing of it is found any more.
+
+        A damaged file is removed, so that its blocks are written anew with the next ones.
+        """
         run.problem = str(error)
         if self.max_bytes and not isinstance(error, FileNotFoundError):
             _warn_once(self._folder.path, f"has what is not used: {error}")
@@ -255,7 +265,7 @@ class DiskTier(Tier):
                 remove(run.path)
 
     def _forget(self, gone: Collection[Run]) -> None:
-        """Nothing of these runs is found any more."""
+        """Forget these runs and all their contents."""
         for kind, entries in self._entries.items() if gone else ():
             self._entries[kind] = {digest: each for digest, each in entries.items() if each[1].run not in gone}
             self.counts.num_dropped += len(entries) - len(self._entries[kind])
@@ -263,11 +273,11 @@ class DiskTier(Tier):
             del self._runs[run.path]
 
     def forget_namespace(self, namespace: bytes) -> None:
-        if not namespace:  # what has a salt is in no file
+        if not namespace:  # no file has contents with a salt
             self.reset()
 
     def reset(self) -> None:
-        """Find nothing any more, and remove all files that this process has written. Those of others stay."""
+        """Find nothing any more, and remove all files that this process has written. Files of other processes stay."""
         self._settle()
         for run in self._runs.values():
             if run.is_ours:
@@ -286,7 +296,7 @@ class DiskTier(Tier):
 
 
 def _chosen(rows: Tensor, at: Sequence[int]) -> Tensor:
-    """Some rows; where they lie, if side by side, for a list of numbers would be sent to the device."""
+    """Return some rows, as a view if they lie side by side: a list of numbers would be sent to the device."""
     return rows[at[0] : at[0] + len(at)] if at[-1] - at[0] + 1 == len(at) else rows[[*at]]
 
 
@@ -299,7 +309,7 @@ def _write(run: Run, folder: Folder) -> None:
 
 
 def _write_rest(pid: int, gathering: Mapping[bytes, Run], folder: Folder) -> None:
-    """The store has gone, or the process ends: what is not written yet is."""
+    """Write what is not written yet, as the store has gone or the process ends."""
     if os.getpid() == pid:
         for run in gathering.values():
             _write(run, folder)

@@ -1,7 +1,8 @@
-"""Owns the files of one folder that several processes write, read and remove in at once: which there are, that all of them take no
-more than the budget, and which go first: those whose time of last use, kept as the file's own, is the oldest.
+"""Owns the files of one folder in which several processes write, read and remove files at once.
 
-Says nothing of what is in them. A file is whole as soon as it has its name, and no other file ever gets this name.
+It knows which files there are, keeps them within the budget, and decides which ones go first: those whose time of last
+use, kept as the file's own time, is the oldest. It says nothing of what is in them. A file is whole as soon as it has
+its name, and no other file ever gets this name.
 """
 
 import contextlib
@@ -16,40 +17,42 @@ from filelock import FileLock
 from ..blocks.arguments import OWNERS_ALONE
 from .saved_file import saved_paths
 
-_LOCK = ".lock"  # whoever writes holds it
-_NS_OF_A_CLOCK = 2 * 10**9  # a change that is younger may be followed by one at the same time
-_NS_BETWEEN_USES = 10 * 10**9  # that are told to others
-_MOST_SECONDS = 30.0  # that others are waited for
+_LOCK = ".lock"  # name of the lock that whoever writes holds
+_NS_OF_A_CLOCK = 2 * 10**9  # a younger change may be followed by another one at the same time
+_NS_BETWEEN_USES = 10 * 10**9  # least time between two uses of a file that are told to others
+_MOST_SECONDS = 30.0  # longest wait for others that write
 
 
 class Folder:
-    """The files of one folder.
+    """`Folder` holds the files of one folder.
 
     Args:
-        path: where.
-        max_bytes: of all its files.
+        path: path of the folder.
+        max_bytes: most bytes of all its files.
         mode: permissions of files that are written, whatever the umask is.
     """
 
     def __init__(self, path: Path, max_bytes: float = math.inf, mode: int = OWNERS_ALONE) -> None:
         self.path, self.max_bytes, self.mode = path, max_bytes, mode
-        self._looked_at: int | None = None  # when the folder had changed last
-        self._is_settled = False  # nothing that has happened since looks as if it had not
+        self._looked_at: int | None = None  # time of the folder's last change, as seen by the last look
+        self._is_settled = False  # True if any later change shows in that time
 
     def make(self) -> None:
-        """Make it where it is not there: whoever may read its files may enter it. One that is there keeps its permissions.
+        """Make the folder if it is not there. A folder that is there keeps its permissions.
+
+        Whoever may read the folder's files may enter it.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be made.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
-            kept = self.path.stat().st_mode & 0o7000  # such as that files are of the folder's group
+            kept = self.path.stat().st_mode & 0o7000  # such as the bit by which files get the folder's group
             self.path.chmod(kept | self.mode | (self.mode & 0o444) >> 2)
 
     def changed_paths(self) -> list[Path] | None:
-        """All whole files; None where none has come or gone since this was asked last.
+        """Return all whole files; None if no file has come or gone since the last call.
 
         Cost: while others write, the names of all files; else one look at the folder.
 
@@ -63,15 +66,17 @@ class Folder:
         return saved_paths(self.path)
 
     def write(self, path: Path, data: bytes) -> None:
-        """Write a file whole, or not at all; what was used least goes for it. Others wait meanwhile.
+        """Write a file whole, or not at all. Other processes wait meanwhile.
+
+        The least recently used files make room for it.
 
         Raises:
-            OSError: it cannot be written, or others write for too long; nothing is left of it.
+            OSError: the file cannot be written, or others write for too long; nothing is left of the file.
         """
         if not self.path.is_dir():
             raise FileNotFoundError(f"there is no folder {self.path} any more")
         with FileLock(self.path / _LOCK, timeout=_MOST_SECONDS, mode=self.mode):
-            for left_behind in self.path.glob(".*.unfinished"):  # by a process that died
+            for left_behind in self.path.glob(".*.unfinished"):  # files of a process that died
                 remove(left_behind)
             self._make_room(len(data))
             unfinished = self.path / f".{uuid4().hex}.unfinished"
@@ -92,7 +97,7 @@ class Folder:
             raise OSError(f"a file of {num_bytes} bytes has no room in {self.max_bytes}")
         found = []
         for path in saved_paths(self.path):
-            with contextlib.suppress(OSError):  # gone since
+            with contextlib.suppress(OSError):  # the file has gone since
                 state = path.stat()
                 found.append((state.st_mtime_ns, path, state.st_size))
         taken = sum(size for _, _, size in found)
@@ -103,7 +108,7 @@ class Folder:
             taken -= size
 
     def use(self, path: Path) -> None:
-        """A file is used now: all processes are to keep it longer than others."""
+        """Note that a file is used now, so that all processes keep it longer than others."""
         with contextlib.suppress(OSError):
             if time.time_ns() - path.stat().st_mtime_ns > _NS_BETWEEN_USES:
                 os.utime(path)

@@ -1,7 +1,7 @@
-"""The host tier: contents of blocks in pinned host memory, for pools on an accelerator.
+"""The host tier keeps contents of blocks in pinned host memory, for pools on an accelerator.
 
-Copies to it and from it are in one order with what the device computes, and the host waits for none of them. Who reads a content
-with the host's own instructions asks whether it has arrived.
+Copies to it and from it are in one order with what the device computes, and the host waits for none of them. Whoever
+reads a content with the host's own instructions asks first whether the content has arrived.
 """
 
 import logging
@@ -23,7 +23,7 @@ _MAX_SLAB_BYTES = 2**26
 
 
 class _Slab:
-    """A piece of pinned memory: for each part, rows side by side."""
+    """`_Slab` is a piece of pinned memory with rows side by side, for each part."""
 
     def __init__(self, first: int, num_rows: int, num_bytes: int, parts: Sequence[Part]) -> None:
         is_pinned = parts[0].device.type != "cpu"
@@ -36,7 +36,7 @@ class _Slab:
 
 
 class _Place(NamedTuple):
-    """Where a content lies, and when it has arrived there."""
+    """`_Place` says where a content lies, and when it has arrived there."""
 
     position: int
     arrival: Sequence[torch.Event]
@@ -47,18 +47,20 @@ class _Place(NamedTuple):
 
 
 class Hold:
-    """Contents that keep their places as long as this object lives: who holds them may be interrupted anywhere."""
+    """`Hold` keeps contents in their places as long as it lives, also if its holder is interrupted anywhere."""
 
     def __init__(self, names: Iterable[Name]) -> None:
         self.digests = {name.digest for name in names}
 
 
 class _Shelf:
-    """The contents of one kind, the least recently used first, in slots of one size; slabs of these are taken as they are needed.
+    """`_Shelf` holds the contents of one kind, the least recently used first, in slots of one size.
+
+    Slabs of slots are taken as they are needed.
 
     Args:
-        parts: what a row is made of.
-        max_bytes: of all slabs.
+        parts: parts of which a row is made.
+        max_bytes: most bytes of all slabs.
     """
 
     def __init__(self, parts: Sequence[Part], max_bytes: int) -> None:
@@ -66,7 +68,7 @@ class _Shelf:
         self.row_bytes = sum(part.num_bytes for part in parts)
         self.max_bytes = max_bytes
         self.entries: OrderedDict[bytes, tuple[Name, _Place]] = OrderedDict()
-        self.free: deque[int] = deque()  # slots, in the order in which they are taken
+        self.free: deque[int] = deque()  # free slots, in the order in which they are taken
         self.holds: WeakSet[Hold] = WeakSet()
         self._slabs: list[_Slab] = []
 
@@ -75,20 +77,23 @@ class _Shelf:
         return sum(slab.num_bytes for slab in self._slabs)
 
     def take(self) -> int | None:
-        """A free slot; None where there is none, and no memory for more."""
+        """Take a free slot; return None if there is none, and no memory for more."""
         if not self.free:
             self._grow()
         return self.free.popleft() if self.free else None
 
     def _grow(self) -> None:
-        """Take one slab more, within the budget: powers of two, as pinned memory is dealt out in these."""
+        """Take one more slab, within the budget.
+
+        Its bytes are a power of two, as pinned memory is dealt out in powers of two.
+        """
         left = self.max_bytes - self.num_bytes
         wanted = max(_MAX_SLAB_BYTES, 1 << (self.row_bytes - 1).bit_length())
         num_bytes = 1 << (min(left, wanted).bit_length() - 1) if left > 0 else 0
         num_rows = num_bytes // self.row_bytes
         if not num_rows:
             return
-        first = self._slabs[-1].stop + 1 if self._slabs else 0  # not side by side with the slab before
+        first = self._slabs[-1].stop + 1 if self._slabs else 0  # a gap: not side by side with the slab before
         try:
             slab = _Slab(first, num_rows, num_bytes, self.parts)
         except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -106,12 +111,12 @@ class _Shelf:
         return [slot for slab in self._slabs for slot in range(slab.first, slab.stop)]
 
     def derive(self) -> None:
-        """What is free."""
+        """Derive which slots are free."""
         used = {place.position for _, place in self.entries.values()}
         self.free = deque(slot for slot in self._slots() if slot not in used)
 
     def rows_at(self, part: int, slot: int, num_slots: int) -> Tensor:
-        """Rows of slots side by side, where they lie."""
+        """Return rows of slots side by side, where they lie."""
         slab = next(slab for slab in self._slabs if slab.first <= slot < slab.stop)
         return slab.rows[part][slot - slab.first : slot - slab.first + num_slots]
 
@@ -126,11 +131,13 @@ class _Shelf:
 
 
 class HostTier(Tier):
-    """Contents in host memory, at most `max_bytes`; the least recently used goes to the tier below, or is dropped.
+    """`HostTier` keeps contents in host memory, at most `max_bytes`.
+
+    The least recently used content goes to the tier below, or is dropped.
 
     Args:
-        max_bytes: of memory taken.
-        below: the next tier.
+        max_bytes: most bytes of memory taken.
+        below: next tier.
     """
 
     name = "host"
@@ -144,10 +151,10 @@ class HostTier(Tier):
         return f"HostTier({self.num_bytes} of {self.max_bytes} bytes)"
 
     def lay_out(self, parts: Mapping[Kind, Sequence[Part]], shares: Mapping[Kind, float]) -> None:
-        """Contents look like this from here on; kinds that look otherwise than before are forgotten.
+        """Use these parts of each kind from here on. Contents of kinds that had other parts are forgotten.
 
         Args:
-            shares: of the budget, of each kind.
+            shares: kind -> its share of the budget.
         """
         layout = {kind: tuple(made) for kind, made in parts.items() if made}
         kept = self._shelves if self._shelves.keys() == layout.keys() else {}
@@ -187,7 +194,7 @@ class HostTier(Tier):
         new = [index for index, name in enumerate(names) if name.digest not in shelf.entries]
         try:
             slots = self._take(kind, shelf, len(new), may_wait=may_wait)
-            indices = new[len(new) - len(slots) :]  # those that were used last
+            indices = new[len(new) - len(slots) :]  # contents that were used last
             for number, of_part in enumerate(rows):
                 for start, length in runs(slots):
                     for first, count in runs(indices[start : start + length]):
@@ -205,13 +212,13 @@ class HostTier(Tier):
             self._pass_on(kind, parts, [names[index] for index in refused], [each[refused] for each in rows], may_wait)
 
     def _pass_on(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, may_wait: bool) -> None:
-        """There is no room here: contents go past this tier to the one below, if there is one."""
+        """Pass contents for which there is no room here to the tier below, if there is one."""
         self.counts.num_refused += len(names)
         if self._below is not None:
             self._below.put(kind, parts, names, rows, may_wait=may_wait)
 
     def _take(self, kind: Kind, shelf: _Shelf, number: int, *, may_wait: bool) -> list[int]:
-        """Up to so many slots; what was used least goes for them, but for what is held."""
+        """Take up to `number` slots. The least recently used contents make room, but for those that are held."""
         slots: list[int] = []
         held: set[bytes] | None = None
         while len(slots) < number:
@@ -230,7 +237,10 @@ class HostTier(Tier):
         return sorted(slots)
 
     def _send_below(self, kind: Kind, shelf: _Shelf, name: Name, place: _Place, *, may_wait: bool) -> None:
-        """The tier below copies a content before its slot is written anew; one that has not arrived is waited for, or is lost."""
+        """Let the tier below copy a content before its slot is written anew.
+
+        A content that has not arrived is waited for if that is allowed; else it is lost.
+        """
         below = self._below
         if below is None:
             return
@@ -246,9 +256,9 @@ class HostTier(Tier):
         below.put(kind, shelf.parts, (name,), rows, may_wait=may_wait)
 
     def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
-        """Of each part, rows in the order of the names, where they lie: to be copied from, by the device alone."""
+        """Return, for each part, rows in the order of the names, where they lie: only the device may copy from them."""
         shelf = self._shelves[kind]
-        slots = [shelf.entries[name.digest][1].position for name in names]  # all are held
+        slots = [shelf.entries[name.digest][1].position for name in names]  # all names are held
         self.counts.num_up += len(names)
         return [
             [shelf.rows_at(number, slots[start], length) for start, length in runs(slots)]
@@ -273,7 +283,12 @@ class HostTier(Tier):
 
 
 def shares_of(kinds: Mapping[Kind, int], weights: Mapping[Kind, float]) -> dict[Kind, float]:
-    """The part of a budget that each kind gets, where a content of it takes so many bytes, and there are so many for each block."""
+    """Return the share of a budget that each kind gets.
+
+    Args:
+        kinds: kind -> bytes of a content of this kind.
+        weights: kind -> number of its contents for each block.
+    """
     wanted = {kind: num_bytes * weights[kind] for kind, num_bytes in kinds.items()}
     total = sum(wanted.values())
     return {kind: number / total for kind, number in wanted.items()} if total else {}

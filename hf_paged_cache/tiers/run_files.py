@@ -1,6 +1,7 @@
-"""Runs: rows of contents that are one file, or become one. The disk tier writes what was evicted so, and `save` what is cached.
+"""Owns runs: rows of contents that are one file, or become one.
 
-A run is found in memory until its file is written, and from then on in the file. What others have written is a run, too.
+The disk tier writes what was evicted as runs, and `save` what is cached. A run is found in memory until its file is
+written, and in the file from then on. A file that others have written is a run, too.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,26 +20,26 @@ from .saved_file import Identity, SavedContents, SavedFile, encoded, read_rows
 
 
 class _Chunk(NamedTuple):
-    """Rows of one kind that came in at once. Copies from a device may be on the way."""
+    """`_Chunk` has rows of one kind that came in at once. Copies from a device may be on the way."""
 
     names: Sequence[Name]
-    rows: Sequence[Tensor]  # of each part, [N, bytes]
+    rows: Sequence[Tensor]  # rows of each part, [N, bytes]
     arrival: Sequence[torch.Event]
 
 
 class Run:
-    """Rows of contents of one model.
+    """`Run` has rows of contents of one model.
 
     Args:
-        path: of the file.
-        model: whose they are.
-        is_there: others have written the file; else rows are added until it is written.
+        path: path of the file.
+        model: model that computed the contents.
+        is_there: True if others have written the file; else rows are added until it is written.
 
     Attributes:
-        file: what the file says, once it is written.
-        num_bytes: of the file, or of the rows as long as it is not written.
-        is_ours: this process has written it, or will.
-        problem: why nothing of it is found; None: it is.
+        file: what the file says of itself, once it is written.
+        num_bytes: bytes of the file, or of the rows as long as the file is not written.
+        is_ours: True if this process has written the file, or will write it.
+        problem: why nothing of the run is found; None: there is no problem.
     """
 
     def __init__(self, path: Path, model: Identity | None = None, *, is_there: bool = False) -> None:
@@ -49,12 +50,12 @@ class Run:
         self._model = model
         self._parts: dict[Kind, tuple[Part, ...]] = {}
         self._roots: dict[RootFacts, None] = {}
-        self._chunks: dict[Kind, list[_Chunk]] | None = None if is_there else {}  # None: not in memory
+        self._chunks: dict[Kind, list[_Chunk]] | None = None if is_there else {}  # None: the run is not in memory
         self._is_dropped = False
 
     @property
     def is_in_memory(self) -> bool:
-        """Whether it has not been written yet."""
+        """True if the run has not been written yet."""
         return self._chunks is not None
 
     def add(
@@ -66,11 +67,14 @@ class Run:
         roots: Collection[RootFacts],
         arrival: Sequence[torch.Event] = (),
     ) -> int:
-        """More rows, as long as it was not given to be written; returns the number of their first among those of their kind.
+        """Add rows to a run that is not being written yet.
 
         Args:
-            rows: of each part, [N, bytes].
-            roots: of these contents' sequences.
+            rows: rows of each part, [N, bytes].
+            roots: roots of these contents' sequences.
+
+        Returns:
+            The number of the first row among the rows of its kind.
         """
         assert self._chunks is not None
         self._parts.setdefault(kind, tuple(parts))
@@ -81,10 +85,10 @@ class Run:
         return sum(len(chunk.names) for chunk in before)
 
     def write(self, folder: Folder) -> None:
-        """Let the file have the rows.
+        """Write the rows into the file.
 
         Raises:
-            OSError: it cannot be written; the rows are lost.
+            OSError: the file cannot be written; the rows are lost.
         """
         try:
             if self._chunks and not self._is_dropped:
@@ -114,7 +118,7 @@ class Run:
         return encoded(said, rows)
 
     def read(self, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
-        """Of each part of a kind, these rows, on the host.
+        """Return these rows of each part of a kind, on the host.
 
         Raises:
             OSError, DamagedFileError: the file is not there, or not what was written.
@@ -126,14 +130,14 @@ class Run:
         return read_rows(self.file, kind, rows)
 
     def drop(self) -> None:
-        """Nobody asks for it any more: its file goes, written already or not."""
+        """Remove the file, written already or not: nobody asks for it any more."""
         self._is_dropped = True
         if self.file is not None:
             remove(self.path)
 
 
 def _joined(chunks: Sequence[_Chunk]) -> list[Tensor]:
-    """The rows of each part, once all have arrived."""
+    """Return the rows of each part, once all have arrived."""
     for chunk in chunks:
         for event in chunk.arrival:
             event.synchronize()

@@ -1,7 +1,7 @@
-"""Owns the format of a file of blocks, which `save` and the disk tier write: its bytes, and what is checked before any of it is used.
+"""Owns the format of a file of blocks, which `save` and the disk tier write, and the checks before a file is used.
 
-A file is in the safetensors format: for each kind of content, and each part of it, one tensor of bytes, [N, bytes of a row], a row
-for each block. Its manifest, JSON in the metadata, says what the rows are: see `SavedFile`.
+A file is in the safetensors format. For each part of each kind of content it has one tensor of bytes, [N, bytes of a
+row], with a row for each block. Its manifest, JSON in the metadata, says what the rows are: see `SavedFile`.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64,
 
 
 class DamagedFileError(SavedBlocksError):
-    """Raised for a file that one of us has written, and that is no longer what was written."""
+    """Raised for a file that this package has written, and that is no longer what was written."""
 
 
 class Identity(Protocol):
-    """A model, told so that it means the same everywhere; see `ModelIdentity`."""
+    """`Identity` describes a model so that the description means the same in every process; see `ModelIdentity`."""
 
     @property
     def facts(self) -> Mapping[str, str]: ...
@@ -52,13 +52,13 @@ class Identity(Protocol):
 
 
 class SavedContents(NamedTuple):
-    """What a file has of one kind.
+    """`SavedContents` says what a file has of one kind.
 
     Attributes:
-        kind: see `Kind`.
-        parts: of a row.
-        blocks: the block of each row, by its number in the file.
-        checksums: of each part, of each row: XXH3, 128 bits.
+        kind: kind of the contents; see `Kind`.
+        parts: parts of a row.
+        blocks: for each row, the number of its block in the file.
+        checksums: for each part, the checksum of each row: XXH3, 128 bits.
     """
 
     kind: Kind
@@ -68,16 +68,17 @@ class SavedContents(NamedTuple):
 
 
 class SavedFile(NamedTuple):
-    """What a file says of itself.
+    """`SavedFile` holds what a file says of itself.
 
     Attributes:
-        path: where it is.
-        num_bytes: of the file.
+        path: path of the file.
+        num_bytes: bytes of the file.
         block_size: tokens of a block.
-        facts, settings: of the model, see `ModelIdentity`.
-        roots: that its blocks begin from, with `facts_digest` in place of a process's digest of the model.
-        blocks: those that it names. A digest is of the parent's and the tokens; the parent is one of these, a root, or in another file.
-        contents: what it holds of them.
+        facts, settings: facts and settings of the model; see `ModelIdentity`.
+        roots: roots of the file's blocks, with `facts_digest` in place of a process's digest of the model.
+        blocks: blocks that the file names. A block's digest covers its parent and its tokens. The parent is one of
+            these blocks, a root, or in another file.
+        contents: contents of these blocks that the file holds.
     """
 
     path: Path
@@ -90,31 +91,31 @@ class SavedFile(NamedTuple):
     contents: tuple[SavedContents, ...]
 
     def content(self, kind: Kind) -> SavedContents:
-        """What it holds of a kind."""
+        """Return what the file holds of a kind."""
         return next(content for content in self.contents if content.kind == kind)
 
 
 def facts_digest(facts: Mapping[str, str]) -> bytes:
-    """32 bytes that are the same for models with equal facts."""
+    """Return 32 bytes that are the same for models with equal facts."""
     return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest()
 
 
 def new_path(folder: Path) -> Path:
-    """Of a file that is not there yet."""
+    """Return the path of a file that is not there yet."""
     return folder / f"{uuid4().hex}.safetensors"
 
 
 def saved_paths(folder: Path) -> list[Path]:
-    """Files that may hold saved blocks, in the order of their names."""
+    """Return the files that may hold saved blocks, in the order of their names."""
     return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" and not path.name.startswith("."))
 
 
 def encoded(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> tuple[SavedFile, bytes]:
-    """A file with checksums and size, and its bytes.
+    """Return a file with checksums and size, and its bytes.
 
     Args:
-        file: what it says.
-        rows: kind -> of each part, [N, bytes].
+        file: what the file says of itself, but for checksums and size.
+        rows: kind -> rows of each part, [N, bytes].
     """
     tensors: dict[str, Tensor] = {}
     contents = []
@@ -146,8 +147,8 @@ def read_saved_file(path: Path) -> SavedFile:
     """Read what a file says of itself, and check all of it but the rows, which `read_rows` checks.
 
     Raises:
-        SavedBlocksError: it is none of ours, of another version of the format, cut or damaged.
-        OSError: it cannot be read.
+        SavedBlocksError: the file is none of this package's, has another version of the format, is cut or is damaged.
+        OSError: the file cannot be read.
     """
     num_bytes = path.stat().st_size
     try:
@@ -180,7 +181,7 @@ def read_saved_file(path: Path) -> SavedFile:
 
 
 def _decoded(path: Path, num_bytes: int, said: Any) -> SavedFile:
-    """A manifest, read. Whatever is not as `encoded` writes it raises, of some kind."""
+    """Read a manifest. Raises an error of some kind if the manifest is not as `encoded` writes it."""
     block_size = said["block_size"]
     facts, settings = ({str(k): str(v) for k, v in said["model"][name].items()} for name in ("facts", "settings"))
     digest, blocks, contents = facts_digest(facts), [], []
@@ -209,7 +210,10 @@ def _part(kind: Kind, pieces: Any) -> Part:
 
 
 def _opened(path: Path) -> Any:
-    """The file, to read from.  Raises OSError where it has gone since, which torch, who opens it a second time, says in words of its own."""
+    """Open a file to read from it.
+
+    Raises OSError if the file has gone since. torch opens the file a second time, and raises a RuntimeError then.
+    """
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:
@@ -217,7 +221,7 @@ def _opened(path: Path) -> Any:
 
 
 def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
-    """Of each part of a kind, these rows: [N, bytes] of the host.
+    """Return these rows of each part of a kind: [N, bytes] on the host.
 
     Raises:
         DamagedFileError: a row is not what was written.
@@ -225,7 +229,7 @@ def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
     """
     loaded = []
     try:
-        with torch.device("cpu"), _opened(file.path) as opened:  # what is read would go to torch's default device
+        with torch.device("cpu"), _opened(file.path) as opened:  # else rows would go to torch's default device
             for number, checksums in enumerate(file.content(kind).checksums):
                 held = opened.get_slice(f"{kind}.{number}")
                 stretches = [held[rows[start] : rows[start] + length] for start, length in runs(rows)]

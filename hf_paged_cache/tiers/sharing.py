@@ -1,4 +1,7 @@
-"""What of a process's blocks others understand: which roots mean something to them, and which of their files are of this model."""
+"""Decides which blocks of a process others understand.
+
+It knows which roots mean something to other processes, and which of their files are of this model.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -9,25 +12,25 @@ from .saved_file import Identity, SavedFile
 
 
 class Origin(NamedTuple):
-    """Where sequences are from: the model, and their root."""
+    """`Origin` says where sequences come from: the model, and their root."""
 
     model: Identity
     root: RootFacts
 
 
 class Sharing(NamedTuple):
-    """What one store shares.
+    """`Sharing` says what one store shares with other processes.
 
     Attributes:
-        roots: of its rows.
-        identities: what states of the model mean to others; those are left out that mean nothing.
+        roots: roots of the store's rows.
+        identities: returns what states of the model mean to other processes; states that mean nothing are left out.
     """
 
     roots: Roots
     identities: Callable[[], Sequence[Identity]]
 
     def origin_of(self, root: bytes) -> Origin | None:
-        """Where sequences of this root are from; None where it means nothing to others, or has a salt."""
+        """Return where sequences of this root come from; None if the root means nothing to others, or has a salt."""
         facts = self.roots.facts_of(root)
         if facts is None or facts.salt:
             return None
@@ -35,12 +38,12 @@ class Sharing(NamedTuple):
 
 
 def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[bytes, BlockHash]:
-    """What blocks are called where their roots have other names: digest -> block there, parents before their children.
+    """Rename blocks whose roots have other names: return digest -> renamed block, parents before their children.
 
-    Those are left out that do not descend from one of the roots, or depend on more than tokens.
+    Blocks are left out that do not descend from one of the roots, or that depend on more than tokens.
 
     Args:
-        roots: here -> there.
+        roots: name of a root here -> its name there.
     """
     children: dict[bytes, list[BlockHash]] = {}
     for block in dict.fromkeys(blocks):
@@ -57,7 +60,7 @@ def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[b
 
 
 def why_not(file: SavedFile, block_size: int, identities: Sequence[Identity]) -> str | None:
-    """Why nothing of a file is found by a model that is one of these; None if it is of this model."""
+    """Return why a model with one of these identities finds nothing of a file; None if the file is of this model."""
     if not any(identity.facts == file.facts for identity in identities):
         found = (identity.why_other(file.facts, file.settings) for identity in identities[-1:])
         return next(found, None) or "what this model computes has no name that other processes understand"

@@ -58,6 +58,6 @@ def test_prompts_that_cannot_be_used_are_one_line(model_folder: str, prompt_file
     assert done.exit_code == 2
     assert "has no column 'prompt'; there are 'text'" in done.stderr
     (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
-    assert "is empty" in bench(model_folder, str(tmp_path / "empty.jsonl")).stderr
+    assert "holds no rows" in bench(model_folder, str(tmp_path / "empty.jsonl")).stderr
     assert bench(model_folder, str(tmp_path / "none.jsonl")).exit_code == 2
     assert "is a folder; give MODEL first" in bench(prompt_file, str(tmp_path)).stderr

@@ -166,7 +166,7 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
     (
         ["--dtype", "int4"],
-        "there is no dtype int4; give float32, bfloat16 or float16, or leave it out: a quantized model",
+        "there is no dtype int4; give fp32, bf16 or fp16, or leave it out: a quantized model",
     ),
     (["--model", "./no-model"], "there is no folder ./no-model"),
     (["--model", "."], "holds no config.json, so no model"),

@@ -100,6 +100,18 @@ def test_stores_that_run_at_the_same_time_find_what_the_others_write(tmp_path: P
     two.check()
 
 
+def test_what_is_evicted_is_found_by_others_although_its_head_never_was(tmp_path: Path) -> None:
+    model, ids = tiny("llama"), prompts()[0]
+    cache = new_cache(model, tmp_path)
+    cache.prefill(ids)
+    cache.pin(ids[:, :32])  # as a prefix that is always in use
+    for each in prompts()[1:]:
+        call(model, each, cache)
+        tier_of(cache).join()
+    assert cache.stats().num_pinned_blocks == 8
+    assert found(new_cache(copy.deepcopy(model), tmp_path))[0] == 68
+
+
 @pytest.mark.parametrize("what", ["before a look", "after a look", "the folder"])
 def test_files_that_have_gone_are_misses(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, folder = tiny("llama"), tmp_path / "folder"

@@ -118,7 +118,7 @@ class SwapDriver:
 @pytest.mark.parametrize("num_blocks", NUM_BLOCKS)
 def test_random_swaps_agree_with_naive_models(num_blocks: tuple[int, int]) -> None:
     rng, driver = random.Random(str(num_blocks)), SwapDriver(num_blocks)
-    for number in range(1_200):
+    for number in range(2_500):
         try:
             driver.step(rng)
             driver.compare()
