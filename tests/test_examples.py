@@ -184,4 +184,4 @@ def test_a_service_sends_each_task_to_the_replica_that_knows_it(run_example: Run
 def test_ray_batch_completes_each_prompt(run_example: Run) -> None:
     lines = run_example("ray_batch.py", "--questions", "4")
     assert len([line for line in lines if "' ->" in line]) == 4
-    assert any(line.startswith("8 prompts in ") for line in lines)
+    assert any(line.startswith("8 prompts; ") for line in lines)

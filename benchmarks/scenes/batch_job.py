@@ -25,8 +25,8 @@ _QUESTION = (10, 40)  # tokens of a question, from and to
 class IdTokenizer:
     """Prompts are token ids, written as numbers, and so are completions: what is timed is the model."""
 
-    def __call__(self, texts: Sequence[str], **_: object) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[int(token) for token in text.split()] for text in texts]}
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        return {"input_ids": [int(token) for token in text.split()]}
 
     def decode(self, ids: Sequence[int], **_: object) -> str:
         return " ".join(map(str, ids))

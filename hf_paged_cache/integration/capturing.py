@@ -281,7 +281,7 @@ class Capturing:
         if any(map(_is_compiled, model.modules())):
             return "the model is compiled"
         conditioning.digest()  # as the model is now
-        others = conditioning.foreign_code
+        others = conditioning.foreign_code or conditioning.own_forward
         return "" if others is None else f"code of others runs in the forward: {others}"
 
     def warm_up(self, rows: int, tokens: int) -> str:

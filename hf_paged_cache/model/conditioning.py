@@ -106,6 +106,8 @@ class Conditioning:
         foreign_code: code that runs in forwards, and is neither the model's nor that of a library that treats all
             tokens alike, as of the last digest, in words; None: there is none. Such code may heed columns, calls or a
             state of its own.
+        own_forward: forward of a module's class that is neither transformers' nor that of such a library, as of the last
+            digest, in words; None: there is none. It is the model's, and may change the model from forward to forward.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None, *, trusts_hooks: bool = False) -> None:
@@ -137,6 +139,8 @@ class Conditioning:
         self._next_number = count(1)
         self._num_suspicions = 0
         self.foreign_code: str | None = None
+        self.own_forward: str | None = None
+        self._numbers_known: list[int] = []  # numbers of the functions that `own_forward` was found among
         self._layer_of_others: str | None = None
         self._weights_of: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()  # digest -> the weights as they were
         # Whether there were hooks, replaced forwards, layers of others, or weights in files, as of the last digest.
@@ -260,6 +264,8 @@ class Conditioning:
             numbers = self._numbers_of(things)
         self.foreign_code = _foreign_function(listing.modules, functions) or self._layer_of_others
         self._runs_foreign_code = bool(listing.files or self.foreign_code or functions[0][1])
+        if numbers != self._numbers_known:
+            self.own_forward, self._numbers_known = _own_forward(functions), numbers
         self._peft_hooks = _peft_hooks(self.model, adapters)
         self._configs = configs = _configs(self.model)
         self._settings = settings = _settings(configs)
@@ -368,6 +374,14 @@ def _foreign_function(modules: list[nn.Module], functions: Iterable[tuple[int, s
         if where and not _is_neutral(function, modules[max(number, 0)], _UNIFORM_PACKAGES):
             name = getattr(function, "__qualname__", type(function).__qualname__)
             return f"{name} ({_module_name(function)}) hooks or replaces the forward of a {where}"
+    return None
+
+
+def _own_forward(functions: Iterable[tuple[int, str, Any]]) -> str | None:
+    """Return, in words, the first forward of a class that no library known here has written; None: there is none."""
+    for _, where, function in functions:
+        if not where and not f"{_module_name(function)}.".startswith(_UNIFORM_PACKAGES):
+            return f"{function.__qualname__} ({_module_name(function)})"
     return None
 
 
