@@ -219,7 +219,8 @@ class Capturing:
         return None
 
     def _may_change(self, state: CallState) -> bool:
-        return state.calls_back or self._conditioning.may_change_in_a_forward()
+        acts = self._conditioning.own_forward is not None
+        return state.calls_back or acts or self._conditioning.may_change_in_a_forward()
 
     def _unusual(self, rows: Rows, max_columns: float, *, always: bool) -> str | None:
         if not rows.in_generate:
@@ -281,8 +282,11 @@ class Capturing:
         if any(map(_is_compiled, model.modules())):
             return "the model is compiled"
         conditioning.digest()  # as the model is now
-        others = conditioning.foreign_code or conditioning.own_forward
-        return "" if others is None else f"code of others runs in the forward: {others}"
+        if (others := conditioning.foreign_code) is not None:
+            return f"code of others runs in the forward: {others}"
+        if (own := conditioning.own_forward) is not None and not conditioning.trusts_hooks:
+            return f"a graph runs no Python of {own} (trust_hooks=True says that it does the same in each step)"
+        return ""
 
     def warm_up(self, rows: int, tokens: int) -> str:
         """Capture the graphs of so many rows of at most so many tokens; see `PagedPrefixCache.warm_up`."""

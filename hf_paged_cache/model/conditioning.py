@@ -93,6 +93,7 @@ class Conditioning:
         trusts_hooks: somebody has said that foreign code treats each token alike, whatever its call.
 
     Attributes:
+        trusts_hooks: the argument of that name.
         roots: roots of the rows that were computed under these digests, with which the hashes of blocks begin.
         rope: rotary frequencies of the modules, as of the last digest.
         attention: name of the attention of transformers that the model is set to, as of the last digest.
@@ -111,7 +112,7 @@ class Conditioning:
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None, *, trusts_hooks: bool = False) -> None:
-        self.model, self._trusts_hooks = model, trusts_hooks
+        self.model, self.trusts_hooks = model, trusts_hooks
         self.rope = RopeRegime(())
         self.roots = Roots()
         self.is_shared = False
@@ -229,7 +230,7 @@ class Conditioning:
             return f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; build another cache"
         for name in self.outputs:
             return f"the config asks for {name}"
-        if self.foreign_code is not None and not self._trusts_hooks:
+        if self.foreign_code is not None and not self.trusts_hooks:
             return f"{self.foreign_code} (trust_hooks=True says that it treats each token alike, whatever its call)"
         if (unwatched := self._listing.unwatched) is not None:
             return f"the weight {unwatched} is kept where changes of it cannot be seen"

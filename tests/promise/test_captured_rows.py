@@ -480,7 +480,8 @@ def test_nothing_is_attached_on_a_cpu_or_by_default() -> None:
 
 def test_a_model_that_cannot_leave_out_logits_is_captured_in_steps_alone_and_what_these_wrote_is_reused() -> None:
     model = without_logits_to_keep(build("llama"))
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=40), dry(model)
+    assert "a graph runs no Python of" in dry(model).why_not_captured()  # nobody knows what its forward does
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=40), dry(model, trust_hooks=True)
     assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=40))
     assert num_captured(cache) >= 40 - 3
     cache.reset()
