@@ -41,7 +41,7 @@ def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[Store
     models that have generated nothing yet.
 
     Args:
-        cache_salt, sizes: options of each model's `PagedPrefixCache`.
+        cache_salt: salt of each model's caches. The other options are those of each model's `PagedPrefixCache`.
 
     Raises:
         CacheArgumentError: an option is out of its range.
