@@ -26,7 +26,7 @@ class CallState:
         deltas: how far images have moved positions, as modules keep it; None: no module does.
         images: images that the first forward is to run, taken from its arguments.
         is_custom: True if a function of the caller's own runs the forwards.
-        calls_back: True if code of the caller's may run between the forwards.
+        calls_back: True if code of the caller, or a forward of the model's own, may change the model between forwards.
     """
 
     def __init__(self, kind: str, limits: CallLimits, *, beams: bool) -> None:

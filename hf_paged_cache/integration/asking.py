@@ -77,6 +77,7 @@ class Asking:
         with store.lock:
             state.resets = store.resets_of(self._salt)
         state.was_alone = not conditioning.may_change_in_a_forward()
+        state.calls_back = state.calls_back or conditioning.own_forward is not None
         rows.escaped = rows.escaped or conditioning.foreign_code is not None  # a hook of others may keep the rows
         request, why, seen = self.read(rows, arguments, _NO_ROWS, state.images)
         named, why_unnamed = seen.named(request, self._store.block_size)

@@ -170,6 +170,7 @@ class Calls:
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
             rows.judge(rows.n, held=False)  # what follows under a changed model is not kept
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
+        rows.state.calls_back = rows.state.calls_back or self.conditioning.own_forward is not None
         if before is not None and before.deltas is not None:  # modules hold the deltas of whichever call ran last
             rows.state.deltas = before.deltas
             before.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))

@@ -219,8 +219,7 @@ class Capturing:
         return None
 
     def _may_change(self, state: CallState) -> bool:
-        acts = self._conditioning.own_forward is not None
-        return state.calls_back or acts or self._conditioning.may_change_in_a_forward()
+        return state.calls_back or self._conditioning.may_change_in_a_forward()
 
     def _unusual(self, rows: Rows, max_columns: float, *, always: bool) -> str | None:
         if not rows.in_generate:

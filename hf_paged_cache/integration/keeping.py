@@ -94,9 +94,9 @@ class Keeping:
 
     def held_so_far(self, rows: Rows) -> bool:
         """Return whether the model is as it was when the rows began."""
-        state, acts = rows.state, self._conditioning.own_forward is not None
+        state = rows.state
         # of a call of one forward, or where nobody could act between two
-        is_one_forward = rows.num_forwards <= 1 or not (state.calls_back or rows.reads_all or acts)
+        is_one_forward = rows.num_forwards <= 1 or not (state.calls_back or rows.reads_all)
         if is_one_forward and state.was_alone and not self._conditioning.may_change_in_a_forward():
             return True
         return bool(self._conditioning.digest() == state.digest)
