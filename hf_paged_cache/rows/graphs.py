@@ -198,10 +198,9 @@ class Captured:
         self._cache.columns = at
         seen = self._columns[None] <= at[:, None]  # [T, room]
         shown = seen & (self._columns >= self._padding[:, None])[:, None]  # [R, T, room]
-        mask = (shown | (self._columns[None] == at[:, None]))[:, None]  # padding sees itself: no row sees nothing
-        if model.attention == "eager":
-            hidden = torch.full_like(mask, torch.finfo(self._dtype).min, dtype=self._dtype)
-            mask = hidden.masked_fill(mask, 0)
+        seen = (shown | (self._columns[None] == at[:, None]))[:, None]  # padding sees itself: no row sees nothing
+        # added to scores: of a boolean mask each layer would make this one
+        mask = torch.full_like(seen, torch.finfo(self._dtype).min, dtype=self._dtype).masked_fill(seen, 0)
         options: dict[str, Any] = {}
         if model.takes_logits_to_keep and self._num_tokens > 1:
             options["logits_to_keep"] = self._kept

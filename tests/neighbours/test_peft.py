@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, UnsupportedModelError
 
-from ..reference import assert_same, batch, is_same, row, run, zero_blocks
+from ..internals import capture_everywhere
+from ..reference import AtStep, assert_same, batch, is_same, row, run, zero_blocks
 
 PROMPT = row((1, 50))
 IDS = torch.tensor([PROMPT])
@@ -316,3 +317,25 @@ def test_prompt_learning_is_refused_by_name_also_round_a_model_that_has_a_cache(
         run(wrapped, input_ids=IDS)
     run(wrapped, input_ids=IDS)  # without the cache as ever
     check(model, cache, 48)
+
+
+def test_a_callback_that_switches_the_adapter_has_the_rest_of_a_captured_call_run_eagerly(
+    adapted: peft.PeftModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_cuda = torch.cuda.is_available()
+    capture_everywhere(monkeypatch)
+    cache = PagedPrefixCache(adapted.to("cuda" if is_cuda else "cpu"), capture="auto" if is_cuda else "dry")
+    for _ in range(2):
+        check(adapted, cache, None, max_new_tokens=10)
+    assert cache.last_call.captured == "10 of 10 forwards were captured"
+    outputs = []
+    for each in (None, cache):
+        adapted.set_adapter("default")
+        switch = AtStep(5, lambda: adapted.set_adapter("other"))
+        outputs.append(run(adapted, each, input_ids=IDS, max_new_tokens=10, logits_processor=[switch]))
+    assert_same(*outputs)
+    assert cache.last_call.captured == "5 of 10 forwards were captured; adapters changed after the capture"
+    for name in ("other", "default"):
+        adapted.set_adapter(name)
+        check(adapted, cache, None, max_new_tokens=10)
+    assert_seen(adapted, cache)

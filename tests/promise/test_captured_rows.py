@@ -1,6 +1,7 @@
-"""Captured rows: steps run as graphs of the model's own forward, on rows of a fixed room; here with a call in place of each graph.
+"""Captured rows: steps run as graphs of the model's own forward, on rows of a fixed room.
 
-`capture="dry"` does all but the replay, so every test proves logits as everywhere. How many forwards ran so is read from `last_call`.
+On a CUDA device of this machine graphs are captured and replayed. Elsewhere `capture="dry"` does all but the replay, so every test proves logits
+as everywhere. How many forwards ran so is read from `last_call`.
 """
 
 from __future__ import annotations
@@ -21,14 +22,28 @@ from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
 from hf_paged_cache.integration.capturing import CapturedForward, Capturing, Look
 from hf_paged_cache.rows.captured import tolerance
 
+from ..internals import capture_everywhere
 from ..reference import IDS, PROMPT, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
-from ..tiny_models import build, tiny, without_logits_to_keep
+from ..tiny_models import build as build_on_the_host
+from ..tiny_models import tiny, without_logits_to_keep
 
 STEPS = 10
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def dry(model: Any, **options: Any) -> PagedPrefixCache:
-    return PagedPrefixCache(model, capture="dry", **options)
+@pytest.fixture(autouse=True)
+def _captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CUDA device shapes are captured whatever that takes, but where a test asks when it pays."""
+    if DEVICE.type == "cuda" and "pays" not in request.fixturenames:
+        capture_everywhere(monkeypatch)
+
+
+def build(name: str, **settings: Any) -> Any:
+    return build_on_the_host(name, **settings).to(DEVICE)
+
+
+def captured(model: Any, **options: Any) -> PagedPrefixCache:
+    return PagedPrefixCache(model, capture="auto" if DEVICE.type == "cuda" else "dry", **options)
 
 
 def num_captured(cache: PagedPrefixCache) -> int:
@@ -41,7 +56,7 @@ def num_captured(cache: PagedPrefixCache) -> int:
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "mixtral", "opt"])
 def test_a_prompt_and_its_steps_are_right_cold_and_warm(name: str, attention: str) -> None:
     model = build(name, attn_implementation=attention)
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), captured(model)
     assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
     assert num_captured(cache) == STEPS - 3  # the prompt shows the layers; two steps are compared
     assert "ran eagerly as well, to compare" in cache.last_call.captured
@@ -55,7 +70,7 @@ def test_a_prompt_and_its_steps_are_right_cold_and_warm(name: str, attention: st
 def test_a_padded_batch_is_right_cold_and_warm() -> None:
     model = build("llama")
     inputs = batch(PROMPT, row((2, 30)), row((1, 20), (3, 5)))
-    reference, cache = run(model, **inputs, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, **inputs, max_new_tokens=STEPS), captured(model)
     for _ in range(3):
         assert_same(reference, run(model, cache, **inputs, max_new_tokens=STEPS))
         assert num_captured(cache) > 4
@@ -66,7 +81,7 @@ def test_a_padded_batch_is_right_cold_and_warm() -> None:
 @pytest.mark.parametrize("num_new", [2, 16, 17, 300])
 def test_new_tokens_behind_known_ones_are_filled_up_to_a_shape_or_too_many(num_new: int) -> None:
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     run(model, cache, input_ids=IDS, max_new_tokens=2)
     for seed in (5, 6, 7):  # the first two are compared with the eager forward
         ids = torch.tensor([row((1, 48), (seed, num_new))])
@@ -78,7 +93,7 @@ def test_new_tokens_behind_known_ones_are_filled_up_to_a_shape_or_too_many(num_n
 
 def test_calls_of_one_length_are_compared_twice_and_one_of_another_once_more() -> None:
     model = build("llama")
-    cache, said = dry(model), []
+    cache, said = captured(model), []
     for num_tokens in (48, 48, 48, 48, 64, 64):
         ids = torch.tensor([row((1, num_tokens), (num_tokens + len(said), 9))])
         run(model, cache, input_ids=ids[:, :num_tokens], max_new_tokens=2)
@@ -92,7 +107,7 @@ def test_calls_of_one_length_are_compared_twice_and_one_of_another_once_more() -
 def test_heads_of_keys_are_not_repeated(num_heads: int, num_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = build("llama", num_key_value_heads=num_heads), set()
     ids = torch.tensor([row((1, 48), (7, num_new))])
-    reference, cache = run(model, input_ids=ids, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, input_ids=ids, max_new_tokens=STEPS), captured(model)
     attention = torch.nn.functional.scaled_dot_product_attention
 
     def looking(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -115,7 +130,7 @@ def test_rows_that_are_captured_share_nothing(way: dict[str, Any], monkeypatch: 
     model = build("llama")
     inputs = batch(PROMPT, row((1, 48), (2, 2)), row((1, 48), (3, 2))) if not way else {"input_ids": IDS}
     reference = run(model, **inputs, max_new_tokens=STEPS, **way)
-    shared, cache = PagedPrefixCache(model), dry(model)
+    shared, cache = PagedPrefixCache(model), captured(model)
     for each in (shared, shared, cache, cache):
         with torch.inference_mode(each is cache):
             assert_same(reference, run(model, each, **inputs, max_new_tokens=STEPS, **way))
@@ -128,7 +143,7 @@ def test_beams_are_right_and_change_places_where_they_lie() -> None:
     model = build("llama")
     inputs = batch(PROMPT, row((2, 30)))
     given: dict[str, Any] = {**inputs, "max_new_tokens": STEPS, "num_beams": 3, "num_return_sequences": 2}
-    reference, cache = run(model, **given), dry(model)
+    reference, cache = run(model, **given), captured(model)
     for _ in range(2):
         assert_same(reference, run(model, cache, **given))
         assert num_captured(cache) >= STEPS - 3
@@ -138,7 +153,7 @@ def test_beams_are_right_and_change_places_where_they_lie() -> None:
 
 def test_a_long_prompt_runs_eagerly_and_its_steps_are_captured() -> None:
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     ids = torch.tensor([row((1, 400))])
     reference = run(model, input_ids=ids, max_new_tokens=STEPS)
     for _ in range(2):
@@ -154,7 +169,7 @@ def test_rows_that_outgrow_their_room_move_to_a_larger_one(has_memory: bool, mon
     monkeypatch.setattr("hf_paged_cache.rows.captured._MOST_COMING", 4)
     model = build("llama", max_position_embeddings=1024)
     ids = torch.tensor([row((1, 500))])
-    reference, cache = run(model, input_ids=ids, max_new_tokens=30), dry(model)
+    reference, cache = run(model, input_ids=ids, max_new_tokens=30), captured(model)
     if has_memory:  # both rooms begin at its start
         cache.warm_up(rows=4, tokens=512)
     for _ in range(2):
@@ -168,7 +183,7 @@ def test_rows_that_are_too_large_for_the_arena_go_on_without(monkeypatch: pytest
     monkeypatch.setattr("hf_paged_cache.rows.captured._MOST_COMING", 4)
     model = build("llama", max_position_embeddings=1024)
     ids = torch.tensor([row((1, 500))])
-    reference, cache = run(model, input_ids=ids, max_new_tokens=30), dry(model)
+    reference, cache = run(model, input_ids=ids, max_new_tokens=30), captured(model)
     run(model, cache, input_ids=IDS, max_new_tokens=2)
     most = cache.store.arena.num_bytes  # a row of 512
     cache.store.arena.most_bytes = lambda: most
@@ -183,7 +198,7 @@ def test_static_rows_count_in_the_budget_of_the_blocks() -> None:
     model = build("llama", max_position_embeddings=1024)
     row_bytes = 2 * 2 * 512 * 2 * 16 * 4  # keys and values of 2 layers, 512 columns, 2 heads of 16 floats
     budget = 2 * row_bytes
-    cache = PagedPrefixCache(model, capture="dry", block_size=4, max_bytes=budget)
+    cache = captured(model, block_size=4, max_bytes=budget)
     plain = PagedPrefixCache(model, block_size=4, max_bytes=budget)
     for seed in range(1, 12):
         ids = torch.tensor([row((seed, 200))])
@@ -203,14 +218,14 @@ def test_static_rows_count_in_the_budget_of_the_blocks() -> None:
 
 def test_of_two_calls_at_once_one_has_the_arena_and_both_are_right() -> None:
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     prompts = [torch.tensor([row((seed, 40))]) for seed in (1, 2)]
     references = [run(model, input_ids=ids, max_new_tokens=STEPS) for ids in prompts]
     run(model, cache, input_ids=prompts[0], max_new_tokens=STEPS)
     said: list[str] = []
 
     def meanwhile() -> None:
-        other = PagedPrefixCache(cache.store, capture="dry")
+        other = captured(cache.store)
         assert_same(references[1], run(model, other, input_ids=prompts[1], max_new_tokens=STEPS))
         said.append(other.last_call.captured)
 
@@ -242,7 +257,7 @@ def test_a_callback_that_changes_the_model_has_the_rest_run_eagerly(change: Any)
     outputs = []
     for is_ours in (False, True):
         model = build("llama")
-        cache = dry(model) if is_ours else None
+        cache = captured(model) if is_ours else None
         if cache is not None:
             run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
         act = AtStep(5, lambda model=model: change(model))
@@ -257,7 +272,7 @@ def test_a_callback_that_changes_the_model_has_the_rest_run_eagerly(change: Any)
 def test_weights_that_are_others_or_lie_elsewhere_are_captured_anew(change: Any) -> None:
     """The same values elsewhere, as after `model.to("cpu").to("cuda")`: a graph would read what was freed."""
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     for _ in range(2):
         run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
     assert num_captured(cache) == STEPS
@@ -274,7 +289,7 @@ def test_the_model_is_looked_at_before_each_step_where_code_of_others_may_run(
 ) -> None:
     looks, look = [], Look.__call__
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     monkeypatch.setattr(
         cache.store.conditioning, "may_change_in_a_forward", lambda: False
     )  # whatever threads there are
@@ -287,7 +302,7 @@ def test_the_model_is_looked_at_before_each_step_where_code_of_others_may_run(
 
 def test_a_graph_that_says_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("llama")
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), captured(model)
     with monkeypatch.context() as patch:
         patch.setattr("hf_paged_cache.rows.graphs.StaticLayer.update", lambda layer, keys, values, *_: (keys, values))
         assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
@@ -302,7 +317,7 @@ def test_a_graph_that_says_something_else_is_not_used(monkeypatch: pytest.Monkey
 
 def test_memory_is_given_back_and_taken_again() -> None:
     model = build("llama")
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), captured(model)
     assert cache.warm_up(rows=1, tokens=100) == ""
     assert cache.store.arena.num_bytes > 0
     for _ in range(2):
@@ -324,7 +339,7 @@ def test_memory_is_given_back_and_taken_again() -> None:
 
 def test_rows_that_a_call_returns_are_nobody_elses() -> None:
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     rows = run(model, cache, input_ids=IDS, max_new_tokens=STEPS).past_key_values
     theirs = [layer.keys.clone() for layer in rows.layers]
     run(model, cache, input_ids=torch.tensor([row((9, 60))]), max_new_tokens=STEPS)
@@ -337,9 +352,9 @@ def test_rows_that_a_call_returns_are_nobody_elses() -> None:
 
 def test_the_next_turn_alone_goes_on_with_the_rows() -> None:
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     first = run(model, cache, input_ids=IDS, max_new_tokens=STEPS).sequences
-    new = torch.tensor([row((4, 7))])
+    new = torch.tensor([row((4, 7))], device=DEVICE)
     whole = torch.cat([first, new], dim=1)
     reference = run(model, input_ids=whole, max_new_tokens=STEPS)
     output = run(
@@ -355,7 +370,7 @@ def test_the_next_turn_alone_goes_on_with_the_rows() -> None:
 
 def test_what_a_broken_model_has_left_is_not_seen() -> None:
     model = build("llama")
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), captured(model)
     weight = model.model.layers[0].self_attn.v_proj.weight
     values = weight.detach().clone()
     with torch.no_grad():
@@ -368,7 +383,7 @@ def test_what_a_broken_model_has_left_is_not_seen() -> None:
 
 def test_an_interrupted_call_gives_the_arena_back_and_keeps_what_ran() -> None:
     model = build("llama")
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), captured(model)
 
     def stop() -> None:
         raise KeyboardInterrupt
@@ -383,7 +398,7 @@ def test_an_interrupted_call_gives_the_arena_back_and_keeps_what_ran() -> None:
 
 def test_a_call_that_runs_out_of_memory_gives_the_arena_away() -> None:
     model = build("llama")
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), dry(model)
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), captured(model)
 
     def fail() -> None:
         assert cache.store.arena.num_bytes > 0
@@ -399,7 +414,7 @@ def test_a_call_that_runs_out_of_memory_gives_the_arena_away() -> None:
 @pytest.mark.parametrize("step", [5, STEPS])
 def test_edited_rows_go_on_as_edited_and_keep_nothing(step: int) -> None:
     model = build("llama")
-    theirs, cache, running = DynamicCache(config=model.config), dry(model), list[Any]()
+    theirs, cache, running = DynamicCache(config=model.config), captured(model), list[Any]()
     begin = cache._calls.begin
     cache._calls.begin = lambda *given: running.append(begin(*given)) or running[-1]  # type: ignore[method-assign]
 
@@ -447,8 +462,8 @@ def with_a_forward_of_others() -> Any:
 )
 def test_what_runs_eagerly_is_right_and_says_why(make: Any, given: dict[str, Any], said: str) -> None:
     model = make()
-    ids = torch.tensor([row((1, 20), (1, 20))])
-    own_forward, cache = model.__dict__.get("forward"), dry(model, trust_hooks=True)
+    ids = torch.tensor([row((1, 20), (1, 20))], device=DEVICE)
+    own_forward, cache = model.__dict__.get("forward"), captured(model, trust_hooks=True)
     asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": STEPS, "do_sample": False}
     if "custom_generate" in given:
         torch.testing.assert_close(
@@ -467,7 +482,7 @@ def test_what_runs_eagerly_is_right_and_says_why(make: Any, given: dict[str, Any
 
 
 def test_nothing_is_attached_on_a_cpu_or_by_default() -> None:
-    model = build("llama")
+    model = build_on_the_host("llama")
     cache = PagedPrefixCache(model, capture="auto")
     rows = run(model, cache, input_ids=IDS).past_key_values
     assert rows.why_not_captured == cache.last_call.captured == "the model is not on a CUDA device"
@@ -480,12 +495,12 @@ def test_nothing_is_attached_on_a_cpu_or_by_default() -> None:
 
 def test_a_model_that_cannot_leave_out_logits_is_captured_in_steps_alone_and_what_these_wrote_is_reused() -> None:
     model = without_logits_to_keep(build("llama"))
-    assert "a graph runs no Python of" in dry(model).why_not_captured()  # nobody knows what its forward does
-    reference, cache = run(model, input_ids=IDS, max_new_tokens=40), dry(model, trust_hooks=True)
+    assert "a graph runs no Python of" in captured(model).why_not_captured()  # nobody knows what its forward does
+    reference, cache = run(model, input_ids=IDS, max_new_tokens=40), captured(model, trust_hooks=True)
     assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=40))
     assert num_captured(cache) >= 40 - 3
     cache.reset()
-    ids = torch.cat([reference.sequences, torch.tensor([row((8, 5))])], dim=1)
+    ids = torch.cat([reference.sequences, torch.tensor([row((8, 5))], device=DEVICE)], dim=1)
     reference = run(model, input_ids=ids)
     assert_same(reference, run(model, cache, input_ids=ids))
     assert cache.last_call.reused_tokens >= 80
@@ -495,17 +510,17 @@ def test_a_model_that_cannot_leave_out_logits_is_captured_in_steps_alone_and_wha
 
 def test_what_is_attached_copies_pickles_and_comes_off() -> None:
     model = build("llama")
-    cache = dry(model)
+    cache = captured(model)
     attached = model.__dict__["forward"]
     assert isinstance(attached, CapturedForward)
-    dry(model)
+    captured(model)
     assert model.__dict__["forward"] is attached
     copied = copy.deepcopy(model)
     assert copied.__dict__["forward"].model is copied
     assert pickle.loads(pickle.dumps(model)).__dict__["forward"].model is not model
     with torch.no_grad():
         copied.lm_head.weight.zero_()
-        assert not copied(IDS).logits.any()
+        assert not copied(IDS.to(DEVICE)).logits.any()
     reference = run(model, input_ids=IDS)
     assert_same(reference, run(model, cache, input_ids=IDS))
     cache.detach()
@@ -547,7 +562,7 @@ def test_other_ways_to_capture_are_refused(capture: Any) -> None:
 
 
 def test_a_warm_up_of_no_rows_or_tokens_or_more_than_there_are_positions_is_refused() -> None:
-    cache = dry(build("llama", max_position_embeddings=600))
+    cache = captured(build("llama", max_position_embeddings=600))
     for rows, tokens in ((0, 10), (1, 1), ("1", 10), (1, 2.5)):
         with pytest.raises(CacheArgumentError, match=r"(rows|tokens) is .*; it must be an int"):
             cache.warm_up(rows, tokens)
@@ -557,7 +572,7 @@ def test_a_warm_up_of_no_rows_or_tokens_or_more_than_there_are_positions_is_refu
 
 
 def test_stats_say_what_static_rows_take_until_they_are_released() -> None:
-    cache = dry(build("llama"))
+    cache = captured(build("llama"))
     assert (cache.stats().static_bytes, cache.stats().num_graphs) == (0, 0)
     run(cache.store.model, cache, input_ids=IDS, max_new_tokens=4)
     for stats in (cache.stats(), cache.store.stats()):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import accelerate
 import pytest
 import torch
+from transformers import DynamicCache, LogitsProcessor
 
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import backends
 
+from ..internals import capture_everywhere
+from ..reference import assert_same, row, run
 from ..scenes import play
 from ..tiny_models import build
 from . import test_generate_equivalence, test_ways_to_generate
@@ -52,3 +58,102 @@ def test_a_part_is_attended_to_as_by_operators_in_fp32(head_dim: int, dtype: tor
                 assert (out.dtype, lse.dtype) == (dtype, torch.float32)
                 torch.testing.assert_close(out.float(), wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
                 torch.testing.assert_close(lse, wanted_lse, rtol=tolerance, atol=tolerance)
+
+
+def known_and(seed: int, num_rows: int = 1) -> torch.Tensor:
+    """Prompts of 100 known tokens and 9 others."""
+    return torch.tensor([row((1, 100), (10 * seed + number, 9)) for number in range(num_rows)])
+
+
+def test_threads_on_one_cache_are_right_whoever_has_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_everywhere(monkeypatch)
+    model = build("llama").to(torch.accelerator.current_accelerator())
+    cache = PagedPrefixCache(model, capture="auto")
+    references = [run(model, input_ids=known_and(seed), max_new_tokens=20) for seed in range(40)]
+    run(model, cache, input_ids=known_and(99), max_new_tokens=20)
+
+    def call(seed: int) -> Any:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            output = run(model, cache, input_ids=known_and(seed), max_new_tokens=20)
+            torch.cuda.current_stream().synchronize()
+            return output
+
+    with ThreadPoolExecutor(4) as threads:
+        for reference, output in zip(references, threads.map(call, range(40)), strict=True):
+            assert_same(reference, output)
+    cache.check()
+
+
+def test_where_the_device_has_no_memory_for_static_rows_a_call_runs_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_everywhere(monkeypatch)
+    model = build("llama", max_position_embeddings=20000).to(torch.accelerator.current_accelerator())
+    cache = PagedPrefixCache(model, capture="auto", max_bytes="64MB")
+    reference = run(model, input_ids=known_and(1, 8), max_new_tokens=20)
+    run(model, cache, input_ids=known_and(0), max_new_tokens=20)
+    cache.release()
+    torch.cuda.empty_cache()
+    taken = torch.empty(torch.cuda.mem_get_info()[0] - 2**25, dtype=torch.uint8, device=model.device)
+    monkeypatch.setattr("hf_paged_cache.rows.captured._MOST_COMING", 10000)
+    output = run(model, cache, input_ids=known_and(1, 8), max_new_tokens=20)
+    assert_same(reference, output)
+    assert "more than the arena may take" in cache.last_call.captured or taken.numel() == 0
+    cache.check()
+
+
+def offloaded(model: Any) -> Any:
+    return accelerate.cpu_offload(model, execution_device=torch.accelerator.current_accelerator())
+
+
+def hooked(model: Any) -> Any:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * 1.01)
+    return model
+
+
+@pytest.mark.parametrize(("change", "said"), [(offloaded, "weights are offloaded"), (hooked, "code of others")])
+def test_what_cannot_be_captured_is_right_and_says_why(change: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    capture_everywhere(monkeypatch)
+    model = build("llama")
+    model = change(model if change is offloaded else model.to(torch.accelerator.current_accelerator()))
+    cache = PagedPrefixCache(model, capture="auto")
+    for seed in (1, 2, 2):
+        ids = known_and(seed)
+        assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
+    assert said in cache.last_call.captured
+
+
+class Forced(LogitsProcessor):
+    """Lets `generate` choose given tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = iter(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, next(self._tokens)] = 0
+        return chosen
+
+
+def test_below_fp32_a_graph_is_no_farther_from_fp32_than_a_dynamic_cache_continued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    capture_everywhere(monkeypatch)
+    device, settings = torch.accelerator.current_accelerator(), {"num_hidden_layers": 16, "hidden_size": 512}
+    exact = build("llama", **settings).to(device)
+    model = build("llama", **settings).to(device, torch.bfloat16)
+    cache, apart = PagedPrefixCache(model, capture="auto"), {"ours": 0.0, "theirs": 0.0}
+    run(model, cache, input_ids=known_and(0), max_new_tokens=20)
+    for seed in range(1, 9):
+        ids, tokens = known_and(seed), row((100 + seed, 20))
+
+        def forced(of: Any, used: Any, ids: torch.Tensor = ids, tokens: Any = tokens) -> torch.Tensor:
+            output = run(of, used, input_ids=ids, max_new_tokens=20, logits_processor=[Forced([*tokens])])
+            return torch.stack([step.float() for step in output.logits])
+
+        continued = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(ids[:, :100].to(device), past_key_values=continued)
+        wanted = forced(exact, None)
+        for name, logits in (("ours", forced(model, cache)), ("theirs", forced(model, continued))):
+            apart[name] += float((logits - wanted).abs().mean())
+    assert cache.last_call.captured.startswith("20 of 20 forwards were captured")
+    assert apart["ours"] <= 1.05 * apart["theirs"]
