@@ -116,7 +116,7 @@ class Look:
         tensors = [each for each in chain.from_iterable(map(dict.values, self._tensors)) if each is not None]
         return {
             "the attention": getattr(config, "_attn_implementation", None),
-            EXPERTS: getattr(config, "_experts_implementation", None),
+            EXPERTS: self.experts(),
             "the training flag": sum(map(_TRAINING, self._modules)),
             "hooks": [*map(tuple, filter(None, self._hooks)), *map(len, _HOOKS_OF_ALL)],
             "a module's forward": [each["forward"] for each in self._attributes if "forward" in each],
@@ -126,6 +126,10 @@ class Look:
             "adapters": repr([[getattr(module, name, None) for name in _ADAPTERS] for module in self._adapters]),
             "autocast": torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
         }
+
+    def experts(self) -> object:
+        """Return the setting of experts, as it is now."""
+        return getattr(self._config, "_experts_implementation", None)
 
 
 class Capturing:
@@ -250,13 +254,15 @@ class Capturing:
         forward = attached.__wrapped__ if isinstance(attached, CapturedForward) else model.forward
         attention = attention_of(model)
         assert attention is not None
+        look = Look(model)
         return Model(
             forward=forward,
             num_layers=len(cache_layers(model)),
             attention=attention,
             takes_logits_to_keep=takes(model, "logits_to_keep"),
             fills_up=not has_experts(model),
-            look=Look(model),
+            look=look,
+            experts=look.experts,
         )
 
     def why_not_the_model(self) -> str:

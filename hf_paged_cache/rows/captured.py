@@ -92,7 +92,7 @@ class CapturedCall:
             why = "a prompt that is filled up with tokens may give the others other experts"
         if not why and self._may_change():
             self._facts = model.look()
-        facts = self._facts
+        facts = {**self._facts, EXPERTS: model.experts()}  # `generate` sets others for steps than for prompts
         shape = None if why else self._placed(tokens, facts)
         if shape is None or shape.captured is None:
             said.why_not = rows.why_not_captured = why or said.why_not
@@ -250,7 +250,7 @@ def expects(
         num_new: tokens of the first forward.
         num_columns: columns of the rows after the first forward.
     """
-    room, experts = arena.room(num_rows, room_wanted(num_columns, 1, max_columns)), model.look().get(EXPERTS)
+    room, experts = arena.room(num_rows, room_wanted(num_columns, 1, max_columns)), model.experts()
     steps = int(min(max_columns, room)) - num_columns
     step = shapes.of(num_rows, 1, room, model.attention, experts)
     tokens = next((each for each in TOKENS if num_new <= each), None)

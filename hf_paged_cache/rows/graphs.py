@@ -100,7 +100,8 @@ class Model(NamedTuple):
         attention: "sdpa" or "eager".
         takes_logits_to_keep: True if the model can leave out logits.
         fills_up: True if shorter prompts may be filled up with tokens; if not, only whole shapes are captured.
-        look: returns what a replay would not see, as it is now, by name; `EXPERTS` is among the names.
+        look: returns what a replay would not see, as it is now, by name.
+        experts: returns the setting of experts, as it is now; in what `look` returns it is named `EXPERTS`.
     """
 
     forward: Callable[..., Any]
@@ -109,6 +110,7 @@ class Model(NamedTuple):
     takes_logits_to_keep: bool
     fills_up: bool
     look: Callable[[], Mapping[str, object]]
+    experts: Callable[[], object]
 
 
 class Captured:
