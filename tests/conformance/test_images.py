@@ -87,9 +87,12 @@ def test_what_is_not_understood_leaves_nothing_to_be_found(name: str) -> None:
 
 @FROM_5_23
 def test_a_model_that_weighs_index_keys_by_all_positions_runs_images_whole() -> None:
-    seen = examine("qwen4_exp")
-    assert seen.outcome == "computed whole"
-    assert "by the positions of all columns" in seen.why
+    model, (_, image) = build_image_text("qwen4_exp"), example_inputs("qwen4_exp")
+    held = PagedPrefixCache(model, block_size=8)
+    for _ in range(2):
+        assert_same(run(model, **image), run(model, held, **image))
+    assert held.last_call.reused_tokens == 0
+    assert "by the positions of all columns" in held.last_call.rows[0].stopped
 
 
 def test_positions_that_a_model_remembers_from_an_image_are_not_used_for_the_next_prompt() -> None:

@@ -37,8 +37,14 @@ def tiny(kind: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedM
     return build(kind, attention="eager").to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "falcon_h1", "lfm2", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("llama", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        *((kind, torch.bfloat16) for kind in ("gemma3_text", "falcon_h1", "lfm2", "deepseek_v3", "gpt_oss")),
+    ],
+    ids=str,
+)
 def test_a_known_prompt_is_computed_from_its_last_chunk_on(kind: str, dtype: torch.dtype) -> None:
     model = tiny(kind, dtype)
     cache = PagedPrefixCache(model)
@@ -153,8 +159,9 @@ def test_a_call_that_the_pool_has_no_room_for_gives_the_same_bits() -> None:
     assert is_same(model, cache, [row((1, 70), (2, 60))])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "mistral", "falcon_h1"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("llama", torch.float32), ("mistral", torch.bfloat16), ("falcon_h1", torch.bfloat16)], ids=str
+)
 def test_scores_are_those_of_the_same_forwards_without_a_cache(kind: str, dtype: torch.dtype) -> None:
     model = tiny(kind, dtype)
     cache = PagedPrefixCache(model)
