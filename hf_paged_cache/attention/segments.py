@@ -11,6 +11,7 @@ block have the same tokens in the block, and the same before it.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -68,7 +69,8 @@ def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_
         for sharing in at.values():
             if len(sharing) < 2 or not follow(sharing):
                 continue
-            common, done = _num_common([rows[row].block_ids[: limits[row]] for row in sharing], depth + 1), begin
+            tables = [rows[row].block_ids[: limits[row]] for row in sharing]
+            common, done = sum(1 for _ in takewhile(_are_one, zip(*tables, strict=False))), begin
             if (len(sharing) - 1) * (common - begin) * block_size > launch_tokens:
                 blocks = tuple(rows[sharing[0]].block_ids[begin:common])
                 segments.append(Segment(tuple(sharing), begin * block_size, blocks))
@@ -82,17 +84,10 @@ def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_
     return Plan(tuple(segments), pads, tuple(ends), min(ends))
 
 
-def _num_common(tables: Sequence[Sequence[int]], known: int) -> int:
-    """Return how many leading blocks the tables have in common; the first `known` are known to be."""
-    first, common = tables[0], min(map(len, tables))
-    for table in tables[1:]:
-        number = known
-        while number < common and table[number] == first[number]:
-            number += 1
-        common = number
-    return common
-
-
 def follow(rows: Sequence[int]) -> bool:
     """Return whether rows, in ascending order, follow one another."""
     return rows[-1] - rows[0] == len(rows) - 1
+
+
+def _are_one(block_ids: Sequence[int]) -> bool:
+    return len({*block_ids}) == 1

@@ -26,23 +26,15 @@ class SharedForward:
 
     def __init__(self, plan: Plan, bounds: dict[torch.device, Tensor], start: int, stop: int) -> None:
         self.plan, self.start, self.stop = plan, start, stop
-        self._bounds, self._masks = bounds, KnownMasks()
+        self._bounds, self.masks = bounds, KnownMasks()
 
     def mask_of_tails(
         self, mask: Tensor | None, dtype: torch.dtype, device: torch.device
     ) -> tuple[bool, Tensor | None]:
         """Return whether a mask only says where rows begin and that they are causal, and what it says of the tails.
 
-        Returns:
-            True if segments can be read under the mask, and the mask of the tails, [R, 1, T, columns of the tails],
-                added to scores; None: queries see all of the tails.
+        That is [R, 1, T, columns of the tails], added to scores; None: queries see all of the tails.
         """
-        found: tuple[bool, Tensor | None] = self._masks.of(
-            mask, (dtype, device), lambda: self._look(mask, dtype, device)
-        )
-        return found
-
-    def _look(self, mask: Tensor | None, dtype: torch.dtype, device: torch.device) -> tuple[bool, Tensor | None]:
         plan, start, stop = self.plan, self.start, self.stop
         first, last, num_rows, length = plan.first_own, max(plan.ends), len(plan.pads), stop - start
         if mask is None:
@@ -121,7 +113,8 @@ class LayerReads:
         if not can_attend(query, keys, values):
             self._shared.look()
             return None
-        fits, of_tails = forward.mask_of_tails(mask, query.dtype, query.device)
+        kind = query.dtype, query.device
+        fits, of_tails = forward.masks.of(mask, kind, lambda: forward.mask_of_tails(mask, *kind))
         if not fits:
             return None
         self._shared.count()

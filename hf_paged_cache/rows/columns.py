@@ -59,13 +59,13 @@ class RowsColumns(Cache):
     def __init__(self, kinds: LayerKinds, looks: Looks) -> None:
         super().__init__(layers=[])
         self._itself, self.kinds, self.looks = ref(self), kinds, looks
-        self.seen = Seen()  # how attention has read the rows
         self.may_be_lazy = False  # attention may be given keys and values that it reads lazily
         self.reset()
 
     def reset(self) -> None:
         """Drop the rows."""
         self._make_layers()
+        self.seen = Seen()  # how attention has read the rows
         self.n = 0  # columns
         self.base = 0  # first column that lies in the rows' own memory; rows share the columns before it
         self.prompts: list[Prompt] = []  # what each row began with; empty before the first forward

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
-from ..kv.zeroed import zeros
 from ..model.layer_streams import INDEX
-from .layers import RowsLayer, room_for
+from .layers import RowsLayer, grown, room_for
 
 
 class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
@@ -31,10 +30,7 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         at = self._num_indexed
         stop, held = at + new.shape[2], self._index
         if held is None or stop > held.shape[2] or held.dtype != new.dtype or held.device != new.device:
-            made = zeros((*new.shape[:2], room_for(stop, self.wanted), new.shape[3]), new.dtype, new.device)
-            if held is not None and at:
-                made[:, :, :at] = held[:, :, :at]
-            self._index = held = made
+            self._index = held = grown(held, at, room_for(stop, self.wanted), new, new.dtype)
             self.indexer_dtype, self.indexer_device, self.is_own = new.dtype, new.device, True
         held.narrow(2, at, new.shape[2]).copy_(new)
         self._num_indexed = stop

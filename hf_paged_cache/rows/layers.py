@@ -89,15 +89,12 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
             dtypes = torch.promote_types(old[0].dtype, dtypes[0]), torch.promote_types(old[1].dtype, dtypes[1])
             if stop <= self.room and dtypes == (old[0].dtype, old[1].dtype) and old[0].device == key_states.device:
                 return old
-        room, made = room_for(stop, self.wanted - self.base), []
-        for place, new in enumerate((key_states, value_states)):
-            tensor = zeros((new.shape[0], new.shape[1], room, new.shape[3]), dtypes[place], new.device)
-            if old is not None and num_held:
-                tensor[:, :, :num_held] = old[place][:, :, :num_held]
-            made.append(tensor)
-        self._hold(made[0], made[1], self.base)
+        room, (old_keys, old_values) = room_for(stop, self.wanted - self.base), old or (None, None)
+        keys = grown(old_keys, num_held, room, key_states, dtypes[0])
+        values = grown(old_values, num_held, room, value_states, dtypes[1])
+        self._hold(keys, values, self.base)
         self.is_own = True
-        return made[0], made[1]
+        return keys, values
 
     def _hold(self, keys: Tensor, values: Tensor, base: int) -> None:
         """Lie in these tensors from here on; their first column is the column `base`."""
@@ -206,6 +203,14 @@ def _write_outside_graphs(layer: RowsLayer, keys: Tensor, values: Tensor) -> tup
     """Update a layer from inside a compiled forward, without being traced: the places change with each forward."""
     read_keys, read_values = layer.update(keys, values)
     return as_dense(read_keys), as_dense(read_values)
+
+
+def grown(held: Tensor | None, num_columns: int, room: int, new: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make room for the columns of a layer, [R, H, room, D], with those that are held, for `new` ones."""
+    made = zeros((*new.shape[:2], room, new.shape[3]), dtype, new.device)
+    if held is not None and num_columns:
+        made[:, :, :num_columns] = held[:, :, :num_columns]
+    return made
 
 
 def room_for(num_columns: int, wanted: int) -> int:

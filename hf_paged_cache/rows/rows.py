@@ -212,7 +212,9 @@ class Rows(RowsColumns):
                 layer.crop(self.n - layer.n)
         self.gather()
         # of states, and of windows, what the next token needs may have been written over
-        self.is_broken = bool(self.n) and (self.states is not None or not self.can_go_on_at(self.n))
+        if self.windows is not None and not self.windows.can_go_on_at(self.n):
+            self.is_whole, self.is_broken = False, True
+        self.is_broken = bool(self.n) and (self.is_broken or self.states is not None)
 
     # Memory of the rows.
 
@@ -366,7 +368,7 @@ class Rows(RowsColumns):
         if self.is_edited:
             self.is_whole = False
         num, length = -int(tokens_to_remove), self.get_seq_length()
-        n = self.n - num
+        n = max(0, self.n - num)
         if num > length:
             raise CacheArgumentError(f"cannot take back {num} tokens; there are {length}")
         if not n and not self.in_generate and self.why_bypassed is None:

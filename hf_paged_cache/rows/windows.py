@@ -159,10 +159,15 @@ class WindowColumns:
         self.lie_in(sight, memory.make(shapes, num_rows, max(1, room)), n, base)
 
     def can_go_on_at(self, n: int) -> bool:
-        """Return whether the layers hold all that the token after the first `n` columns sees."""
-        return all(
-            layer.can_go_on_at(n) for layers in self._layers.values() for layer in layers if layer.held is not None
-        )
+        """Return whether the layers hold all that the token after the first `n` columns sees.
+
+        They do not where only some have moved their columns, because a forward died.
+        """
+        for layers in self._layers.values():
+            held = [layer for layer in layers if layer.held is not None]
+            if len({layer.base for layer in held}) > 1 or not all(layer.can_go_on_at(n) for layer in held):
+                return False
+        return True
 
     def copy_row(self, row: int, shift: int, to: "WindowColumns", to_row: int, n: int) -> None:
         """Copy what the next token of one of these rows sees to a row of other rows, which have `n` columns.
