@@ -29,7 +29,6 @@ from .states import RowStates
 from .windows import WindowColumns
 
 _VERSION = attrgetter("_version")
-_TENSOR = attrgetter("tensor")
 
 
 @dataclass(slots=True)
@@ -81,8 +80,10 @@ class RowsColumns(Cache):
         self._room_end = math.inf  # column at which the shortest tensor of `memory` ends
 
     def _make_layers(self) -> None:
-        """Put new layers that hold nothing into the same list of layers."""
+        """Put new layers that hold nothing into the same list of layers; the old ones hold nothing more either."""
         kinds = self.kinds
+        for layer in self.layers:
+            layer.reset()
         self.layers[:] = layers = kinds.make(self._itself)
         self.windows = WindowColumns(layers) if kinds.sights else None
         self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
@@ -195,7 +196,7 @@ class RowsColumns(Cache):
 
     def note_writes(self) -> None:
         """Note that everything written to the rows until here was written by us."""
-        self._tensors = [*map(_TENSOR, self.all_memory())]
+        self._tensors = [tensor for tensor, _ in self.all_memory()]
         if self.windows is not None:
             self._tensors += self.windows.tensors()
         self._versions = tuple(map(_VERSION, self._tensors))

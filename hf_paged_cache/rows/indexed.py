@@ -62,10 +62,7 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
 
     @indexer_keys.setter
     def indexer_keys(self, states: Tensor | None) -> None:
-        if (owner := self._owner()) is not None:
-            owner.note_given()
-        self._index, self.is_own = None if states is None else states.unsqueeze(1), True
-        self._num_indexed = 0 if states is None else states.shape[1]
+        self._owner().give(self.layer_idx, "indexer_keys", states)
 
     @property
     def indexer_position_ids(self) -> Tensor | None:

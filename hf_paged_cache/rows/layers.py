@@ -32,7 +32,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, layer_idx: int, owner: Callable[[], Any] = lambda: None) -> None:
+    def __init__(self, layer_idx: int, owner: Callable[[], Any]) -> None:
         self.layer_idx, self._owner = layer_idx, owner
         self.n = self.base = 0  # columns written, padding included
         self.filled = 0  # columns that were known before the first forward
@@ -125,50 +125,38 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
     @property
     def keys(self) -> Tensor | None:
         """Keys of all columns, [R, H, columns, D]: a view that may be written to, or a copy where rows share columns."""
-        return self._seen(0)
+        return self._seen("keys")
 
     @keys.setter
     def keys(self, states: Tensor | None) -> None:
-        self._take(0, states)
+        self._owner().give(self.layer_idx, "keys", states)
 
     @property
     def values(self) -> Tensor | None:
-        return self._seen(1)
+        return self._seen("values")
 
     @values.setter
     def values(self, states: Tensor | None) -> None:
-        self._take(1, states)
+        self._owner().give(self.layer_idx, "values", states)
 
-    def _seen(self, place: int) -> Tensor | None:
+    def _seen(self, name: str) -> Tensor | None:
+        owner = self._owner()
+        if owner is not None and owner.why_bypassed is not None:  # others have taken this layer's place
+            of_other: Tensor | None = getattr(owner.layers[self.layer_idx], name)
+            return of_other
         if self.held is None or not self.n:
             return None
-        if (owner := self._owner()) is not None:
+        if owner is not None:
             owner.note_shown()
-        return self.columns()[place]
-
-    def _make_dense(self) -> None:
-        if self.base and (owner := self._owner()) is not None:
-            owner.make_dense()
+        return self.columns()[name == "values"]
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all columns, where they lie."""
-        self._make_dense()
+        if self.base and (owner := self._owner()) is not None:
+            owner.make_dense()
         assert self.held is not None
         keys, values = self.held
         return keys.narrow(2, 0, self.n - self.base), values.narrow(2, 0, self.n - self.base)
-
-    def _take(self, place: int, states: Tensor | None) -> None:
-        """Take other keys or values, of all columns, that somebody gives the layer."""
-        if states is None:
-            self.held, self.n, self.base, self.room = None, 0, 0, 0
-            return
-        self._make_dense()
-        if (owner := self._owner()) is not None:
-            owner.note_given()
-        other = states if self.held is None else self.held[1 - place]
-        keys, values = (states, other) if place == 0 else (other, states)
-        self._hold(keys, values, 0)
-        self.n, self.is_own = states.shape[2], True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is made when keys and values come, and what is held stays."""

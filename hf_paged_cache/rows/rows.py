@@ -21,7 +21,7 @@ from ..blocks.image_tokens import end_of_image, hold_images
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.states import LiveStates
-from ..model.support import has_keys
+from ..model.support import cache_layers, has_keys
 from . import memory
 from .columns import Prompt, RowsColumns
 from .ids import IdsStream
@@ -172,15 +172,17 @@ class Rows(RowsColumns):
             self.calls.keeping.keep_complete(self)
             self.is_whole = False
 
-    def note_given(self) -> None:
-        """Note that somebody puts other keys or values into a layer: nothing more is kept."""
+    def give(self, layer_idx: int, name: str, states: Tensor | None) -> None:
+        """Put what somebody gives a layer into a layer of transformers', on which the rows run from here on."""
         self.note_shown()
-        self.is_whole = False
+        if self.why_bypassed is None:
+            self.bypass("keys or values were put into its layers by hand", list(cache_layers(self.calls.model)))
+        setattr(self.layers[layer_idx], name, states)
 
     def _heed(self) -> None:
         """Go on with what is in the layers, and keep nothing more, if the first layer has other columns than the rows.
 
-        Somebody has put them there, or a model inside this one has run forwards that told no hook.
+        Somebody has written them there, or a model inside this one has run forwards that told no hook.
         """
         first = self.first
         if first is not None and first.n != self.n and first.held is not None and not self.is_running:
@@ -480,7 +482,7 @@ class Rows(RowsColumns):
         elif n:
             copied.take(self.selected(index, self.base, SPARE), n, self.base)
         if self.windows is not None and copied.windows is not None:
-            self.windows.copy_to(copied.windows, index, n)
+            copied.windows.select(index, n, source=self.windows)
             copied.note_writes()
         if self.states is not None and copied.states is not None:
             self.states.copy_to(copied.states, index)

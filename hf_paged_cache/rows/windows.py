@@ -103,12 +103,6 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         keys, values = self.held
         return keys.narrow(2, first, self.n - self.base - first), values.narrow(2, first, self.n - self.base - first)
 
-    def _take(self, place: int, states: Tensor | None) -> None:
-        n = self.n
-        super()._take(place, states)
-        if states is not None and n > states.shape[2]:
-            self.n, self.base = n, n - states.shape[2]
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         first = self.sight.handed_from(self.n)
         return self.n + query_length - first, first
@@ -182,21 +176,14 @@ class WindowColumns:
                 columns = memory.Columns(held, row, start + shift - base, n + shift - base)
                 memory.copy_columns(columns, new, to_row, start - new_base)
 
-    def select(self, index: Tensor, n: int, start: int = 0) -> None:
-        """Let row `i` continue as row `index[i]`; where the number of rows stays, columns before `start` are alike."""
+    def select(self, index: Tensor, n: int, start: int = 0, source: "WindowColumns | None" = None) -> None:
+        """Let row `i` continue as row `index[i]`, of these rows or of others; of these, columns before `start` are alike."""
         for sight in self._layers:
-            held, base = self.of(sight)
-            if held and index.shape[0] == held[0].tensor.shape[1]:
+            held, base = (source or self).of(sight)
+            if held and source is None and index.shape[0] == held[0].tensor.shape[1]:
                 memory.change_places(held, index, max(0, start - base), n - base)
             elif held:
                 self.lie_in(sight, memory.selected(held, index, n - base, held[0].tensor.shape[3]), n, base)
-
-    def copy_to(self, other: "WindowColumns", index: Tensor, n: int) -> None:
-        """Give row `i` of other rows the columns of row `index[i]`, in memory of its own."""
-        for sight in self._layers:
-            held, base = self.of(sight)
-            if held:
-                other.lie_in(sight, memory.selected(held, index, n - base, held[0].tensor.shape[3]), n, base)
 
     def take_over(self, other: "WindowColumns", n: int) -> None:
         """Go on in the memory of other rows, after their first `n` columns."""

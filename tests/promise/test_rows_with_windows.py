@@ -127,10 +127,9 @@ def test_more_than_a_window_lets_take_back_is_refused_before_anything_changes() 
     assert distance(forward(model, prompt[:, :1], cache), forward(model, prompt[:, :1], plain)) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", TYPES)
-def test_a_forward_that_died_while_windows_moved_leaves_nothing_wrong(name: str, references: Any) -> None:
-    """Some layers have moved their columns then, and the others have not."""
-    model, steps = references[name][0], torch.tensor([row((1, 40), (2, 160))])
+def test_a_forward_that_died_while_windows_moved_leaves_nothing_wrong() -> None:
+    """The first layer has moved its columns then, and the second has not."""
+    model, steps = zoo.build("mistral"), torch.tensor([row((1, 40), (2, 160))])
     cache, plain = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
     for past in (cache, plain):
         forward(model, steps[:, :40], past, logits_to_keep=1)
