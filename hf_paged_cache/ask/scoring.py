@@ -417,7 +417,7 @@ class _Scorer:
             contexts: number of each row's context.
             num_logits: number of last columns whose logits are read.
         """
-        begins, held = not rows.is_open, [max(0, rows.num_columns - row.pad) for row in inputs]
+        begins, held = not rows.is_open, [max(0, rows.n - row.pad) for row in inputs]
         logits = self._side.run(rows, inputs, num_logits=num_logits)
         counts = rows.state.counts if begins else [RowCount(computed_tokens=len(row.token_ids)) for row in inputs]
         if begins:

@@ -14,27 +14,18 @@ from torch import Tensor
 
 
 class Part(NamedTuple):
-    """`Part` holds some of the keys and values that queries see.
+    """`Part` holds some of the keys and values that queries see: of B rows, in H heads of size D, L tokens."""
 
-    Shapes: B rows, H heads, L tokens, D head size.
-
-    Attributes:
-        key, value: [B, H, L, D]; the sizes of the two may differ.
-        mask: [B or 1, 1, T, L], in the dtype of the query, added to the scores; None: queries see all tokens.
-    """
-
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None = None
+    key: Tensor  # [B, H, L, D]
+    value: Tensor  # [B, H, L, D]
+    mask: Tensor | None = None  # [B or 1, 1, T, L], in the dtype of the query, added to the scores
 
 
 Attend: TypeAlias = Callable[[Tensor, Part, float | None], tuple[Tensor, Tensor]]
 
 
 def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return what queries get of a part, and the part's lse.
-
-    The kernel of the device computes both, unless torch is told to use none.
+    """Return what queries get of a part, and the part's lse, by the kernel of the device.
 
     Args:
         query: [B, G * H, T, D]: G heads of queries to each head of the part.
@@ -42,34 +33,27 @@ def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tenso
 
     Returns:
         output [B, G * H, T, D] in the dtype of the query, and lse [B, G * H, T] in fp32, or fp64 for fp64.
-
-    Examples:
-        >>> query, key = torch.randn(1, 4, 1, 8), torch.randn(1, 2, 5, 8)
-        >>> out, lse = attend(query, Part(key, key))
-        >>> out.shape, lse.shape
-        (torch.Size([1, 4, 1, 8]), torch.Size([1, 4, 1]))
     """
-    same_sizes = query.shape[3] == part.key.shape[3] == part.value.shape[3]
-    return (_of_device(query.device.type) if same_sizes else by_operators)(query, part, scale)
+    return _OF_DEVICE[query.device.type](query, part, scale)
+
+
+def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether there is a kernel for such queries, keys and values."""
+    kernel, size = _OF_DEVICE.get(query.device.type), query.shape[3]
+    if kernel is by_fused_of_cuda and (size % 8 or query.dtype == torch.float64):
+        return False
+    return kernel is not None and size == key.shape[3] == value.shape[3]
+
+
+def is_fused() -> bool:
+    """Return whether torch may use fused kernels, as it is set now."""
+    settings: Any = torch.backends.cuda  # settings of all devices, whatever the name says
+    return bool(settings.flash_sdp_enabled())
 
 
 def name_of(device_type: str) -> str:
-    """Return the name of what `attend` runs on a device as torch is set now, for keys and values of one size.
-
-    Examples:
-        >>> name_of("cpu"), name_of("cuda")
-        ('flash_of_cpu', 'fused_of_cuda')
-        >>> from torch.nn.attention import SDPBackend, sdpa_kernel
-        >>> with sdpa_kernel(SDPBackend.MATH):
-        ...     name_of("cpu")
-        'operators'
-    """
-    return _of_device(device_type).__name__.removeprefix("by_")
-
-
-def _of_device(device_type: str) -> Attend:
-    settings: Any = torch.backends.cuda  # settings of all devices, whatever the name says
-    return _OF_DEVICE.get(device_type, by_operators) if settings.flash_sdp_enabled() else by_operators
+    """Return the name of the kernel by which `attend` runs on a device; "none" where there is none."""
+    return _OF_DEVICE[device_type].__name__.removeprefix("by_") if device_type in _OF_DEVICE else "none"
 
 
 def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
@@ -81,14 +65,12 @@ def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tu
 
 
 def by_fused_of_cuda(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `attend` by torch's fused kernels for CUDA; what they do not take is left to `by_operators`.
+    """Compute `attend` by torch's fused kernels for CUDA.
 
     The heads of queries to one head of the part become further queries to that head, so no head is repeated.
     """
     key, value, mask = part
     num_rows, num_heads, length, size = query.shape
-    if size % 8 or query.dtype == torch.float64:
-        return by_operators(query, part, scale)
     folded = query.reshape(num_rows, key.shape[1], -1, size)
     if mask is None and query.dtype != torch.float32 and size <= 256 and _has_flash(query.device):
         flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -116,30 +98,6 @@ def _has_flash(device: torch.device) -> bool:
     return torch.backends.cuda.is_flash_attention_available() and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def by_operators(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `attend` by matrix products, on any device.
-
-    The queries of a long prompt are computed some at a time, because all scores are in memory.
-    """
-    num_rows, num_heads, length, size = query.shape
-    heads, most = part.key.shape[1], max(1, _MOST_SCORES // (num_rows * num_heads * part.key.shape[2]))
-    if length > most:
-        mask = None if part.mask is None else part.mask.expand(-1, -1, length, -1)
-        pieces = [
-            by_operators(query[:, :, some], part._replace(mask=None if mask is None else mask[:, :, some]), scale)
-            for some in (slice(first, first + most) for first in range(0, length, most))
-        ]
-        return torch.cat([out for out, _ in pieces], 2), torch.cat([lse for _, lse in pieces], 2)
-    exact = torch.promote_types(query.dtype, torch.float32)
-    grouped = query.reshape(num_rows, heads, num_heads // heads, length, size)
-    scores = (grouped @ part.key.unsqueeze(2).transpose(3, 4)).to(exact) * (size**-0.5 if scale is None else scale)
-    if part.mask is not None:
-        scores = scores + part.mask.unsqueeze(2)
-    lse = scores.logsumexp(-1, keepdim=True)
-    out = (scores - lse).exp().to(query.dtype) @ part.value.unsqueeze(2)
-    return out.flatten(1, 2), lse.view(num_rows, num_heads, length)
-
-
 def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return what queries get of two parts together, in fp32 at least, from what they get of each part.
 
@@ -151,7 +109,6 @@ def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Te
     return torch.lerp(other.to(exact), out.to(exact), share), torch.logaddexp(lse, other_lse)
 
 
-_MOST_SCORES = 2**26  # most scores in memory at a time: 256 MiB in fp32
 _OF_DEVICE: Mapping[str, Attend] = MappingProxyType(
     {"cpu": by_flash_of_cpu} | ({} if torch.version.hip else {"cuda": by_fused_of_cuda})
 )

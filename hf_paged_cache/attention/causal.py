@@ -5,14 +5,14 @@ up to half. So where a mask hides no more than a causal square does, queries of 
 and their results are left out. Where torch's fused kernel does not serve, nothing would be skipped, and the mask stays.
 """
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .lazy import KnownMasks, LazyStates
+from .backends import is_fused
+from .lazy import KnownMasks, lazily
 
 # Measured on a CPU, with 9 heads of 64, and so used there alone. With 256 columns, 16 of them known, square and mask
 # take as long. With 1,024 columns, the square takes 0.69 of the mask's time after 16 known columns, 0.77 after 64, 0.92
@@ -21,34 +21,33 @@ MIN_COLUMNS = 512
 MIN_NEW = 3  # least number of new columns for each known one
 
 
+def pays(start: int, stop: int) -> bool:
+    """Return whether a square is quicker than the mask for a forward of the columns `[start, stop)`.
+
+    Examples:
+        >>> pays(16, 1024), pays(0, 1024), pays(1024, 1040)
+        (True, False, False)
+    """
+    return start > 0 and stop >= MIN_COLUMNS and stop - start >= MIN_NEW * start
+
+
 class CausalSquare:
     """`CausalSquare` attends one forward of the columns `[start, stop)`, for the layers that see all columns.
 
     Args:
-        on_look: function called where the model does something else with what it reads.
+        looks: `Looks`, told where the model does something else with what it reads.
     """
 
-    def __init__(self, start: int, stop: int, on_look: Callable[[], None]) -> None:
-        self.start, self.stop = start, stop
-        self.on_look = on_look
+    def __init__(self, start: int, stop: int, looks: Any) -> None:
+        self.start, self.stop, self.looks = start, stop, looks
         self._masks = KnownMasks()
 
-    @staticmethod
-    def pays(start: int, stop: int) -> bool:
-        """Return whether the square is quicker than the mask.
-
-        Examples:
-            >>> CausalSquare.pays(16, 1024), CausalSquare.pays(0, 1024), CausalSquare.pays(1024, 1040)
-            (True, False, False)
-        """
-        return start > 0 and stop >= MIN_COLUMNS and stop - start >= MIN_NEW * start
-
-    def read(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a layer reads, name -> [R, H, stop, D], lazily."""
-        if states.keys() != {"key", "value"} or not _is_fused(states["key"], states["value"]):
-            return dict(states)
-        reads = _LayerReads(self, states)
-        return {name: LazyStates(reads, name, each.shape, each.dtype, each.device) for name, each in states.items()}
+    def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a layer reads, [R, H, columns, D]: lazily if a kernel skips what a causal square hides."""
+        skips = keys.device.type == "cpu" and keys.shape[3] == values.shape[3] and is_fused()
+        if keys.shape[2] != self.stop or not skips:  # or a forward that told nobody
+            return keys, values
+        return lazily(_LayerReads(self, keys, values), keys, values, self.stop)
 
     def is_causal(self, mask: Tensor | None) -> bool:
         """Return whether a mask hides from each query the columns after it, and nothing else."""
@@ -66,36 +65,21 @@ class CausalSquare:
         return bool(torch.where(is_seen, mask == 0, mask <= torch.finfo(mask.dtype).min / 2).all())
 
 
-def _is_fused(key: Tensor, value: Tensor) -> bool:
-    """Return whether attention over these tensors is left to a kernel that skips what a causal square hides."""
-    settings: Any = torch.backends.cuda  # settings of all devices, whatever the name says
-    return key.device.type == "cpu" and key.shape[3] == value.shape[3] and settings.flash_sdp_enabled()
-
-
 class _LayerReads:
     """`_LayerReads` holds what one layer reads; see `LazyReads`."""
 
-    def __init__(self, square: CausalSquare, states: Mapping[str, Tensor]) -> None:
-        self._square = square
-        self._states = states
-        self._is_refused = False
+    def __init__(self, square: CausalSquare, keys: Tensor, values: Tensor) -> None:
+        self._square, self._states = square, {"key": keys, "value": values}
 
-    def dense(self, name: str) -> Tensor:
-        """Return dense columns, as `LazyReads.dense` says."""
-        if self._is_refused:
+    def dense(self, name: str, *, is_call: bool) -> Tensor:
+        if is_call:
             return self._states[name]
-        self._square.on_look()
+        self._square.looks.model_looks = True
         return self._states[name].contiguous()
 
-    def refuse(self) -> None:
-        """Note that this call is why dense tensors are asked for, as `LazyReads.refuse` says."""
-        self._is_refused = True
-
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
-        """Attend the square if the mask is causal, as `LazyReads.attend` says; else refuse."""
         square, key, value = self._square, self._states["key"], self._states["value"]
         if query.shape[2] != square.stop - square.start or not square.is_causal(mask):
-            self.refuse()
             return None
         queries = torch.nn.functional.pad(query, (0, 0, square.start, 0))
         out = scaled_dot_product_attention(

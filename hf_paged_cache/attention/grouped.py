@@ -11,29 +11,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from .lazy import LazyStates
+from .lazy import lazily
 
 
 def grouped(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys and values that attention reads, [R, H, columns, D] each, without repeating their heads."""
-    reads = _Grouped(keys, values)
-    return (
-        LazyStates(reads, "key", keys.shape, keys.dtype, keys.device),
-        LazyStates(reads, "value", values.shape, values.dtype, values.device),
-    )
+    return lazily(_Grouped(keys, values), keys, values, keys.shape[2])
 
 
 class _Grouped:
-    """`_Grouped` attends to keys and values whose heads are not repeated; see `attention.lazy.LazyReads`."""
+    """`_Grouped` attends to keys and values whose heads are not repeated; see `LazyReads`."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
         self._states = {"key": keys, "value": values}
 
-    def dense(self, name: str) -> Tensor:
+    def dense(self, name: str, *, is_call: bool) -> Tensor:
         return self._states[name]
-
-    def refuse(self) -> None:
-        pass  # dense tensors give the same
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
         keys, values = self._states["key"], self._states["value"]
@@ -49,10 +42,7 @@ class _Grouped:
 
 
 def _takes_groups(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> bool:
-    """Return whether a fused kernel takes fewer heads of keys than of queries.
-
-    torch's unfused kernel is slower than repeated heads.
-    """
+    """Return whether a fused kernel takes fewer heads of keys than of queries; torch's unfused one is slower."""
     if query.device.type != "cuda":
         return True
     settings: Any = torch.backends.cuda

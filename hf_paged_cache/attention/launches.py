@@ -10,13 +10,10 @@ import torch
 from torch import Tensor
 
 # Bytes of keys and values of one layer that are read in the time that one more launch, and the merge after it, take.
-# On a CPU, 8 rows of SmolLM2's shape with 112 shared tokens, where 1.2 MB a layer are saved, were as quick as rows each
-# read by itself. With 320 shared tokens (3.4 MB) they were 1.06 times as quick, and with 2,048, 1.55 times.
-#
-# On an accelerator, a step waits for Python, which takes 0.35 ms longer for a layer that is split (H200, Llama 3 8B's
-# shape in bf16: 22 ms a step, 33 ms split). Reading each row by itself takes longer than that only where torch repeats
-# heads first, as under a mask or in fp32: 1.4 ms for 16 rows of 4,096 tokens, which are 250 MB. torch's fused kernel
-# reads these rows in 0.07 ms.
+# On a CPU, 8 rows of SmolLM2's shape were as quick as rows each read by itself where 1.2 MB a layer were saved, and 1.06
+# times as quick with 3.4 MB. On an accelerator a step waits 0.35 ms longer for the Python of a layer that is split (H200,
+# Llama 3 8B in bf16). Reading each row by itself takes that long only where torch repeats heads first, as under a mask
+# or in fp32: 1.4 ms for 250 MB, and 0.07 ms by its fused kernel.
 LAUNCH_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 3 * 2**19})
 _OTHER_LAUNCH_BYTES, _OTHER_FUSED_BYTES = 2**28, 2**32
 

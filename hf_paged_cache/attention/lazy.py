@@ -15,19 +15,15 @@ from torch.utils._pytree import tree_map_only
 
 
 class LazyReads(Protocol):
-    """`LazyReads` provides what a layer reads, by name."""
+    """`LazyReads` provides what a layer reads, by name: "key" and "value", [R, H, columns, D].
 
-    def dense(self, name: str) -> Tensor:
-        """Return the tensor of a name, [R, H, columns, D], contiguous."""
-        ...
+    `attend` returns None where dense tensors must be asked. It is the call that asks where attention does, which says
+    nothing of the model.
+    """
 
-    def refuse(self) -> None:
-        """Note that this call is why dense tensors are asked for next, which says nothing of the model."""
-        ...
+    def dense(self, name: str, *, is_call: bool) -> Tensor: ...
 
-    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
-        """Return what attention gives of "key" and "value"; None where dense tensors must be asked."""
-        ...
+    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None: ...
 
 
 class LazyStates(Tensor):
@@ -43,31 +39,25 @@ class LazyStates(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type["LazyStates"],
-        reads: LazyReads,
-        name: str,
-        shape: Iterable[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        repeats: int = 1,
+        cls: type["LazyStates"], reads: LazyReads, name: str, shape: Iterable[int], like: Tensor, repeats: int = 1
     ) -> "LazyStates":
-        lazy: LazyStates = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=device)
+        lazy: LazyStates = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
         lazy._reads, lazy._name, lazy._repeats = reads, name, repeats
         return lazy
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
-    def dense(self) -> Tensor:
+    def dense(self, *, is_call: bool = False) -> Tensor:
         """Return the dense tensor that this one stands for."""
-        states = self._reads.dense(self._name)
+        states = self._reads.dense(self._name, is_call=is_call)
         if self._repeats == 1 and self.dim() == 4:
             return states
         rows, heads, columns, size = states.shape
         return states[:, :, None].expand(rows, heads, self._repeats, columns, size).reshape(self.shape)
 
     def _reshaped(self, shape: Iterable[int], repeats: int) -> "LazyStates":
-        return LazyStates(self._reads, self._name, shape, self.dtype, self.device, repeats)
+        return LazyStates(self._reads, self._name, shape, self, repeats)
 
     @classmethod
     def __torch_function__(
@@ -81,8 +71,8 @@ class LazyStates(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _OF_SHAPE:
                 return func(*args, **kwargs)
-            lazily = _LAZILY.get(func)
-            given = None if lazily is None else lazily(*args, **kwargs)
+            serve = _LAZILY.get(func)
+            given = None if serve is None else serve(*args, **kwargs)
         return _densely(func, args, kwargs) if given is None else given
 
     @classmethod
@@ -96,20 +86,23 @@ class LazyStates(Tensor):
         return _densely(func, args, kwargs or {})
 
 
+def lazily(reads: LazyReads, keys: Tensor, values: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """Return lazy keys and values, [R, H, num_columns, D] each, that are else like these."""
+    shapes = ((*states.shape[:2], num_columns, states.shape[3]) for states in (keys, values))
+    return LazyStates(reads, "key", next(shapes), keys), LazyStates(reads, "value", next(shapes), values)
+
+
 def _densely(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    dense_args, dense_kwargs = tree_map_only(LazyStates, LazyStates.dense, (args, dict(kwargs)))
+    def dense(states: LazyStates) -> Tensor:
+        return states.dense(is_call=func is scaled_dot_product_attention)
+
+    dense_args, dense_kwargs = tree_map_only(LazyStates, dense, (args, dict(kwargs)))
     return func(*dense_args, **dense_kwargs)
 
 
 def as_dense(states: Tensor) -> Tensor:
-    """Return `states`, or the tensor that it stands for if it is lazy, for a compiled forward.
-
-    That the tensor is asked for dense then says nothing of the model.
-    """
-    if not isinstance(states, LazyStates):
-        return states
-    states._reads.refuse()
-    return states.dense()
+    """Return `states`, or the tensor that it stands for if it is lazy, for a compiled forward."""
+    return states.dense(is_call=True) if isinstance(states, LazyStates) else states
 
 
 class KnownMasks:
@@ -119,13 +112,7 @@ class KnownMasks:
         self._known: list[tuple[Tensor | None, int, Any, Any]] = []
 
     def of(self, mask: Tensor | None, key: Any, look: Callable[[], Any]) -> Any:
-        """Return what `look` says of a mask; `look` is called once as long as nobody writes to the mask.
-
-        Where torch counts no writes to a mask, `look` is called once.
-
-        Args:
-            key: all else that the answer depends on.
-        """
+        """Return what `look` says of a mask and `key`; it is called once as long as torch counts no write to the mask."""
         version = 0 if mask is None or mask.is_inference() else mask._version
         for known, of_version, of_key, found in self._known:
             if known is mask and of_version == version and of_key == key:
@@ -148,58 +135,42 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor | None:
-    if not isinstance(key, LazyStates) or not isinstance(value, LazyStates):
+    if not isinstance(key, LazyStates) or not isinstance(value, LazyStates) or isinstance(query, LazyStates):
         return None
-    if isinstance(query, LazyStates) or isinstance(attn_mask, LazyStates) or query.dim() != 4:
+    are_pair = key._reads is value._reads and (key._name, value._name) == ("key", "value")
+    if not are_pair or isinstance(attn_mask, LazyStates) or dropout_p or is_causal:
         return None
-    reads, heads = key._reads, key.shape[1]
-    if reads is not value._reads or (key._name, value._name) != ("key", "value"):
+    if not query.dim() == key.dim() == value.dim() == 4 or not key.dtype == value.dtype == query.dtype:
         return None
-    if key.dim() != 4 or value.dim() != 4 or value.shape[1] != heads:
+    heads = key.shape[1]
+    if value.shape[1] != heads or (query.shape[1] != heads and (not enable_gqa or query.shape[1] % heads)):
         return None
-    if not key.dtype == value.dtype == query.dtype:
-        return None
-    if query.shape[1] != heads and (not enable_gqa or query.shape[1] % heads):
-        return None
-    if dropout_p or is_causal:
-        reads.refuse()
-        return None
-    return reads.attend(query, attn_mask, scale)
+    return key._reads.attend(query, attn_mask, scale)
 
 
 def _unsqueezed(states: Any, index: Any) -> Tensor | None:
-    """Return `states[:, :, None]`, with which repeating heads begins."""
-    if not isinstance(index, tuple) or not 3 <= len(index) <= 5 or index[2] is not None:
-        return None
-    if states.dim() != 4 or states._repeats != 1 or not all(map(_is_everything, (*index[:2], *index[3:]))):
+    """Return `states[:, :, None, :, :]`, with which repeating heads begins."""
+    is_new_axis = (
+        isinstance(index, tuple) and not any(isinstance(part, Tensor) for part in index) and index == _NEW_AXIS
+    )
+    if not is_new_axis or states.dim() != 4 or states._repeats != 1:
         return None
     rows, heads, columns, size = states.shape
     return states._reshaped((rows, heads, 1, columns, size), 1)  # type: ignore[no-any-return]
 
 
-def _is_everything(part: Any) -> bool:
-    return isinstance(part, slice) and part == slice(None)
-
-
 def _expanded(states: Any, *sizes: Any) -> Tensor | None:
     wanted = _sizes(sizes)
-    if states.dim() != 5 or states._repeats != 1 or len(wanted) != 5:
+    if states.dim() != 5 or len(wanted) != 5 or (*wanted[:2], 1, *wanted[3:]) != states.shape:
         return None
-    rows, heads, _, columns, size = states.shape
-    repeats = wanted[2]
-    if repeats < 1 or not _are(wanted, (rows, heads, repeats, columns, size)):
-        return None
-    return states._reshaped((rows, heads, repeats, columns, size), repeats)  # type: ignore[no-any-return]
+    return states._reshaped(wanted, wanted[2])  # type: ignore[no-any-return]
 
 
 def _joined(states: Any, *sizes: Any) -> Tensor | None:
     wanted = _sizes(sizes)
-    if states.dim() != 5 or len(wanted) != 4:
+    if states.dim() != 5 or wanted != (states.shape[0], states.shape[1] * states.shape[2], *states.shape[3:]):
         return None
-    rows, heads, repeats, columns, size = states.shape
-    if not _are(wanted, (rows, heads * repeats, columns, size)):
-        return None
-    return states._reshaped((rows, heads * repeats, columns, size), repeats)  # type: ignore[no-any-return]
+    return states._reshaped(wanted, states.shape[2])  # type: ignore[no-any-return]
 
 
 def _contiguous(states: Any, **_: Any) -> Tensor | None:
@@ -210,11 +181,7 @@ def _sizes(given: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(given[0]) if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
 
 
-def _are(given: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
-    """Return whether the sizes `given` are `sizes`, where -1 stands for any one of them."""
-    return given.count(-1) <= 1 and all(one in (-1, other) for one, other in zip(given, sizes, strict=True))
-
-
+_NEW_AXIS = (slice(None), slice(None), None, slice(None), slice(None))
 _LAZILY: Mapping[Any, Callable[..., Tensor | None]] = {
     scaled_dot_product_attention: _attention,
     Tensor.__getitem__: _unsqueezed,
@@ -223,11 +190,7 @@ _LAZILY: Mapping[Any, Callable[..., Tensor | None]] = {
     Tensor.contiguous: _contiguous,
 }
 _OF_SHAPE = {
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_contiguous, Tensor.is_floating_point),
     *(
         getattr(Tensor, name).__get__
         for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cpu", "is_cuda")

@@ -11,6 +11,7 @@ block have the same tokens in the block, and the same before it.
 """
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 
@@ -22,48 +23,26 @@ class BlockRow(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """`Segment` is a run of tokens that some rows have.
+    """`Segment` is a run of tokens that some rows have."""
 
-    Attributes:
-        rows: rows that have the segment, in ascending order.
-        start: number of tokens before the segment in each of these rows.
-        block_ids: ids of the blocks that hold the segment.
-    """
-
-    rows: tuple[int, ...]
-    start: int
-    block_ids: tuple[int, ...]
+    rows: tuple[int, ...]  # that have the segment, and follow one another
+    start: int  # tokens before the segment in each of these rows
+    block_ids: tuple[int, ...]  # of the blocks that hold the segment
 
 
 class Plan(NamedTuple):
-    """`Plan` says what is read once, and from where on each row is read by itself.
+    """`Plan` says what is read once, and from where on each row is read by itself."""
 
-    Attributes:
-        segments: all segments; those of a row follow one another, from the row's first token on.
-        pads: row -> number of its columns of padding.
-        ends: row -> column at which its segments end, and its tail begins.
-        first_own: first column of any tail; all tails are read from there on.
-    """
-
-    segments: tuple[Segment, ...]
-    pads: tuple[int, ...]
-    ends: tuple[int, ...]
-    first_own: int
-
-    def kinds(self) -> list[tuple[int, ...]]:
-        """Return row -> its padding and the numbers of its segments: rows of one kind differ only in their tails."""
-        kinds: list[tuple[int, ...]] = [(pad,) for pad in self.pads]
-        for number, segment in enumerate(self.segments):
-            for row in segment.rows:
-                kinds[row] += (number,)
-        return kinds
+    segments: tuple[Segment, ...]  # those of a row follow one another, from the row's first token on
+    pads: tuple[int, ...]  # row -> columns of padding
+    ends: tuple[int, ...]  # row -> column at which its segments end, and its tail begins
+    first_own: int  # first column of any tail; all tails are read from there on
 
 
 def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_tokens: float) -> Plan | None:
     """Return the plan that reads least before column `start`; None if none reads less than each row by itself.
 
-    A plan costs the tokens that it reads, and `launch_tokens` for each segment. Rows that share nothing get a segment
-    of their own where the tails of all rows would otherwise begin further left.
+    A plan costs the tokens that it reads, and `launch_tokens` for each segment.
 
     Args:
         rows: rows with the blocks of at least their tokens before `start`.
@@ -78,8 +57,8 @@ def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_
         True
     """
     limits = [min(len(row.block_ids), max(0, start - row.pad) // block_size) for row in rows]
-    covered = [0] * len(rows)  # row -> number of its blocks in segments
-    segments = []
+    pads = tuple(row.pad for row in rows)
+    ends, segments = [*pads], list[Segment]()
     waiting = [([*range(len(rows))], 0, 0)]  # rows, number of common blocks, number of these in segments
     while waiting:
         members, depth, begin = waiting.pop()
@@ -88,45 +67,27 @@ def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_
             if limits[row] > depth:
                 at.setdefault(rows[row].block_ids[depth], []).append(row)
         for sharing in at.values():
-            if len(sharing) < 2:
+            if len(sharing) < 2 or not follow(sharing):
                 continue
-            common, done = _num_common([rows[row].block_ids[: limits[row]] for row in sharing], depth + 1), begin
+            tables = [rows[row].block_ids[: limits[row]] for row in sharing]
+            common, done = sum(1 for _ in takewhile(_are_one, zip(*tables, strict=False))), begin
             if (len(sharing) - 1) * (common - begin) * block_size > launch_tokens:
                 blocks = tuple(rows[sharing[0]].block_ids[begin:common])
                 segments.append(Segment(tuple(sharing), begin * block_size, blocks))
                 done = common
                 for row in sharing:
-                    covered[row] = common
+                    ends[row] = pads[row] + common * block_size
             waiting.append((sharing, common, done))
-    if not segments:
+    cost = sum(len(segment.block_ids) * block_size + launch_tokens for segment in segments)
+    if not segments or cost + len(rows) * (start - min(ends)) >= len(rows) * (start - min(pads)):
         return None
-    pads = [row.pad for row in rows]
-    ends = [pad + num * block_size for pad, num in zip(pads, covered, strict=True)]
-    most = [pad + num * block_size for pad, num in zip(pads, limits, strict=True)]
-
-    def own(first: int) -> tuple[float, list[int]]:
-        """Return what is read besides segments if tails begin at `first`, and the rows that get their own segments."""
-        alone = [row for row, end in enumerate(ends) if end < first and most[row] > end]
-        begin = min(start, *(most[row] if end < first else end for row, end in enumerate(ends)))
-        return sum(most[row] - ends[row] + launch_tokens for row in alone) + len(rows) * (start - begin), alone
-
-    cost, alone = min(own(first) for first in {*ends})
-    cost += sum(len(segment.block_ids) * block_size + launch_tokens for segment in segments)
-    if cost >= len(rows) * (start - min(pads)):
-        return None
-    for row in alone:
-        blocks = tuple(rows[row].block_ids[covered[row] : limits[row]])
-        segments.append(Segment((row,), covered[row] * block_size, blocks))
-        ends[row] = most[row]
-    return Plan(tuple(segments), tuple(pads), tuple(ends), min(start, *ends))
+    return Plan(tuple(segments), pads, tuple(ends), min(ends))
 
 
-def _num_common(tables: Sequence[Sequence[int]], known: int) -> int:
-    """Return how many leading blocks the tables have in common; the first `known` are known to be."""
-    first, common = tables[0], min(map(len, tables))
-    for table in tables[1:]:
-        number = known
-        while number < common and table[number] == first[number]:
-            number += 1
-        common = number
-    return common
+def follow(rows: Sequence[int]) -> bool:
+    """Return whether rows, in ascending order, follow one another."""
+    return rows[-1] - rows[0] == len(rows) - 1
+
+
+def _are_one(block_ids: Sequence[int]) -> bool:
+    return len({*block_ids}) == 1

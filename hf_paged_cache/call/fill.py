@@ -50,7 +50,9 @@ def fill(
     shared = None
     if rows.may_be_lazy and captured is None:
         shared = share_known(store, inputs, known, start, rows.looks, copies or range(len(inputs)))
-    may_take = takes_over and shared is None and captured is None
+    # streams that lie apart, as after a first call, would do so from then on
+    lie_alike = previous is not None and [names for _, names in previous.memory] == [names for _, names in slabs]
+    may_take = takes_over and lie_alike and shared is None and captured is None
     done = _take_over(rows, inputs, known, start, previous) if may_take else 0
     if shared is not None:
         first = shared.plan.first_own
@@ -66,7 +68,7 @@ def fill(
     if rows.windows is not None:
         _fill_windows(store, rows.windows, inputs, known, start, wanted, previous, is_there=bool(done))
     if rows.states is not None:
-        rows.states.put(
+        rows.states.live.put(
             stacked([_states_at(row, start, of_row, previous) for row, of_row in zip(inputs, known, strict=True)])
         )
     rows.start_at(start, inputs)
@@ -166,7 +168,7 @@ def _take_over(
     """
     if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
         return 0
-    if previous.base or previous.has_own or (rows.is_exact and not previous.can_go_on_at(start)):
+    if previous.base or (rows.is_exact and not previous.can_go_on_at(start)):
         return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):

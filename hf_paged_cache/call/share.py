@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..attention import launches
-from ..attention.segments import BlockRow, Plan, Segment, find_segments
+from ..attention.segments import BlockRow, Plan, Segment, find_segments, follow
 from ..blocks import Allocation
 from ..kv.block_pool import Slab
 from ..rows import memory
@@ -54,6 +54,8 @@ def share_known(
     plan = None if plan is None else _of_sources(plan, copies)
     if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
         return None
+    if not all(follow(segment.rows) for segment in plan.segments):
+        return None
     segments, leases = [], []
     for segment in plan.segments:
         found = _where(store, slabs, segment, known, size)
@@ -96,8 +98,9 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     if old is not None:
         for number, segment in enumerate(old.plan.segments):
             of_all = tuple(sorted(row for source in segment.rows for row in members[source]))
-            segments.append(segment._replace(rows=of_all))
-            lies.append(old.segments[number])
+            if of_all:
+                segments.append(segment._replace(rows=of_all))
+                lies.append(old.segments[number])
     pads = tuple(rows.prompts[source].pad for source in copies)
     launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads), looks)
     behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
@@ -105,7 +108,7 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     once = sum(rows.n - first + launch for first in behind if first < rows.n)
     is_once = old is None or once < apart
     for source, first in enumerate(behind) if is_once else ():
-        if first < rows.n:
+        if first < rows.n and members[source]:
             segments.append(Segment(tuple(members[source]), first - rows.prompts[source].pad, (source,)))
             lies.append(
                 [
@@ -113,6 +116,8 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
                     for tensor, names in held
                 ]
             )
+    if not all(follow(segment.rows) for segment in segments):
+        return None
     ends = (rows.n,) * len(copies) if is_once else tuple(behind[source] for source in copies)
     lengths = [each[0].tensor.shape[3] for each in lies]
     cost = sum(lengths) + launch * len(segments) + (0 if is_once else apart)

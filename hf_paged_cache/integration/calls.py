@@ -400,16 +400,10 @@ class Calls:
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
         """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
-        n, limits, first = rows.n, rows.state.limits, shared.plan.first_own
+        n, limits, index = rows.n, rows.state.limits, memory.as_index(copies)
         room = SPARE if math.isinf(limits.max_columns) else max(1, int(limits.max_columns) - n)
-        index, held = memory.as_index(copies), rows.all_memory()
-        room = n - first + min(room, n + SPARE)
-        own = (
-            memory.selected(held, index, n - first, room)
-            if first < n
-            else memory.make(memory.shapes_of_rows(held), len(copies), room)
-        )
-        rows.prompts = [rows.prompts[source].copy() for source in copies]
+        own = rows.selected(index, shared.plan.first_own, min(room, n + SPARE))
+        rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
         if rows.windows is not None:
             rows.windows.select(index, n)
         if rows.states is not None:

@@ -20,7 +20,7 @@ from ..model.cache_adapters import own_cache_class
 from ..model.support import cache_layers
 from ..rows.kinds import kinds_of
 from ..rows.layers import SPARE
-from ..rows.rows import Rows, RunsRows
+from ..rows.rows import Rows
 from ..rows.shared import IN_CHUNKS as READ_IN_CHUNKS
 from ..rows.shared import MODEL_LOOKS
 from ..rows.states import StatePlaces
@@ -74,7 +74,7 @@ class Opening:
     """
 
     def __init__(
-        self, calls: RunsRows, parts: StoreParts, salt: bytes, keeping: Keeping, counters: PromptCounters, ranks: Ranks
+        self, calls: Any, parts: StoreParts, salt: bytes, keeping: Keeping, counters: PromptCounters, ranks: Ranks
     ) -> None:
         self.store = store = parts.blocks
         self.conditioning = conditioning = parts.conditioning

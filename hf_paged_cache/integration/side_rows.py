@@ -59,7 +59,7 @@ class SideRows:
         Returns:
             logits of the last columns of the last forward, [R, num_logits, vocabulary].
         """
-        start, side = rows.num_columns, self._side
+        start, side = rows.n, self._side
         stops = stops or [max(max(start, row.pad) + len(row.token_ids) for row in inputs)]
         always: dict[str, Any] = {cache_argument(self.model): rows, "use_cache": True, "return_dict": True}
         if side.takes_logits_to_keep:

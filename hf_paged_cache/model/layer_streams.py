@@ -35,13 +35,3 @@ def put_streams(layer: Any, held: Mapping[str, Tensor], num_columns: int) -> Non
         layer.cumulative_length = num_columns
     if INDEX in held:
         layer.update_indexer(held[INDEX].squeeze(1))
-
-
-def cut_streams(layer: Any, num_columns: int) -> None:
-    """Cut off what a forward that died has appended to the streams of a layer, or to some of them."""
-    if layer.get_seq_length() > num_columns:
-        layer.keys, layer.values = layer.keys[..., :num_columns, :], layer.values[..., :num_columns, :]
-    if (keys := getattr(layer, "indexer_keys", None)) is not None:
-        layer.indexer_keys = keys[:, :num_columns]
-    if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
-        layer.indexer_position_ids = positions[..., :num_columns]

@@ -5,223 +5,178 @@ This module knows no tokens and no forwards.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import repeat
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..attention.causal import CausalSquare
+from ..attention import causal
 from ..kv.states import LiveStates
 from ..model.layer_streams import streams_of
 from ..model.support import has_keys
 from . import memory
-from .indexed import positions_of
 from .kinds import LayerKinds
-from .layers import Reads, RowsLayer, room_for
+from .layers import RowsLayer, room_for
 from .memory import Columns, Streams
-from .shared import Looks, Seen, SharedColumns, SquareReads
+from .shared import Looks, Seen, SharedColumns
 from .states import RowStates
 from .windows import WindowColumns
 
 _VERSION = attrgetter("_version")
-_IS_OWN = attrgetter("is_own")
-_TENSOR = attrgetter("tensor")
 
 
+@dataclass(slots=True)
 class Prompt:
-    """`Prompt` says what one row began with.
+    """`Prompt` says what one row began with."""
 
-    Attributes:
-        root: the row's prefix key: a digest of all that shapes its keys and values besides tokens.
-        pad: columns of left padding.
-        first_position: position of the row's first token.
-        shift: how far images have moved the positions of the text after them; None: not known.
-        kept: number of leading tokens whose blocks need not be kept any more.
-        most_kept: most leading tokens that may be kept: the tokens after them only fill the row up; None: all.
-        image_end: number of tokens up to the end of the row's last image. The block in which the image ends is to be
-            kept up to there; None: there is no such image.
-    """
-
-    __slots__ = ("first_position", "image_end", "kept", "most_kept", "pad", "root", "shift")
-
-    def __init__(self, root: bytes = b"", pad: int = 0, first_position: int = 0, shift: int | None = 0) -> None:
-        self.root, self.pad, self.first_position, self.shift = root, pad, first_position, shift
-        self.kept = 0
-        self.image_end: int | None = None
-        self.most_kept: int | None = None
-
-    def copy(self) -> "Prompt":
-        """Return a copy for another row."""
-        copied = Prompt(self.root, self.pad, self.first_position, self.shift)
-        copied.kept, copied.image_end, copied.most_kept = self.kept, self.image_end, self.most_kept
-        return copied
+    root: bytes  # the row's prefix key: a digest of all that shapes its keys and values besides tokens
+    pad: int  # columns of left padding
+    first_position: int  # position of the first token
+    shift: int | None  # how far images have moved the positions of the text after them; None: not known
+    kept: int = 0  # leading tokens whose blocks need not be kept any more
+    most_kept: int | None = None  # most leading tokens that may be kept, where those after them only fill the row up
+    image_end: int | None = None  # tokens up to the end of the last image, if its block is to be kept up to there
 
 
 class RowsColumns(Cache):
     """`RowsColumns` has the columns of a call's rows, in all layers.
 
     columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
-
-    Args:
-        kinds: kinds of the model's layers.
-        looks: whether the model looks at keys and values itself.
-
-    Attributes:
-        n: number of columns, the same for all rows.
-        base: first column that lies in the rows' own memory; the columns before it are shared.
-        prompts: what each row began with; empty before the first forward.
-        memory: memory of the layers without a window; streams of one shape lie together in one tensor.
-        windows: columns of the layers with a window; None: no layer has one.
-        states: what layers carry beside columns, or in place of columns; None: no layer carries a state.
-        is_exact: True if rows can go on only after certain columns, because layers have windows or carry states.
-        first: first layer with columns; None: no layer has any.
-        has_own: True if some layers have memory of their own.
-        why_bypassed: why these rows reuse and keep nothing, and run on transformers' own layers; None: they do not.
-        is_running: True if a forward has begun and not returned.
-        is_whole: True if every stream has all columns; if not, nothing more is kept.
-        shared: segments that several rows have in common, held once; None: each row has all of its columns.
-        may_be_lazy: True if attention may be given keys and values that it reads lazily.
-        seen: how attention has read the rows.
     """
 
     layers: list[Any]
-    first: Any
-    is_exact: bool
+    windows: WindowColumns | None  # columns of the layers with a window, if any layer has one
+    states: RowStates | None  # what layers carry beside columns, or in place of columns, if any layer does
+    first: Any  # first layer with columns; None: no layer has any, or the rows are bypassed
 
     def __init__(self, kinds: LayerKinds, looks: Looks) -> None:
-        self._itself, self.kinds = ref(self), kinds
-        self.windows: WindowColumns | None = None
-        self.states: RowStates | None = None
         super().__init__(layers=[])
-        self.make_layers()
-        self._given: list[RowsLayer] = []  # layers into which somebody has put keys or values
-        self.n = self.base = 0
-        self.prompts: list[Prompt] = []
-        self.memory: list[Streams] = []
-        self.why_bypassed: str | None = None
-        self.is_running, self.is_whole = False, True
-        self.shared: SharedColumns | None = None
-        self.looks, self.seen = looks, Seen()
-        self.may_be_lazy = False
-        self._reads: Any = None
+        self._itself, self.kinds, self.looks = ref(self), kinds, looks
+        self.may_be_lazy = False  # attention may be given keys and values that it reads lazily
+        self.reset()
+
+    def reset(self) -> None:
+        """Drop the rows."""
+        self._make_layers()
+        self.seen = Seen()  # how attention has read the rows
+        self.n = 0  # columns
+        self.base = 0  # first column that lies in the rows' own memory; rows share the columns before it
+        self.prompts: list[Prompt] = []  # what each row began with; empty before the first forward
+        self.memory: list[Streams] = []  # of the layers without a window; streams of one shape lie in one tensor
+        self.why_bypassed: str | None = None  # why the rows run on transformers' own layers, and nothing is kept
+        self.is_running = False  # a forward has begun and not returned
+        self.is_whole = True  # every stream has all columns; if not, nothing more is kept
+        self.is_broken = False  # what the next token needs is lost: a forward, or a change of rows, has died half way
+        self.shared: SharedColumns | None = None  # segments that several rows have in common, held once
+        self._reads: Any = None  # what layers read in place of the columns themselves
         self._tensors: list[Tensor] = []  # all tensors in which the rows lie
         self._versions: tuple[int, ...] = ()  # versions of these tensors after our own last write
-        self.has_own = False
         self._room_end = math.inf  # column at which the shortest tensor of `memory` ends
 
-    def make_layers(self) -> None:
-        """Put new layers that hold nothing into the same list of layers."""
-        itself, kinds = self._itself, self.kinds
-        self.layers[:] = layers = kinds.make(itself)
+    def _make_layers(self) -> None:
+        """Put new layers that hold nothing into the same list of layers; the old ones hold nothing more either."""
+        kinds = self.kinds
+        for layer in self.layers:
+            layer.reset()
+        self.layers[:] = layers = kinds.make(self._itself)
         self.windows = WindowColumns(layers) if kinds.sights else None
         self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
-        self.is_exact = self.windows is not None or self.states is not None
-        self.first = next(filter(_has_columns, layers), None)
-        self.layer_class_to_replicate = partial(another_layer, self.layers, itself)  # type: ignore[assignment]
+        self.first = next((layer for layer in layers if isinstance(layer, RowsLayer)), None)
+        self.layer_class_to_replicate = partial(_another_layer, self._itself)  # type: ignore[assignment]
+
+    @property
+    def is_exact(self) -> bool:
+        """True if rows can go on only after certain columns, because layers have windows or carry states."""
+        return self.windows is not None or self.states is not None
 
     def can_go_on_at(self, n: int) -> bool:
         """Return whether the rows hold all that the token after the first `n` columns needs."""
-        if self.states is not None and not (n == self.n and self.states.are_whole):
+        if self.states is not None and (n != self.n or self.is_broken or self.is_running):
             return False
         return self.windows is None or self.windows.can_go_on_at(n)
 
-    def note_sharing(self) -> None:
-        """Note that rows have columns in common from here on, some of which may lie in blocks."""
-
-    def note_given(self, layer: RowsLayer) -> None:
-        """Note that somebody has put keys or values into a layer."""
-        self._given.append(layer)
-
-    def note_shown(self) -> None:
-        """Note that somebody gets keys or values, and may write to them unseen: nothing more is kept."""
-        self.is_whole = False
-
-    def positions(self, device: torch.device) -> Tensor | None:
-        """Return the positions of all columns so far, [3, R, n]; see `Owner`."""
-        return positions_of(
-            [row.pad for row in self.prompts], [row.first_position for row in self.prompts], self.n, device
-        )
-
-    def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
-        """Let the rows have these segments in common from here on.
-
-        Args:
-            shared: the segments.
-            held: memory of the rows' own columns, which begin behind the first segment that ends.
-            n: number of columns of the rows.
-        """
-        shared.rows, shared.seen = ref(self), self.seen
-        self.note_sharing()
-        self.take(held, n, shared.plan.first_own)
-        self.shared = self._reads = shared
-        for layer in self.layers:
-            layer.reads = shared
-
     def make_dense(self) -> None:
         """Give each row all of its columns, in memory of its own."""
-        shared, n = self.shared, self.n
-        if shared is None:
+        if self.shared is None:
             return
         if not self.is_running and self.is_edited:
             self.is_whole = False
-        stop = max(n, *(layer.n for layer in self.layers))  # in the middle of a forward some layers have more columns
-        self.has_own = any(map(_IS_OWN, self.layers))  # some layers may have got memory of their own
-        room = room_for(stop, self.first.wanted)
-        own = self.all_memory()
-        whole = memory.make(memory.shapes_of_rows(own), self.num_rows, room)
-        for row in range(self.num_rows):
-            self.copy_columns(row, shared.plan.pads[row], stop, whole, row, shared.plan.pads[row])
+        stop = max(self.n, *(layer.n for layer in self.layers))  # in a forward some layers have more columns
+        whole = self._dense(range(self.num_rows), stop, room_for(stop, self.first.wanted))
         self.shared = self._reads = None
         for layer in self.layers:
             layer.reads = None
-        self.take(whole, n)
+        self.take(whole, self.n)
+
+    def _dense(self, sources: Sequence[int], stop: int, room: int) -> list[Streams]:
+        """Make memory in which row `i` has all columns of row `sources[i]` before column `stop`."""
+        made = memory.make(memory.shapes_of_rows(self.all_memory()), len(sources), room)
+        for row, source in enumerate(sources):
+            pad = self.prompts[source].pad
+            self.copy_columns(source, pad, stop, made, row, pad)
+        return made
 
     def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
-        """Copy the columns `[start, stop)` of a row, wherever they lie, to a row of other memory.
+        """Copy the columns `[start, stop)` of a row, wherever they lie, to row `to_row` of other memory, from `column` on."""
+        for at, part in self._parts(row, start, stop):
+            memory.copy_columns(part, to, to_row, column + at - start)
 
-        Args:
-            to_row: row of the other memory.
-            column: column of the other memory that the first copied column becomes.
-        """
-        at = start
-        if self.shared is not None:
-            at = self.shared.copy_columns(row, start, stop, to, to_row, column)
-        if at < stop:
-            memory.copy_columns(self.columns(row, at, stop), to, to_row, column + at - start)
+    def _parts(self, row: int, start: int, stop: int) -> Iterator[tuple[int, Columns]]:
+        """Yield the columns `[start, stop)` of a row part by part, each with the column at which it begins."""
+        for first, part in () if self.shared is None else self.shared.parts(row, start, stop):
+            yield first, part
+            start = first + part.stop - part.start
+        if start < stop:
+            yield start, Columns(self.all_memory(), row, start - self.base, stop - self.base)
+
+    def columns(self, row: int, start: int, stop: int) -> Columns:
+        """Return the columns `[start, stop)` of a row side by side: where they lie, or as copies."""
+        parts = [*self._parts(row, start, stop)]
+        if len(parts) == 1:
+            return parts[0][1]
+        made = memory.make(memory.shapes_of_rows(self.all_memory()), 1, stop - start)
+        self.copy_columns(row, start, stop, made, 0, 0)
+        return Columns(made, 0, 0, stop - start)
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """Let the rows lie in this memory from here on: its first columns are the columns `[base, n)`."""
         self.memory, self.n, self.base = held, n, base
-        lengths = [n if layer.held is None else layer.n for layer in self.layers]  # a forward may have skipped layers
-        places, room_end = dict[int, dict[str, Tensor]](), math.inf
-        for tensor, names in held:
-            room_end = min(room_end, base + tensor.shape[3])
-            for (layer_idx, name), part in zip(names, tensor, strict=True):
-                places.setdefault(layer_idx, {})[name] = part
-        missing = range(len(self.layers), 1 + max(places, default=-1))
-        self.layers += map(RowsLayer, missing, repeat(self._itself))
-        lengths += [n] * len(missing)
-        for layer_idx, of_layer in places.items():
-            self.layers[layer_idx].lie_in(of_layer, lengths[layer_idx], base)
-        self.has_own, self._room_end = any(map(_IS_OWN, self.layers)), room_end
+        lengths = {at: layer.n for at, layer in enumerate(self.layers) if layer.held is not None}  # some may have less
+        for layer_idx, of_layer in memory.by_layer(held).items():
+            while len(self.layers) <= layer_idx:
+                self.layers.append(_another_layer(self._itself))
+            self.layers[layer_idx].lie_in(of_layer, lengths.get(layer_idx, n), base)
+        self._room_end = min((base + tensor.shape[3] for tensor, _ in held), default=math.inf)
         self.note_writes()
 
     def all_memory(self) -> list[Streams]:
-        """Return the memory of all layers without a window, also of layers that have memory of their own."""
-        if not self.has_own or self.why_bypassed is not None:
+        """Return the memory of all layers without a window, also of layers that got memory of their own in a forward."""
+        if self.why_bypassed is not None:
             return self.memory
-        found = []
-        for tensor, names in self.memory:
-            for number, name in enumerate(names):
-                if not self.layers[name[0]].is_own:
-                    found.append(Streams(tensor[number : number + 1], (name,)))
-        return found + [streams for layer in self.layers if layer.is_own for streams in layer.streams()]
+        own = [layer for layer in self.layers if layer.is_own and not layer.is_sliding]
+        if not own:
+            return self.memory
+        together = [
+            Streams(part, (name,))
+            for tensor, names in self.memory
+            for part, name in zip(torch.split(tensor, 1), names, strict=True)
+            if not self.layers[name[0]].is_own
+        ]
+        return together + [streams for layer in own for streams in layer.streams()]
+
+    def gather(self) -> None:
+        """Let layers that got memory of their own lie in the memory of the rows, without a copy."""
+        held = self.all_memory()
+        if held is self.memory:
+            self.note_writes()
+        else:
+            self.take(held, self.n, self.base)
 
     @property
     def is_written(self) -> bool:
@@ -231,22 +186,17 @@ class RowsColumns(Cache):
         return any(any(self.layers[at].has_previous_state.values()) for at in self.kinds.num_states)
 
     def make_room(self, num_columns: int, wanted: int) -> None:
-        """Make room for `num_columns` columns in the memory in which streams lie together.
-
-        Args:
-            wanted: columns that the rows will have; 0 where that is not known.
-        """
+        """Make room for `num_columns` columns; the rows will have `wanted`, if that is not 0."""
         for layer in self.layers:
             layer.wanted = wanted
         if num_columns > self._room_end:
-            self.has_own = any(map(_IS_OWN, self.layers))
             held, room = self.all_memory(), room_for(num_columns, wanted) - self.base
             index = torch.arange(held[0].tensor.shape[1], device="cpu")
             self.take(memory.selected(held, index, self.n - self.base, room), self.n, self.base)
 
     def note_writes(self) -> None:
         """Note that everything written to the rows until here was written by us."""
-        self._tensors = [*map(_TENSOR, self.all_memory() if self.has_own else self.memory)]
+        self._tensors = [tensor for tensor, _ in self.all_memory()]
         if self.windows is not None:
             self._tensors += self.windows.tensors()
         self._versions = tuple(map(_VERSION, self._tensors))
@@ -254,16 +204,10 @@ class RowsColumns(Cache):
     @property
     def is_edited(self) -> bool:
         """True if somebody else has written to the rows."""
-        return bool(self._given) or self._versions != tuple(map(_VERSION, self._tensors))
-
-    @property
-    def is_edited_or_ahead(self) -> bool:
-        """True if somebody has put keys or values into layers, or layers have columns that the rows do not have."""
-        return bool(self._given) or ((first := self.first) is not None and first.n != self.n)
+        return self._versions != tuple(map(_VERSION, self._tensors))
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that run."""
         return len(self.prompts)
 
     @property
@@ -284,41 +228,25 @@ class RowsColumns(Cache):
         if self.kinds.num_states:
             yield from LiveStates({at: self.layers[at] for at in self.kinds.num_states}).read().values()
 
-    def columns(self, row: int, start: int, stop: int) -> Columns:
-        """Return the columns `[start, stop)` of a row side by side.
-
-        They are returned where they lie, or as copies where some of them lie in segments that rows share.
-        """
-        own = self.all_memory()
-        if start >= (self.base if self.shared is None else self.shared.plan.ends[row]):
-            return Columns(own, row, start - self.base, stop - self.base)
-        made = memory.make(memory.shapes_of_rows(own), 1, stop - start)
-        self.copy_columns(row, start, stop, made, 0, 0)
-        return Columns(made, 0, 0, stop - start)
-
     def _start_reads(self, start: int, stop: int) -> None:
         """Choose what the layers read in a forward of the columns `[start, stop)`."""
-        shared, reads = self.shared, cast(Reads | None, None)
-        if shared is not None and shared.must_leave:
+        if self.shared is not None and self.seen.dense:
             self.make_dense()
-        elif shared is not None:
-            shared.start_forward(start, stop)
-            reads = shared
-        elif start and stop - start > 1 and self.may_be_lazy and CausalSquare.pays(start, stop):
-            reads = SquareReads(start, stop, self.looks)
+        reads: Any = self.shared
+        if self.shared is not None:
+            self.shared.start_forward(start, stop)
+        elif self.may_be_lazy and causal.pays(start, stop):
+            reads = causal.CausalSquare(start, stop, self.looks)
         if reads is not self._reads:
             self._reads = reads
             for layer in self.layers:
                 layer.reads = reads
 
 
-def _has_columns(layer: Any) -> bool:
-    return isinstance(layer, RowsLayer)
-
-
-def another_layer(layers: list[Any], owner: "ref[RowsColumns]") -> RowsLayer:
+def _another_layer(owner: "ref[RowsColumns]") -> RowsLayer:
     """Make one layer more than the model's config names."""
-    layer, rows = RowsLayer(len(layers), owner), owner()
-    if rows is not None and rows.first is None:
-        rows.first = layer
+    rows = owner()
+    assert rows is not None
+    layer = RowsLayer(len(rows.layers), owner)
+    rows.first = rows.first or layer
     return layer

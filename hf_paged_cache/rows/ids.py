@@ -5,7 +5,6 @@ So what is kept has the name of what ran, whoever generates: beams, loops of one
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,44 +13,29 @@ from ..blocks.image_tokens import hold_images
 from ..blocks.tokens import TokenIds
 
 
-class Begins(Protocol):
-    """`Begins` is a row that begins, as `call.request.RowInput` describes it."""
-
-    @property
-    def token_ids(self) -> TokenIds: ...
-
-    @property
-    def pad(self) -> int: ...
-
-
 class IdsStream:
     """`IdsStream` holds token ids, [R, columns], as forwards were passed them.
 
     They stay on the device of the forwards, so nobody waits.
-
-    Attributes:
-        num_columns: number of columns noted so far.
     """
 
     def __init__(self) -> None:
-        self.num_columns = 0
         self._ids: Tensor | None = None
         self._named: list[TokenIds] = []  # per row: the prompt's tokens if it has images, which they name; else none
 
-    def begin(self, rows: Sequence[Begins]) -> None:
-        """Begin rows whose prompts have these tokens."""
-        named = [row.token_ids if hold_images(row.token_ids) else row.token_ids[:0] for row in rows]
+    def begin(self, prompts: Sequence[TokenIds]) -> None:
+        """Begin rows with these prompts."""
+        named = [tokens if hold_images(tokens) else tokens[:0] for tokens in prompts]
         self._named = named if any(named) else []
 
-    def start(self, rows: Sequence[Begins], num_columns: int) -> None:
+    def start(self, prompts: Sequence[TokenIds], pads: Sequence[int], num_columns: int) -> None:
         """Start with the tokens that are known: those in the first `num_columns` columns, after each row's padding."""
         with torch.inference_mode(False):
-            ids = torch.zeros((len(rows), num_columns + 64), dtype=torch.int64, device="cpu")
-        for number, row in enumerate(rows):
-            num = num_columns - row.pad
-            if num > 0:
-                ids[number, row.pad : num_columns] = torch.frombuffer(row.token_ids, dtype=torch.int64, count=num)
-        self._ids, self.num_columns = ids, num_columns
+            ids = self._ids = torch.zeros((len(pads), num_columns + 64), dtype=torch.int64, device="cpu")
+        for number, (tokens, pad) in enumerate(zip(prompts, pads, strict=True)):
+            if pad < num_columns:
+                known = torch.frombuffer(tokens, dtype=torch.int64, count=num_columns - pad)
+                ids[number, pad:num_columns] = known
 
     def note(self, ids: Tensor, num_before: int) -> None:
         """Note the ids of a forward, [R, T], which follow the first `num_before` columns."""
@@ -59,7 +43,6 @@ class IdsStream:
         if held is None or stop > held.shape[1] or held.device != ids.device:
             held = self._grow(ids, num_before, stop)
         held.narrow(1, num_before, ids.shape[1]).copy_(ids)
-        self.num_columns = stop
 
     def _grow(self, ids: Tensor, num_before: int, stop: int) -> Tensor:
         with torch.inference_mode(False):
@@ -89,9 +72,8 @@ class IdsStream:
         return rows
 
     def copy(self) -> "IdsStream":
-        """Return a copy of the ids, which may go on otherwise."""
         copied = IdsStream()
-        copied.num_columns, copied._named = self.num_columns, [*self._named]
+        copied._named = [*self._named]
         with torch.inference_mode(False):
             copied._ids = None if self._ids is None else self._ids.clone()
         return copied

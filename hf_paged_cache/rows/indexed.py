@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
-from ..kv.zeroed import zeros
 from ..model.layer_streams import INDEX
-from .layers import RowsLayer, room_for
+from .layers import RowsLayer, grown, room_for
 
 
 class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
@@ -31,28 +30,22 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         at = self._num_indexed
         stop, held = at + new.shape[2], self._index
         if held is None or stop > held.shape[2] or held.dtype != new.dtype or held.device != new.device:
-            made = zeros((*new.shape[:2], room_for(stop, self.wanted), new.shape[3]), new.dtype, new.device)
-            if held is not None and at:
-                made[:, :, :at] = held[:, :, :at]
-            self._index = held = made
+            self._index = held = grown(held, at, room_for(stop, self.wanted), new, new.dtype)
             self.indexer_dtype, self.indexer_device, self.is_own = new.dtype, new.device, True
         held.narrow(2, at, new.shape[2]).copy_(new)
         self._num_indexed = stop
         return held.narrow(2, 0, stop).squeeze(1)
 
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
-        """Let the layer lie in these tensors from here on; see `RowsLayer`."""
         super().lie_in(tensors, n, base)
         self._index, self._num_indexed = tensors.get(INDEX), n
         if self._index is not None:
             self.indexer_dtype, self.indexer_device = self._index.dtype, self._index.device
 
     def named(self) -> list[tuple[str, Tensor]]:
-        """Return the layer's tensors with their names; see `RowsLayer`."""
         return super().named() + ([] if self._index is None else [(INDEX, self._index)])
 
     def put_into(self, layer: Any) -> None:
-        """Let a layer of transformers that holds nothing go on with these columns; see `RowsLayer`."""
         super().put_into(layer)
         if self._index is not None:
             layer.update_indexer(self._index[:, 0, : self.n])
@@ -60,21 +53,16 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
 
     @property
     def is_indexer_initialized(self) -> bool:  # type: ignore[override]
-        """True if the layer has index keys of the rows."""
         return self._index is not None and self.n > 0
 
     @property
     def indexer_keys(self) -> Tensor | None:
-        """Index keys of all columns, [R, columns, D]; None without rows, or where the layer has no index."""
+        """Index keys of all columns, [R, columns, D]; None where there are none."""
         return None if self._index is None or not self.n else self._index[:, 0, : self.n]
 
     @indexer_keys.setter
     def indexer_keys(self, states: Tensor | None) -> None:
-        self._index = None if states is None else states.unsqueeze(1)
-        self._num_indexed = 0 if states is None else states.shape[1]
-        self.is_own = True
-        if states is not None and (owner := self._owner()) is not None:
-            owner.note_shown()
+        self._owner().give(self.layer_idx, "indexer_keys", states)
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
@@ -83,7 +71,11 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         They are the positions of plain tokens. None without rows.
         """
         owner = self._owner()
-        return None if owner is None or self._index is None else owner.positions(self._index.device)
+        if owner is None or self._index is None or not owner.n:
+            return None
+        columns = torch.arange(owner.n, device=self._index.device)
+        rows = [(columns - row.pad).clamp_(min=0) + row.first_position for row in owner.prompts]
+        return torch.stack(rows).expand(3, -1, -1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
@@ -93,20 +85,9 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         """Do nothing: memory is made when index keys come."""
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` columns."""
         RowsLayer.crop(self, tokens_to_remove)
         self._num_indexed = min(self._num_indexed, self.n)
 
     def reset(self) -> None:
-        """Drop what is held."""
         RowsLayer.reset(self)
         self._index, self._num_indexed = None, 0
-
-
-def positions_of(pads: list[int], firsts: list[int], n: int, device: torch.device) -> Tensor | None:
-    """Return the positions of the columns of rows, [3, R, n]; None without columns."""
-    if not n or not pads:
-        return None
-    columns = torch.arange(n, device=device)
-    rows = [(columns - pad).clamp_(min=0) + first for pad, first in zip(pads, firsts, strict=True)]
-    return torch.stack(rows).expand(3, -1, -1)

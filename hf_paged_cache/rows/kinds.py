@@ -7,46 +7,33 @@ from typing import Any, NamedTuple
 from ..blocks.sight import Sight
 from ..model.support import has_index, has_keys, has_state, holds_nothing
 from .indexed import IndexedLayer
-from .layers import Owner, PlaceholderLayer, RowsLayer
+from .layers import PlaceholderLayer, RowsLayer
 from .states import StatePlaces, StatesAndColumnsLayer, StatesAndWindowLayer, states_alone
 from .windows import WindowLayer
 
 
 class LayerKinds(NamedTuple):
-    """`LayerKinds` says of which kind each layer of a model is.
-
-    Attributes:
-        num_layers: number of layers of the model.
-        sights: layer index -> window of the layer, for the layers that have one.
-        margin: see `WindowLayer`.
-        num_states: layer index -> number of states that the layer carries, for the layers that carry states.
-        without_columns: indices of layers that carry states and have no columns.
-        indexed: indices of layers that choose keys by an index.
-        placeholders: indices of layers that hold nothing: they read what another layer holds, or read nothing.
-        places: where states are kept.
-    """
+    """`LayerKinds` says of which kind each layer of a model is."""
 
     num_layers: int
-    sights: Mapping[int, Sight] = MappingProxyType({})
-    margin: int = 0
-    num_states: Mapping[int, int] = MappingProxyType({})
-    without_columns: frozenset[int] = frozenset()
-    indexed: frozenset[int] = frozenset()
-    placeholders: frozenset[int] = frozenset()
-    places: StatePlaces = StatePlaces(1)
+    sights: Mapping[int, Sight] = MappingProxyType({})  # layer index -> window, for the layers that have one
+    margin: int = 0  # see `WindowLayer`
+    num_states: Mapping[int, int] = MappingProxyType({})  # layer index -> number of states, where there are any
+    without_columns: frozenset[int] = frozenset()  # layers that carry states alone
+    indexed: frozenset[int] = frozenset()  # layers that choose keys by an index
+    placeholders: frozenset[int] = frozenset()  # layers that hold nothing: they read what another holds, or nothing
+    places: StatePlaces = StatePlaces(1)  # where states are kept
 
     @property
     def see_all(self) -> bool:
         """True if each layer has keys and values of all columns and nothing else, or is a placeholder."""
         return not (self.sights or self.num_states or self.indexed)
 
-    def make(self, owner: Callable[[], Owner | None]) -> list[Any]:
+    def make(self, owner: Callable[[], Any]) -> list[Any]:
         """Make layers that hold nothing."""
-        if self.see_all and not self.placeholders:
-            return [RowsLayer(layer_idx, owner) for layer_idx in range(self.num_layers)]
         return [self._layer(layer_idx, owner) for layer_idx in range(self.num_layers)]
 
-    def _layer(self, layer_idx: int, owner: Callable[[], Owner | None]) -> Any:
+    def _layer(self, layer_idx: int, owner: Callable[[], Any]) -> Any:
         if layer_idx in self.placeholders:
             return PlaceholderLayer()
         sight, num_states = self.sights.get(layer_idx), self.num_states.get(layer_idx)

@@ -4,7 +4,7 @@ A layer owns its place in the rows' memory, or memory of its own before the shap
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,83 +20,67 @@ from .memory import Streams
 SPARE = 64  # columns of room beyond those needed, where it is not known how many come
 
 
-class Reads(Protocol):
-    """`Reads` gives a forward's layers something to read in place of the rows' columns."""
-
-    def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a layer's attention reads.
-
-        Args:
-            keys, values: what the layer has written, [R, H, columns, D] each.
-        """
-        ...
-
-    def make_dense(self) -> None: ...  # called when somebody looks at all columns of the rows
-
-
-class Owner(Protocol):
-    """`Owner` is the rows that a layer belongs to."""
-
-    def note_given(self, layer: "RowsLayer") -> None: ...  # called when somebody has put other keys or values in
-
-    def note_shown(self) -> None: ...  # called when somebody gets keys or values, and may write to them
-
-    def positions(self, device: torch.device) -> Tensor | None: ...  # positions of all columns so far, [3, R, n]
-
-
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """`RowsLayer` holds the keys and values of one layer, [R, H, columns, D].
 
     columns: [0, base) are read by `reads`, where rows share them | [base, n) lie in `held`, from its first column on
 
-    Attributes:
-        n: columns written, padding included.
-        filled: columns that were known before the first forward.
-        reads: what attention reads in the running forward; None: it reads the columns themselves.
+    Args:
+        owner: reference to the rows that the layer belongs to.
     """
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, layer_idx: int, owner: Callable[[], Owner | None] = lambda: None) -> None:
+    def __init__(self, layer_idx: int, owner: Callable[[], Any]) -> None:
         self.layer_idx, self._owner = layer_idx, owner
-        self.n = self.base = self.filled = 0
-        self.room = 0  # columns of `held`
+        self.n = self.base = 0  # columns written, padding included
+        self.filled = 0  # columns that were known before the first forward
         self.wanted = 0  # columns that the rows will have; 0: not known
         self.held: tuple[Tensor, Tensor] | None = None
-        self.is_own = False  # True if `held` belongs to this layer alone
-        self.reads: Reads | None = None
+        self.room = 0  # columns of `held`
+        self.is_own = False  # `held` belongs to this layer alone, until the forward has ended
+        self.reads: Any = None  # `SharedColumns` or `CausalSquare` that attention reads, in place of the columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new keys and values, [R, H, T, D]; return what attention reads, which later forwards write over."""
         if torch.compiler.is_compiling():
-            read: tuple[Tensor, Tensor] = _write_outside_graphs(self, key_states, value_states)
-            return read
+            return _write_outside_graphs(self, key_states, value_states)  # type: ignore[no-any-return]
+        key_states, value_states = self._checked(key_states, value_states)
         n, length = self.n, key_states.shape[2]
         at, stop = n - self.base, n + length - self.base
         held = self.held
-        if (
-            held is None
-            or stop > self.room
-            or held[0].dtype != key_states.dtype
-            or held[1].dtype != value_states.dtype
-            or held[0].device != key_states.device
-        ):
+        if held is None or not self._takes(held, key_states, value_states, stop):
             held = self._with_room(key_states, value_states, stop)
         keys, values = held
-        if keys.shape[0] != key_states.shape[0]:
-            raise ForwardMismatchError(
-                f"layer {self.layer_idx} holds {keys.shape[0]} rows, and a forward writes {key_states.shape[0]}; "
-                "cache.reset() it for another batch"
-            )
-        if key_states.requires_grad or value_states.requires_grad:
-            key_states, value_states = key_states.detach(), value_states.detach()
         keys.narrow(2, at, length).copy_(key_states)
         values.narrow(2, at, length).copy_(value_states)
         self.n = n + length
-        keys, values = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
-        reads = self.reads
-        return (keys, values) if reads is None else reads.read(self.layer_idx, keys, values)
+        read = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
+        if self.reads is not None:
+            read = self.reads.read(self.layer_idx, *read)
+        return read
+
+    def _checked(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what a forward writes, without gradients.
+
+        Raises:
+            ForwardMismatchError: the forward is of another number of rows.
+        """
+        if self.held is not None and self.held[0].shape[0] != key_states.shape[0]:
+            raise ForwardMismatchError(
+                f"layer {self.layer_idx} holds {self.held[0].shape[0]} rows, and a forward writes {key_states.shape[0]}; "
+                "cache.reset() it for another batch"
+            )
+        if key_states.requires_grad or value_states.requires_grad:
+            return key_states.detach(), value_states.detach()
+        return key_states, value_states
+
+    def _takes(self, held: tuple[Tensor, Tensor], key_states: Tensor, value_states: Tensor, stop: int) -> bool:
+        """Return whether columns can be written to this memory as they are, up to its column `stop`."""
+        keys, values = held
+        is_alike = keys.dtype == key_states.dtype and values.dtype == value_states.dtype
+        return is_alike and stop <= self.room and keys.device == key_states.device
 
     def _with_room(self, key_states: Tensor, value_states: Tensor, stop: int) -> tuple[Tensor, Tensor]:
         """Return memory with room for `stop` columns: new memory of this layer alone, with a copy of what it holds."""
@@ -105,33 +89,28 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
             dtypes = torch.promote_types(old[0].dtype, dtypes[0]), torch.promote_types(old[1].dtype, dtypes[1])
             if stop <= self.room and dtypes == (old[0].dtype, old[1].dtype) and old[0].device == key_states.device:
                 return old
-        room, made = room_for(stop, self.wanted - self.base), []
-        self.dtype, self.device = dtypes[0], key_states.device
-        for place, new in enumerate((key_states, value_states)):
-            tensor = zeros((new.shape[0], new.shape[1], room, new.shape[3]), dtypes[place], new.device)
-            if old is not None and num_held:
-                tensor[:, :, :num_held] = old[place][:, :, :num_held]
-            made.append(tensor)
-        self.held, self.room, self.is_own = (made[0], made[1]), room, True
-        return self.held
+        room, (old_keys, old_values) = room_for(stop, self.wanted - self.base), old or (None, None)
+        keys = grown(old_keys, num_held, room, key_states, dtypes[0])
+        values = grown(old_values, num_held, room, value_states, dtypes[1])
+        self._hold(keys, values, self.base)
+        self.is_own = True
+        return keys, values
 
-    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
-        """Let the layer lie in these tensors from here on: their first columns are the columns `[base, n)`.
-
-        Args:
-            tensors: name -> tensor, [R, H, room, D].
-        """
-        keys, values = tensors["key"], tensors["value"]
-        self.held, self.n, self.base = (keys, values), n, base
-        self.room, self.is_own = keys.shape[2], False
+    def _hold(self, keys: Tensor, values: Tensor, base: int) -> None:
+        """Lie in these tensors from here on; their first column is the column `base`."""
+        self.held, self.base, self.room, self.is_own = (keys, values), base, keys.shape[2], False
         self.dtype, self.device = keys.dtype, keys.device
 
+    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
+        """Let the layer lie in these tensors, [R, H, room, D], by name: their first columns are the columns `[base, n)`."""
+        self._hold(tensors["key"], tensors["value"], base)
+        self.n = n
+
     def named(self) -> list[tuple[str, Tensor]]:
-        """Return the layer's tensors, [R, H, room, D] each, with their names."""
         return [] if self.held is None else [("key", self.held[0]), ("value", self.held[1])]
 
     def streams(self) -> list[Streams]:
-        """Return all of the layer's tensors as streams, for a layer whose memory is its own."""
+        """Return the layer's tensors as streams that lie by themselves."""
         return [Streams(tensor.unsqueeze(0), ((self.layer_idx, name),)) for name, tensor in self.named()]
 
     def put_into(self, layer: Any) -> None:
@@ -141,75 +120,57 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """True if anything was written."""
         return self.held is not None and self.n > 0
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys of all columns, [R, H, columns, D]: a view that may be written to; a copy where rows share columns.
-
-        None without rows.
-        """
-        return self._seen(0)
+        """Keys of all columns, [R, H, columns, D]: a view that may be written to, or a copy where rows share columns."""
+        return self._seen("keys")
 
     @keys.setter
     def keys(self, states: Tensor | None) -> None:
-        self._take(0, states)
+        self._owner().give(self.layer_idx, "keys", states)
 
     @property
     def values(self) -> Tensor | None:
-        """Values of all columns, [R, H, columns, D]; see `keys`."""
-        return self._seen(1)
+        return self._seen("values")
 
     @values.setter
     def values(self, states: Tensor | None) -> None:
-        self._take(1, states)
+        self._owner().give(self.layer_idx, "values", states)
 
-    def _seen(self, place: int) -> Tensor | None:
+    def _seen(self, name: str) -> Tensor | None:
+        owner = self._owner()
+        if owner is not None and owner.why_bypassed is not None:  # others have taken this layer's place
+            of_other: Tensor | None = getattr(owner.layers[self.layer_idx], name)
+            return of_other
         if self.held is None or not self.n:
             return None
-        if (owner := self._owner()) is not None:
+        if owner is not None:
             owner.note_shown()
-        return self.columns()[place]
+        return self.columns()[name == "values"]
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of all columns, where they lie."""
-        if self.base and self.reads is not None:
-            self.reads.make_dense()
+        if self.base and (owner := self._owner()) is not None:
+            owner.make_dense()
         assert self.held is not None
         keys, values = self.held
         return keys.narrow(2, 0, self.n - self.base), values.narrow(2, 0, self.n - self.base)
-
-    def _take(self, place: int, states: Tensor | None) -> None:
-        """Take other keys or values, of all columns, that somebody gives the layer."""
-        if states is None:
-            self.held, self.n, self.base, self.room = None, 0, 0, 0
-            return
-        if self.base and self.reads is not None:
-            self.reads.make_dense()
-        if (owner := self._owner()) is not None:
-            owner.note_given(self)
-        other = states if self.held is None else self.held[1 - place]
-        self.held = (states, other) if place == 0 else (other, states)
-        self.n, self.base, self.room, self.is_own = states.shape[2], 0, states.shape[2], True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is made when keys and values come, and what is held stays."""
 
     def get_seq_length(self) -> int:
-        """Return the number of columns written, padding included."""
         return self.n
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Return how many columns attention reads, and the first of these columns."""
         return self.n + query_length, 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` columns."""
         self.n = max(0, self.n + min(0, tokens_to_remove))
 
     def reset(self) -> None:
-        """Drop what is held."""
         self.held, self.reads = None, None
         self.n = self.base = self.room = self.filled = 0
 
@@ -222,7 +183,6 @@ class PlaceholderLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ign
     is_own = is_sliding = is_initialized = False
 
     def get_seq_length(self) -> int:
-        """Return 0: the layer has no columns."""
         return 0
 
 
@@ -233,13 +193,14 @@ def _write_outside_graphs(layer: RowsLayer, keys: Tensor, values: Tensor) -> tup
     return as_dense(read_keys), as_dense(read_values)
 
 
+def grown(held: Tensor | None, num_columns: int, room: int, new: Tensor, dtype: torch.dtype) -> Tensor:
+    """Make room for the columns of a layer, [R, H, room, D], with those that are held, for `new` ones."""
+    made = zeros((*new.shape[:2], room, new.shape[3]), dtype, new.device)
+    if held is not None and num_columns:
+        made[:, :, :num_columns] = held[:, :, :num_columns]
+    return made
+
+
 def room_for(num_columns: int, wanted: int) -> int:
-    """Return how many columns to make room for.
-
-    These are the columns that will come; where that number is not known, a quarter more than there are.
-
-    Examples:
-        >>> room_for(1024, wanted=1040), room_for(1024, wanted=0)
-        (1040, 1344)
-    """
+    """Return the columns to make room for: those that will come, or where nobody knows, a quarter more than there are."""
     return wanted if wanted >= num_columns else num_columns + num_columns // 4 + SPARE

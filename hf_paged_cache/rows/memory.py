@@ -16,28 +16,18 @@ from ..kv.block_pool import Slab
 from ..kv.zeroed import zeros
 
 Stream: TypeAlias = tuple[int, str]  # layer index, "key", "value" or "indexer_key"
+_Together: TypeAlias = tuple[Tensor, tuple[Stream, ...]]  # of rows or of the pool: a tensor, and its streams
 
 
 class Streams(NamedTuple):
-    """`Streams` holds streams of one shape in one tensor.
+    """`Streams` holds streams of one shape in one tensor."""
 
-    Attributes:
-        tensor: the tensor, [S, R, H, room, D].
-        names: stream of each of S.
-    """
-
-    tensor: Tensor
-    names: tuple[Stream, ...]
+    tensor: Tensor  # [S, R, H, room, D]
+    names: tuple[Stream, ...]  # stream of each of S
 
 
 class Columns(NamedTuple):
-    """`Columns` names the columns `[start, stop)` of one row of some streams, wherever they lie.
-
-    Attributes:
-        memory: memory in which the columns lie.
-        row: number of the row in that memory.
-        start, stop: first column, and the column after the last one, of the tensors.
-    """
+    """`Columns` names the columns `[start, stop)` of one row of this memory, as its tensors count them."""
 
     memory: Sequence[Streams]
     row: int
@@ -61,7 +51,7 @@ def shapes_of_slabs(slabs: Iterable[Slab]) -> list[Shape]:
 
 
 def shapes_of_rows(memory: Iterable[Streams]) -> list[Shape]:
-    """Return the shapes of the streams of other rows."""
+    """Return the shapes of the streams of rows."""
     return [Shape(names, held.shape[2], held.shape[4], held.dtype, held.device) for held, names in memory]
 
 
@@ -71,6 +61,15 @@ def make(shapes: Iterable[Shape], num_rows: int, room: int) -> list[Streams]:
         Streams(zeros((len(names), num_rows, heads, room, head_dim), dtype, device), names)
         for names, heads, head_dim, dtype, device in shapes
     ]
+
+
+def by_layer(memory: Iterable[Streams]) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors of each layer, [R, H, room, D], by layer index and name."""
+    found: dict[int, dict[str, Tensor]] = {}
+    for tensor, names in memory:
+        for (layer_idx, name), part in zip(names, tensor, strict=True):
+            found.setdefault(layer_idx, {})[name] = part
+    return found
 
 
 def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -101,13 +100,8 @@ def load_blocks(
     num_tokens: int,
     skipped: int = 0,
 ) -> None:
-    """Copy tokens of blocks to the columns of some rows, from column `column` on.
-
-    Args:
-        num_tokens: number of leading tokens of the blocks that are copied, the skipped ones included.
-        skipped: number of leading tokens that are not copied.
-    """
-    for (to, _names), (held, _streams) in _alike(memory, slabs):
+    """Copy the tokens `[skipped, num_tokens)` of blocks to the columns of some rows, from column `column` on."""
+    for to, held in _alike(memory, slabs):
         size, at, left, skip = held.shape[3], column, num_tokens, skipped
         for first, count in runs(block_ids):
             num = min(left, count * size)
@@ -119,7 +113,7 @@ def load_blocks(
 
 def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[int]) -> None:
     """Copy columns into blocks, as many as the blocks hold."""
-    for (held, _names), (to, _streams) in _alike(columns.memory, slabs):
+    for held, to in _alike(columns.memory, slabs):
         size, at = to.shape[3], columns.start
         for first, count in runs(block_ids):
             part = held[:, columns.row, :, at : at + count * size]
@@ -129,7 +123,7 @@ def write_blocks(columns: Columns, slabs: Sequence[Slab], block_ids: Sequence[in
 
 def copy_columns(columns: Columns, memory: Sequence[Streams], row: int, column: int) -> None:
     """Copy columns to a row of other memory, from its column `column` on, as far as each stream has them."""
-    for (held, _names), (to, _) in _alike(columns.memory, memory):
+    for held, to in _alike(columns.memory, memory):
         part = held[:, columns.row, :, columns.start : columns.stop]
         to[:, row, :, column : column + part.shape[2]].copy_(part)
 
@@ -158,25 +152,18 @@ def num_bytes(memory: Iterable[Streams], num_columns: int) -> int:
     return sum(held[:, :, :, :1].nbytes * min(num_columns, held.shape[3]) for held, _ in memory)
 
 
-def _alike(
-    left: Sequence[tuple[Tensor, tuple[Stream, ...]]], right: Sequence[tuple[Tensor, tuple[Stream, ...]]]
-) -> Iterator[tuple[tuple[Tensor, tuple[Stream, ...]], tuple[Tensor, tuple[Stream, ...]]]]:
-    """Yield pairs of tensors that hold the same streams on both sides.
-
-    Where streams lie together otherwise on the two sides, each stream is a pair of its own.
-    """
+def _alike(left: Sequence[_Together], right: Sequence[_Together]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield pairs of tensors that hold the same streams; each stream by itself, where others lie with it on one side."""
     by_names = {names: tensor for tensor, names in right}
-    apart: dict[Stream, Tensor] | None = None
+    apart: dict[Stream, Tensor] = {}
     for tensor, names in left:
-        other = by_names.get(names)
-        if other is not None:
-            yield (tensor, names), (other, names)
+        if names in by_names:
+            yield tensor, by_names[names]
             continue
-        if apart is None:
-            apart = {name: part for held, of in right for name, part in zip(of, held.chunk(len(of)), strict=True)}
-        for name, part in zip(names, tensor.chunk(len(names)), strict=True):
+        apart = apart or {name: part for held, of in right for name, part in zip(of, torch.split(held, 1), strict=True)}
+        for name, part in zip(names, torch.split(tensor, 1), strict=True):
             if name in apart:
-                yield (part, (name,)), (apart[name], (name,))
+                yield part, apart[name]
 
 
 def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
@@ -186,5 +173,5 @@ def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
 
 def copy_rows(source: Sequence[Streams], to: Sequence[Streams], num_columns: int) -> None:
     """Copy the first columns of all rows to as many rows of other memory."""
-    for (held, _), (new, _) in _alike(source, to):
+    for held, new in _alike(source, to):
         new[:, :, :, :num_columns].copy_(held[:, :, :, :num_columns])

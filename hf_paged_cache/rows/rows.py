@@ -10,7 +10,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -21,154 +21,69 @@ from ..blocks.image_tokens import end_of_image, hold_images
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.states import LiveStates
-from ..model.layer_streams import cut_streams
-from ..model.support import has_keys
+from ..model.support import cache_layers, has_keys
 from . import memory
 from .columns import Prompt, RowsColumns
-from .ids import Begins, IdsStream
+from .ids import IdsStream
 from .kinds import LayerKinds
 from .layers import SPARE, RowsLayer
+from .memory import Streams
 from .shared import Looks, SharedColumns
-from .states import RowStates
 
 _VERSION = attrgetter("_version")
-_IS_OWN = attrgetter("is_own")
-
-
-class KeepsRows(Protocol):
-    """`KeepsRows` keeps what rows have computed."""
-
-    def keep_prompt(self, rows: "Rows") -> None: ...
-
-    def keep_full(self, rows: "Rows") -> None: ...  # called when rows change places
-
-    def keep_complete(self, rows: "Rows") -> None: ...  # called before somebody may write to the rows
-
-
-class RunsRows(Protocol):
-    """`RunsRows` opens rows, confirms what they computed, and closes them."""
-
-    @property
-    def model(self) -> Any: ...
-
-    @property
-    def keeping(self) -> KeepsRows: ...
-
-    def begin_from(self, rows: "Rows", model: Any, given: Any) -> "Rows": ...
-
-    def images_of_generate(self, passed: Mapping[str, Any]) -> Any: ...
-
-    def open(self, rows: "Rows", arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
-
-    def go_on(self, rows: "Rows", arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
-
-    def confirm(self, rows: "Rows", output: Any) -> Any: ...
-
-    def close(self, rows: "Rows") -> None: ...
-
-    def note_sharing(self, rows: "Rows") -> None: ...
-
-    def refuse(self, model: Any) -> NoReturn: ...  # called when a forward is of another model
-
-    def require_not_running(self, rows: "Rows") -> None: ...  # refuses rows in a forward of a living thread
-
-
-class CutsColumns(Protocol):
-    """`CutsColumns` knows how a prompt is cut into forwards."""
-
-    def commit_end(self, before: int, num_new_columns: int) -> int: ...  # first column of those that are not kept
-
-
-class BeginsUnder(Begins, Protocol):
-    """`BeginsUnder` is a row that begins under a prefix key."""
-
-    @property
-    def root(self) -> bytes: ...
-
-    @property
-    def first_position(self) -> int: ...
-
-    @property
-    def shift(self) -> int | None: ...
 
 
 class Rows(RowsColumns):
     """`Rows` runs one call, or one loop of forwards; `RowsColumns` has where its columns lie.
 
     Args:
-        calls: opens the rows at their first forward, and keeps what they compute.
+        calls: `Calls` of the cache, which open the rows at their first forward, and keep what they compute.
         kinds: kinds of the model's layers.
         looks: whether the model looks at keys and values itself.
-
-    Attributes:
-        ids: token ids that ran.
-        in_generate: True if `generate` runs the rows; it passes what it must.
-        num_forwards: number of forwards that have returned.
-        num_new: columns of the last forward.
-        judged: column before which somebody has seen that the model was the same.
-        trust_end: first column that is not trusted. From it on the model was another one, or columns were computed
-            otherwise than those of a prompt. Infinite: all columns are trusted.
-        must_confirm: True if `calls` is told of the next forward that returns.
-        reads_next, reads_all: True if the arguments of the next forward, or of all forwards, are looked at.
-        escaped: True if somebody else may hold the rows, so that their memory never becomes that of another call.
-        is_lent: True if a call that begins may read the rows.
-        copies: batch row -> row that runs for it, in the first forward alone; None: each row runs.
-        prompt_end: columns of the prompt, which is kept once these are complete; 0: it was kept.
-        common_columns: number of leading columns that rows which change places have in common; 0: not known.
-        handle: the cache of the call.
-        is_behind_handle: True if forwards are passed the handle in place of the rows, and return the handle.
-        state: what `calls` remembers of the rows.
-        chunks: sizes of the forwards that the prompt comes in. What comes in other forwards is not kept. None: the
-            prompt may come in any forwards.
-        lacks_windows: True if a forward died and what the next token needs is lost: what layers with a window held of
-            it, and in a bypassed call also what layers carry.
-        must_present: True if the model takes only a cache of a class of its own.
-        thread: ident of the thread that ran the rows last.
-        captured: runs the rows' forwards by graphs, and has the rows lie in the arena; None: nothing does.
-        why_not_captured: why forwards are not captured; "": they may be.
     """
 
     is_paged_prefix_cache = True
 
-    def __init__(
-        self,
-        calls: RunsRows,
-        kinds: LayerKinds,
-        looks: Looks,
-    ) -> None:
-        super().__init__(kinds, looks)
+    def __init__(self, calls: Any, kinds: LayerKinds, looks: Looks) -> None:
         self.calls = calls
-        self.ids = IdsStream()
-        self.is_open = self.in_generate = False
-        self.must_confirm = True
-        self.judged = self.num_forwards = 0
-        self.trust_end = math.inf
-        self.reads_next = self.reads_all = False
-        self.escaped = False
-        self.records_drafts = False
-        self.copies: list[int] | None = None
-        self.prompt_end = self.common_columns = 0
+        self.state: Any = None  # what `calls` remember of the rows
+        self.thread = threading.get_ident()  # that ran the rows last
+        self.in_generate = False  # `generate` runs the rows; it passes what it must
+        self.reads_next = self.reads_all = False  # the arguments of the next forward, or of all, are looked at
+        self.records_drafts = False  # drafts may be taken back
+        self.escaped = False  # somebody else may hold the rows: their memory never becomes that of another call
+        self.is_lent = False  # a call that begins may read the rows
         self.previous: Rows | None = None  # rows of the call before; given up when these open
-        self.is_lent = False
-        self.state: Any = None
-        self.handle: ref[Any] | None = None
-        self.is_behind_handle = self.must_present = self.lacks_windows = False
-        self.captured: Any = None
-        self.chunks: CutsColumns | None = None
-        self.why_not_captured = ""
-        self.thread = threading.get_ident()
-        self.num_new = 0
-        self._num_bypassed = 0
-        self._lengths: list[int] | None = None  # columns of each layer before a bypassed forward that has not returned
+        self.handle: ref[Any] | None = None  # the cache of the call
+        self.is_behind_handle = False  # forwards are passed the handle in place of the rows, and return the handle
+        self.must_present = False  # the model takes only a cache of a class of its own
+        self.captured: Any = None  # runs the forwards by graphs, and has the rows lie in the arena
+        self.why_not_captured = ""  # why forwards are not captured, if they may not be
+        self.chunks: Any = None  # sizes of the forwards that the prompt must come in; what comes in others is not kept
+        super().__init__(kinds, looks)
+
+    def reset(self) -> None:
+        super().reset()
+        self.ids = IdsStream()  # token ids that ran
+        self.is_open = False
+        self.must_confirm = True  # `calls` are told of the next forward that returns
+        self.num_forwards = self.num_new = 0  # forwards that have returned; columns of the last one
+        self.copies: list[int] | None = None  # batch row -> row that runs for it, in the first forward alone
+        self.prompt_end = 0  # columns of the prompt, which is kept once these are complete; 0: it was kept
+        self.common_columns = 0  # number of leading columns that rows which change places have in common; 0: not known
+        self.judged = 0  # column before which somebody has seen that the model was the same
+        # First column that is not trusted: from it on the model was another one, or columns were computed otherwise
+        # than those of a prompt.
+        self.trust_end = math.inf
+        if self.records_drafts:
+            self.activate_past_recording()
 
     # Called by a `generate` that is passed rows which an earlier call has returned.
 
     def begin_rows(self, model: Any, given: Any) -> "Rows":
-        """Return the rows on which a `generate` runs that was passed these rows.
-
-        They are these rows, or others that go on where these stop.
-        """
-        return self.calls.begin_from(self, model, given)
+        """Return the rows on which a `generate` runs that was passed these: these, or others that go on from them."""
+        begun: Rows = self.calls.begin_from(self, model, given)
+        return begun
 
     @contextmanager
     def running(self, rows: "Rows") -> Iterator[None]:
@@ -189,9 +104,7 @@ class Rows(RowsColumns):
         """Begin a forward; return the arguments that it is to run with."""
         if model is not self.calls.model:
             self.calls.refuse(model)
-        first = self.first
-        if self.why_bypassed is None and (self._given or (first is not None and first.n != self.n)):
-            self._heed()
+        self._heed()
         if self.is_running and self.thread != threading.get_ident():
             self.calls.require_not_running(self)
         if not self.num_forwards:
@@ -206,27 +119,27 @@ class Rows(RowsColumns):
             or arguments.get("input_ids") is None
         ):
             arguments = self.calls.go_on(self, arguments)
+        if self.is_broken:
+            raise ForwardMismatchError(
+                "what the next token needs of these rows is lost, because a forward died in the middle of it, and it cannot be computed again "
+                "here; reset() the cache, or pass the whole prompt to generate again"
+            )
+        ids: Any = arguments.get("input_ids")
+        num_new = 0 if ids is None else ids.shape[1]
         if self.why_bypassed is not None:
-            self.roll_back()
-            if self.lacks_windows:
-                self._require_not_lost()
-            self._lengths = [layer.get_seq_length() if has_keys(layer) else 0 for layer in self.layers]
-            ids = arguments.get("input_ids")
-            self.num_new = 0 if ids is None else ids.shape[1]
+            self.num_new, self.is_running = num_new, True
             return arguments
         if self.prompt_end and self.n >= self.prompt_end:
             self.calls.keeping.keep_prompt(self)
-        ids = arguments["input_ids"]
-        if tuple(map(_VERSION, self._tensors)) != self._versions:
+        if self.is_edited:
             self.is_whole = False
-        num_new = self.num_new = ids.shape[1]
-        self.is_running = True
-        if self.lacks_windows or (self.states is not None and not self.states.are_whole):
-            self._require_not_lost()
+        self.num_new, self.is_running = num_new, True
         if self.chunks is not None:
             self.trust_end = min(self.trust_end, self.chunks.commit_end(self.n, num_new))
         if self.states is not None:
-            self._start_states(self.states, num_new)
+            if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
+                self.trust_end = min(self.trust_end, self.n)  # what is computed so differs from what a prompt computes
+            self.states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
         self.ids.note(ids, self.n)
         if self.n + num_new > self._room_end:
             self.make_room(self.n + num_new, 0)
@@ -236,57 +149,45 @@ class Rows(RowsColumns):
 
     def after_forward(self, output: Any) -> Any:
         """End a forward that has returned; return its output, as the caller is to get it."""
-        if self.why_bypassed is None:
-            n = self.n + self.num_new
-            for layer in self.layers:
-                if layer.n != n and layer.held is not None:
-                    self.is_whole = False
-                if layer.is_own and not self.has_own:
-                    self.has_own = True
-            self.n, self.is_running = n, False
-            if self.states is not None:
-                self.states.end_forward([prompt.pad for prompt in self.prompts], n)
-            if self.has_own or self.windows is not None:
-                self.note_writes()
-            else:
-                self._versions = tuple(map(_VERSION, self._tensors))
+        n, have_own = self.n + self.num_new, False
+        for layer in self.layers if self.why_bypassed is None else ():
+            if layer.n != n and layer.held is not None:
+                self.is_whole = False
+            have_own = have_own or layer.is_own
+        self.n, self.is_running = n, False
+        if self.states is not None:
+            self.states.end_forward([prompt.pad for prompt in self.prompts], n)
+        if have_own:
+            self.gather()
         else:
-            self._num_bypassed += self.num_new
-        self._lengths = None
+            self._versions = tuple(map(_VERSION, self._tensors))
         self.num_forwards += 1
         if self.must_confirm and self.state is not None:
             output = self.calls.confirm(self, output)
         return output
 
-    def note_sharing(self) -> None:
-        """Note that rows have columns in common from here on; see `RowsColumns`."""
-        self.calls.note_sharing(self)
-
     def note_shown(self) -> None:
-        """Note that somebody gets keys or values, and may write to them unseen.
-
-        What is complete is kept before that, and nothing more after it.
-        """
+        """Note that somebody gets keys or values, and may write to them unseen: nothing is kept after that."""
         if self.is_whole and not self.is_running and self.why_bypassed is None:
             self.calls.keeping.keep_complete(self)
-            super().note_shown()
+            self.is_whole = False
+
+    def give(self, layer_idx: int, name: str, states: Tensor | None) -> None:
+        """Put what somebody gives a layer into a layer of transformers', on which the rows run from here on."""
+        self.note_shown()
+        if self.why_bypassed is None:
+            self.bypass("keys or values were put into its layers by hand", list(cache_layers(self.calls.model)))
+        setattr(self.layers[layer_idx], name, states)
 
     def _heed(self) -> None:
-        """Go on with what is in the layers, and keep nothing more.
+        """Go on with what is in the layers, and keep nothing more, if the first layer has other columns than the rows.
 
-        Somebody has put keys and values there, or a model inside this one has run forwards that told no hook.
+        Somebody has written them there, or a model inside this one has run forwards that told no hook.
         """
-        if self._given:
-            first, self.has_own = self._given[0], True
-            self._given.clear()
-        elif self.is_running or self.why_bypassed is not None or not self.is_edited_or_ahead:
-            return
-        else:
-            first = self.first
-        if first.held is not None:
+        first = self.first
+        if first is not None and first.n != self.n and first.held is not None and not self.is_running:
             self.n, self.is_whole = first.n, False
-            self.has_own = any(map(_IS_OWN, self.layers))
-            self.note_writes()
+            self.gather()
 
     def is_lost(self, idents: Collection[int]) -> bool:
         """Return whether a call or a loop on the rows ran in one of these threads, which ended with a fork."""
@@ -294,42 +195,35 @@ class Rows(RowsColumns):
         return self.thread in idents and (self.in_generate or self.is_running or is_loop)
 
     def give_up_previous(self) -> None:
-        """Stop reading the rows of the call before."""
         if self.previous is not None:
             self.previous.is_lent, self.previous = False, None
 
     def roll_back(self) -> None:
         """Take back a forward that died; if it was the first one, the rows begin again."""
-        if not self.num_forwards and (self.is_running or self._lengths is not None):
+        if not self.is_running:
+            return
+        if not self.num_forwards:
             self.reset()
-        elif self._lengths is not None:
-            self.lacks_windows = bool(self.kinds.num_states or self.kinds.sights)
-            lengths, self._lengths = self._lengths, None
-            for layer, num in zip(self.layers, lengths, strict=False):
-                if has_keys(layer):
-                    cut_streams(layer, num)
-        elif self.is_running:
-            self.is_running = False
-            for layer in self.layers:
-                if isinstance(layer, RowsLayer):
-                    layer.crop(self.n - layer.n)
-            self.has_own = any(map(_IS_OWN, self.layers))
-            self.note_writes()
-            # what the next token sees has been written over
-            self.lacks_windows = self.lacks_windows or (
-                self.windows is not None and not self.windows.can_go_on_at(self.n)
-            )
+            return
+        self.is_running = False
+        if self.why_bypassed is not None:
+            self.is_broken = True  # nobody knows which layers had got further
+            return
+        for layer in self.layers:
+            if isinstance(layer, RowsLayer):
+                layer.crop(self.n - layer.n)
+        self.gather()
+        # of states, and of windows, what the next token needs may have been written over
+        if self.windows is not None and not self.windows.can_go_on_at(self.n):
+            self.is_whole, self.is_broken = False, True
+        self.is_broken = bool(self.n) and (self.is_broken or self.states is not None)
 
     # Memory of the rows.
 
-    def begin(self, inputs: Sequence[BeginsUnder], wanted: int) -> None:
-        """Begin rows of these tokens.
-
-        Args:
-            wanted: columns that the rows will have; 0 where that is not known.
-        """
+    def begin(self, inputs: Sequence[Any], wanted: int) -> None:
+        """Begin rows of these tokens, a `RowInput` each; they will have `wanted` columns, if that is not 0."""
         self.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
-        self.ids.begin(inputs)
+        self.ids.begin([row.token_ids for row in inputs])
         for prompt, row in zip(self.prompts, inputs, strict=True):
             if hold_images(row.token_ids):
                 prompt.image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
@@ -339,22 +233,17 @@ class Rows(RowsColumns):
         for layer in self.layers:
             layer.wanted = wanted
 
-    def start_at(self, n: int, inputs: Sequence[BeginsUnder]) -> None:
+    def start_at(self, n: int, inputs: Sequence[Any]) -> None:
         """Note that the columns before `n` are there, and hold these tokens."""
         self.n = n
         for layer in self.layers:
             if layer.held is not None:
                 layer.n = layer.filled = n
-        self.ids.start(inputs, n)
+        self.ids.start([row.token_ids for row in inputs], [row.pad for row in inputs], n)
         self.note_writes()
 
     def bypass(self, why: str, layers: list[Any]) -> None:
-        """Run the rows on these layers of transformers from here on; nothing more of the rows is kept.
-
-        Args:
-            why: reason of the bypass, for `last_call`.
-            layers: layers that hold nothing yet.
-        """
+        """Run the rows on these empty layers of transformers from here on, and keep nothing more; `last_call` says why."""
         self.make_dense()
         if self.records_drafts:
             for layer in layers:
@@ -363,11 +252,15 @@ class Rows(RowsColumns):
             if has_keys(layer) and layer.is_initialized:
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
                 layer.put_into(layers[number])
-        self.why_bypassed, self.memory, self.is_open, self._num_bypassed = why, [], True, self.n
         if self.states is not None:
-            carry = {at: layers[at] for at in self.kinds.num_states}
-            LiveStates(carry).put(self.states.live.read())
-        self._tensors, self._versions, self.windows, self.states, self.is_exact = [], (), None, None, False
+            LiveStates({at: layers[at] for at in self.kinds.num_states}).put(self.states.live.read())
+        self.why_bypassed, self.is_open = why, True
+        self._run_on(layers)
+
+    def _run_on(self, layers: list[Any]) -> None:
+        """Have these layers of transformers, which hold what the rows hold, and nothing besides."""
+        self.windows = self.states = self.first = None
+        self.memory, self._tensors, self._versions = [], [], ()
         self.layers[:] = layers  # the same list: whoever holds it sees these layers
         self.layer_class_to_replicate = DynamicLayer
 
@@ -377,11 +270,6 @@ class Rows(RowsColumns):
             self.judged = max(self.judged, stop)
         else:
             self.trust_end = min(self.trust_end, self.judged)
-
-    @property
-    def num_columns(self) -> int:
-        """Number of columns whose tokens have run, also in a bypassed call, whose layers may carry states alone."""
-        return self.n if self.why_bypassed is None else self._num_bypassed
 
     @property
     def is_suspect(self) -> bool:
@@ -403,44 +291,6 @@ class Rows(RowsColumns):
         """Return the token ids that ran in each row, without padding, as far as the columns are trusted."""
         return self.ids.rows([prompt.pad for prompt in self.prompts], self.num_true_columns)
 
-    # States that layers carry.
-
-    def _require_not_lost(self) -> None:
-        """Refuse to go on with rows of which layers with a window or a state have lost something.
-
-        Raises:
-            ForwardMismatchError: always, but for rows without columns.
-        """
-        if not self.n and self.why_bypassed is None:
-            return
-        self.is_running = False
-        raise ForwardMismatchError(
-            "what layers with a window see of these rows, or what layers carry of them, is lost, because a forward died in the middle of it, and it cannot be computed "
-            "again here; reset() the cache, or pass the whole prompt to generate again"
-        )
-
-    def _start_states(self, states: RowStates, num_new: int) -> None:
-        """Begin a forward of `num_new` columns in the layers that carry states."""
-        if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
-            self.trust_end = min(self.trust_end, self.n)  # what is computed so differs from what a prompt computes
-        states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
-
-    def _crop_states(self, states: RowStates, num_columns: int) -> None:
-        """Take columns back from the states.
-
-        Raises:
-            CacheArgumentError: what layers carried after the columns that are left is gone; nothing has changed.
-        """
-        if not self.n or num_columns == self.n:
-            states.clear()
-        elif num_columns and not states.can_crop(num_columns):
-            raise CacheArgumentError(
-                f"cannot take back {num_columns} tokens: layers with a state carry what is after all tokens; reset() the rows, or pass the "
-                "whole prompt to generate again"
-            )
-        else:
-            states.crop(num_columns, self.n - num_columns, [prompt.pad for prompt in self.prompts])
-
     # Ways to move rows.
 
     def apply(self, index: Sequence[int] | Tensor, start: int = 0) -> None:
@@ -458,29 +308,27 @@ class Rows(RowsColumns):
             for layer in self.layers:
                 layer.reorder_cache(at)
             return
-        have_common = bool(start)
-        is_whole, self.is_whole = self.is_whole and not self.is_edited, False  # interrupted: some streams have changed
-        num_rows = at.shape[0]
-        if self.shared is not None and not start and not self.shared.fits(at.tolist()):
+        is_whole, is_broken = self.is_whole and not self.is_edited, self.is_broken
+        self.is_whole, self.is_broken = False, True  # interrupted: some streams have changed
+        if not start:
             self.make_dense()
-        held = self.all_memory()
-        start = max(start, self.base)
-        if num_rows == self.num_rows and start:
-            memory.change_places(held, at, start - self.base, self.n - self.base)
+        held, first, num_own = self.all_memory(), max(start, self.base), self.n - self.base
+        if at.shape[0] == self.num_rows and first:
+            memory.change_places(held, at, first - self.base, num_own)
         elif held:
-            room = max(self.n - self.base, *(tensor.shape[3] for tensor, _ in held))
-            self.take(memory.selected(held, at, self.n - self.base, room), self.n, self.base)
+            room = max(tensor.shape[3] for tensor, _ in held)
+            self.take(memory.selected(held, at, num_own, room), self.n, self.base)
         if self.windows is not None:
-            self.windows.select(at, self.n, start)
+            self.windows.select(at, self.n, first)
         if self.states is not None:
             self.states.select(at)
         self.ids.select(at)
-        if num_rows != self.num_rows:
+        if at.shape[0] != self.num_rows:
             self.common_columns = 0
-        if not have_common:
-            self.prompts = [self.prompts[number].copy() for number in at.tolist()]
+        if not start:
+            self.prompts = [copy.copy(self.prompts[number]) for number in at.tolist()]
         self.note_writes()
-        self.is_whole = is_whole
+        self.is_whole, self.is_broken = is_whole, is_broken
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row `i` continue as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
@@ -489,17 +337,11 @@ class Rows(RowsColumns):
         self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
 
     def _require_rows(self, index: Tensor) -> None:
-        """Refuse an index of rows.
-
-        Raises:
-            CacheArgumentError: the index names no rows, or rows that are not there.
-        """
         numbers, num_rows = index.tolist(), self.batch()
         if not numbers or not all(0 <= number < num_rows for number in numbers):
             raise CacheArgumentError(f"rows {numbers} were asked for; there are {num_rows} rows, counted from 0")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Turn every row into `repeats` rows."""
         self.apply([row for row in range(self.batch()) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -508,7 +350,6 @@ class Rows(RowsColumns):
         self.apply(torch.where(chosen < 0, chosen + self.batch(), chosen))
 
     def batch(self) -> int:
-        """Return the number of rows, also of a bypassed call."""
         if self.why_bypassed is None:
             return self.num_rows
         return next((states.shape[0] for states in self.held_in_layers()), 0)
@@ -528,53 +369,38 @@ class Rows(RowsColumns):
         self._heed()
         if self.is_edited:
             self.is_whole = False
-        if -tokens_to_remove > self.get_seq_length():
-            raise CacheArgumentError(f"cannot take back {-tokens_to_remove} tokens; there are {self.get_seq_length()}")
-        windows = self.windows
-        if tokens_to_remove and windows is not None and not windows.can_go_on_at(self.n + tokens_to_remove):
+        num, length = -int(tokens_to_remove), self.get_seq_length()
+        n = max(0, self.n - num)
+        if num > length:
+            raise CacheArgumentError(f"cannot take back {num} tokens; there are {length}")
+        if not n and not self.in_generate and self.why_bypassed is None:
+            self.reset()  # after that, other rows may begin
+            return
+        if num and not self._can_crop(num):
             raise CacheArgumentError(
-                f"cannot take back {-tokens_to_remove} tokens: layers with a window have given up what the tokens before them saw; "
-                "reset() the rows, or pass the whole prompt to generate again"
+                f"cannot take back {num} tokens: layers with a window or a state have given up what the token after those that are left "
+                "needs; reset() the rows, or pass the whole prompt to generate again"
             )
-        if self.shared is not None and self.n + tokens_to_remove < max(self.shared.plan.ends):
+        if self.shared is not None and n < max(self.shared.plan.ends):
             self.make_dense()
         if self.states is not None:
-            self._crop_states(self.states, -int(tokens_to_remove))
+            self.states.crop(num, n, [prompt.pad for prompt in self.prompts])
         for layer in self.layers:
             if self.why_bypassed is not None or isinstance(layer, RowsLayer):
-                layer.crop(int(tokens_to_remove))
-        self.n = max(0, self.n + int(tokens_to_remove))
-        self._num_bypassed = max(0, self._num_bypassed + int(tokens_to_remove))
-        if not self.n and not self.in_generate and self.why_bypassed is None:
-            self.reset()  # after that, other rows may begin
-        self.judged, self.common_columns = min(self.judged, self.n), min(self.common_columns, self.n)
+                layer.crop(-num)
+        self.n = n
+        self.judged, self.common_columns = min(self.judged, n), min(self.common_columns, n)
         for prompt in self.prompts:
-            prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
+            prompt.kept = min(prompt.kept, max(0, n - prompt.pad))
+
+    def _can_crop(self, num: int) -> bool:
+        """Return whether layers with windows and states can go on without the last `num` columns."""
+        if self.states is not None and (self.is_broken or (num < self.n and not self.states.live.can_crop(num))):
+            return False
+        return self.windows is None or self.windows.can_go_on_at(self.n - num)
 
     def images_of_generate(self, model: Any, passed: Mapping[str, Any]) -> Any:
-        """Return the images that a `generate` on these rows is not to be passed."""
         return self.calls.images_of_generate(passed)
-
-    def reset(self) -> None:
-        """Drop the rows."""
-        if self.why_bypassed is not None:
-            self.make_layers()
-            self.why_bypassed = None
-        for layer in self.layers:
-            layer.reset()
-        if self.states is not None:
-            self.states.clear()
-        if self.windows is not None:
-            self.windows.forget()
-        self.is_whole = self.must_confirm = True
-        self.num_forwards, self.copies = 0, None
-        self.prompt_end = self.common_columns = 0
-        self.memory, self.prompts, self.ids, self.n, self.base = [], [], IdsStream(), 0, 0
-        self.shared = self._reads = None
-        self.is_open = self.is_running = self.has_own = self.lacks_windows = False
-        self._given.clear()
-        self._tensors, self._versions, self._room_end, self._lengths = [], (), math.inf, None
-        self.judged, self.trust_end = 0, math.inf
 
     def activate_past_recording(self) -> None:
         """Get ready to take drafts back: a model that cannot say which logits it needs computes all of them."""
@@ -594,8 +420,7 @@ class Rows(RowsColumns):
     # Called by transformers and by users.
 
     def __bool__(self) -> bool:
-        """Return True even without rows: some models ask `if past_key_values`."""
-        return True
+        return True  # even without rows: some models ask `if past_key_values`
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """Yield each layer's keys and values, and its window, if any, as a `DynamicCache` does."""
@@ -609,94 +434,55 @@ class Rows(RowsColumns):
             "use copy.deepcopy, or keep the token ids and pass them to generate again"
         )
 
-    def __repr__(self) -> str:
-        return f"Rows({self.batch()} rows of {self.get_seq_length()} tokens)"
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the number of columns of the rows, padding included."""
         if self.why_bypassed is not None:
-            has_columns = any(
-                map(has_keys, self.layers)
-            )  # transformers tells no length of layers that carry states alone
-            return int(super().get_seq_length(layer_idx)) if has_columns else self.num_columns
-        first = self.first
-        if self._given or (first is not None and first.n != self.n):  # `is_edited_or_ahead`, quicker: each step asks
-            self._heed()
-        if layer_idx < 0:
-            layer_idx += len(self.layers)
-        if 0 < layer_idx < len(self.layers) and self.layers[layer_idx].held is None:
-            return 0
-        return self.n
+            # transformers tells no length of layers that carry states alone
+            return int(super().get_seq_length(layer_idx)) if any(map(has_keys, self.layers)) else self.n
+        self._heed()
+        return self.n if layer_idx in (0, -len(self.layers)) or self.layers[layer_idx].held is not None else 0
 
     @property
     def is_initialized(self) -> bool:
-        """True if there are columns."""
         return self.get_seq_length() > 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
-        """Make other rows with the same columns, which go on by themselves.
-
-        Raises:
-            CacheArgumentError: gradients flow through the rows, and would not through their copies.
-        """
+        """Make other rows with the same columns, which go on by themselves."""
         if self.why_bypassed is not None:
-            self.roll_back()
-            if any(states.requires_grad for states in self.held_in_layers()):
-                raise CacheArgumentError(
-                    "gradients flow through the rows of this cache, and would not through a copy of them; copy it after "
-                    "forwards in torch.no_grad()"
-                )
-        if self.why_bypassed is None:
-            copied = self.forked(
-                torch.arange(self.num_rows, device="cpu"), None if self.shared is None else self.shared.copy()
-            )
-        else:
             copied = self._begun_alike()
-            copied.layers[:] = copy.deepcopy(self.layers, memo)
+            copied._run_on(copy.deepcopy(self.layers, memo))
+        else:
+            copied = self.forked(torch.arange(self.num_rows, device="cpu"), None)
         memo[id(self)] = copied
         return copied
 
     def _begun_alike(self) -> "Rows":
         """Make other rows of the same call, without columns."""
+        self.roll_back()
         copied = type(self)(self.calls, self.kinds, self.looks)
         for name in _COPIED:
             setattr(copied, name, getattr(self, name))
         copied.state = None if self.state is None else self.state.copy()
         copied.is_whole = self.is_whole and not self.is_edited
-        copied.prompts, copied.ids = [prompt.copy() for prompt in self.prompts], self.ids.copy()
+        copied.prompts, copied.ids = [*map(copy.copy, self.prompts)], self.ids.copy()
         return copied
 
     def forked(self, index: Tensor, shared: SharedColumns | None) -> "Rows":
         """Make other rows that go on by themselves: row `i` begins where row `index[i]` of these stands.
 
-        These rows must not be bypassed.
-
-        Args:
-            shared: segments that the other rows have in common; None: each row has all of its columns.
+        These rows must not be bypassed. The others may have segments in common.
         """
-        self.roll_back()
         copied, n = self._begun_alike(), self.n
         copied.ids.select(index)
-        copied.prompts = [copied.prompts[number].copy() for number in index.tolist()]
-        held = self.all_memory()
+        copied.prompts = [copy.copy(self.prompts[number]) for number in index.tolist()]
         if shared is not None:
-            first = shared.plan.first_own
-            made = (
-                memory.selected(held, index, n - first, n - first + SPARE)
-                if first < n
-                else memory.make(memory.shapes_of_rows(held), len(index), SPARE)
-            )
-            copied.share(shared, made, n)
+            copied.share(shared, self.selected(index, shared.plan.first_own, SPARE), n)
         elif self.shared is not None:
-            made = memory.make(memory.shapes_of_rows(held), len(index), n + SPARE)
-            for row, source in enumerate(index.tolist()):
-                pad = self.prompts[source].pad
-                self.copy_columns(source, pad, n, made, row, pad)
-            copied.take(made, n)
-        elif held and n:
-            copied.take(memory.selected(held, index, n - self.base, n - self.base + SPARE), n, self.base)
+            copied.take(self._dense(index.tolist(), n, n + SPARE), n)
+        elif n:
+            copied.take(self.selected(index, self.base, SPARE), n, self.base)
         if self.windows is not None and copied.windows is not None:
-            self.windows.copy_to(copied.windows, index, n)
+            copied.windows.select(index, n, source=self.windows)
             copied.note_writes()
         if self.states is not None and copied.states is not None:
             self.states.copy_to(copied.states, index)
@@ -704,19 +490,22 @@ class Rows(RowsColumns):
             layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
         return copied
 
+    def selected(self, index: Tensor, first: int, spare: int) -> list[Streams]:
+        """Make memory in which row `i` has the columns from `first`, which is `base` or `n`, on of row `index[i]`."""
+        num = self.n - first
+        return memory.selected(self.all_memory(), index, num, num + spare)
+
+    def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
+        """Let the rows, of `n` columns, have these segments in common; in `held` their own columns follow."""
+        shared.rows = ref(self)
+        self.calls.note_sharing(self)
+        self.take(held, n, shared.plan.first_own)
+        self.shared = self._reads = shared
+        for layer in self.layers:
+            layer.reads = shared
+
 
 _COPIED = (
-    *(
-        "n",
-        "judged",
-        "trust_end",
-        "is_open",
-        "in_generate",
-        "why_bypassed",
-        "_num_bypassed",
-        "num_forwards",
-        "records_drafts",
-        "may_be_lazy",
-    ),
-    *("chunks", "must_present", "lacks_windows"),
+    *("n", "judged", "trust_end", "is_open", "in_generate", "is_broken", "why_bypassed", "num_forwards"),
+    *("records_drafts", "may_be_lazy", "chunks", "must_present"),
 )

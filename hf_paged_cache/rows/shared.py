@@ -5,22 +5,22 @@ that ran for several.
 The rows' own memory begins where the first of their segments ends.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
-from ..attention.causal import CausalSquare
-from ..attention.lazy import LazyStates
+from ..attention.lazy import lazily
 from ..attention.segments import Plan
-from ..attention.shared import LayerReads, PlanOnDevices, SharedForward
+from ..attention.shared import LayerReads, SharedForward
 from ..blocks import Allocation
-from ..kv.transfers import Transfer
 from . import memory
-from .memory import Streams
+from .memory import Columns, Streams
 
-MODEL_LOOKS = "the model looks at keys and values itself, and does not leave all of attention to torch"
+MODEL_LOOKS = "the model looks at keys and values itself, or torch has no kernel for them on this device"
 CALL_LOOKS = (
     "attention was asked for what cannot be read once: dropout, is_causal, a mask that hides more than padding, "
     "or all of it by a compiled forward"
@@ -28,30 +28,21 @@ CALL_LOOKS = (
 IN_CHUNKS = "prefill_chunk_size was given, and what is read in parts rounds otherwise"
 
 
+@dataclass
 class Looks:
-    """`Looks` remembers whether a model looks at keys and values otherwise than by torch's attention.
+    """`Looks` remembers whether a model looks at keys and values otherwise than by torch's attention."""
 
-    Attributes:
-        model_looks: True for good, once the model was seen to look.
-        weighs_launches: True if what rows share is held once only where that pays; False for trials of models.
-    """
-
-    def __init__(self) -> None:
-        self.model_looks = False
-        self.weighs_launches = True
+    model_looks: bool = False  # for good, once the model was seen to look
+    weighs_launches: bool = True  # what rows share is held once only where that pays; False for trials of models
 
 
+@dataclass
 class Seen:
-    """`Seen` remembers how attention has read the rows of one call.
+    """`Seen` remembers how attention has read the rows of one call."""
 
-    Attributes:
-        tokens, rows: most tokens that were read once at a time, and the number of rows that they were read for.
-        dense: why what rows share was read for each row by itself; "": it was not.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = self.rows = 0
-        self.dense = ""
+    tokens: int = 0  # most tokens that were read once at a time
+    rows: int = 0  # most rows that they were read for
+    dense: str = ""  # why what rows share was read for each row by itself, if it was
 
 
 class SharedColumns:
@@ -64,11 +55,9 @@ class SharedColumns:
         looks: whether the model looks at keys and values itself.
         num_pool_blocks: number of blocks that the pool had room for when the segments were made. Once the pool has
             grown, the segments lie in its old memory.
-
-    Attributes:
-        seen: how attention has read the segments; the rows' own `seen`, once they hold these segments.
-        must_leave: True if each row must be read by itself from the next forward on.
     """
+
+    rows: ref[Any]  # the rows, once they hold these segments
 
     def __init__(
         self,
@@ -81,122 +70,56 @@ class SharedColumns:
         self.plan, self.segments, self.leases, self._looks = plan, segments, leases, looks
         self.num_pool_blocks = num_pool_blocks
         self.lengths = [held[0].tensor.shape[3] for held in segments]
-        self.seen = Seen()
-        self.must_leave = False
-        self._devices = PlanOnDevices(plan, Transfer())
+        shared_by = [len(segment.rows) for segment in plan.segments]
+        self._num_rows = max((number for number in shared_by if number > 1), default=0)
+        self._num_tokens = sum(num for num, number in zip(self.lengths, shared_by, strict=True) if number > 1)
+        self._bounds: dict[torch.device, Tensor] = {}  # see `SharedForward`
         self._forward: SharedForward | None = None
         self._of_layer: dict[int, dict[str, list[Tensor]]] = {}
         for held in segments:
-            for tensor, names in held:
-                for (layer_idx, name), part in zip(names, tensor, strict=True):
+            for layer_idx, streams in memory.by_layer(held).items():
+                for name, part in streams.items():
                     self._of_layer.setdefault(layer_idx, {}).setdefault(name, []).append(part)
-
-    rows: ref[Any]
-
-    def make_dense(self) -> None:
-        """Give each row all of its columns, because somebody looks at a layer."""
-        rows = self.rows()
-        if rows is not None:
-            rows.make_dense()
-
-    def copy(self) -> "SharedColumns":
-        """Return the same segments for other rows."""
-        return SharedColumns(self.plan, self.segments, self.leases, self._looks, self.num_pool_blocks)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all segments, those in the pool as well."""
         return sum(tensor.nbytes for held in self.segments for tensor, _ in held)
 
     def start_forward(self, start: int, stop: int) -> None:
         """Begin a forward of the columns `[start, stop)`."""
-        self._forward = SharedForward(self.plan, self._devices, start, stop)
+        self._forward = SharedForward(self.plan, self._bounds, start, stop)
 
     def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a layer reads, lazily, [R, H, columns, D]: segments, and each row's own columns."""
-        forward = self._forward
+        forward, held = self._forward, self._of_layer[layer_idx]
         assert forward is not None
-        held = self._of_layer[layer_idx]
-        if keys.shape[2] + self.plan.first_own != forward.stop or held["key"][0].dtype != keys.dtype:
-            return self._read_dense(layer_idx)  # a forward that told nobody, or segments in another dtype
-        reads = LayerReads(self, forward, held, {"key": keys, "value": values})
-        rows, heads, _, size = keys.shape
-        lazy_keys = LazyStates(reads, "key", (rows, heads, forward.stop, size), keys.dtype, keys.device)
-        rows, heads, _, size = values.shape
-        return lazy_keys, LazyStates(reads, "value", (rows, heads, forward.stop, size), values.dtype, values.device)
-
-    def _read_dense(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all columns of a layer, in the rows' own memory."""
-        self.make_dense()
-        rows = self.rows()
+        if keys.shape[2] + self.plan.first_own == forward.stop and held["key"][0].dtype == keys.dtype:
+            reads = LayerReads(self, forward, held, {"key": keys, "value": values})
+            return lazily(reads, keys, values, forward.stop)
+        rows = self.rows()  # a forward that told nobody, or segments in another dtype
         assert rows is not None  # the rows run
-        keys, values = rows.layers[layer_idx].columns()
-        return keys, values
+        rows.make_dense()
+        dense: tuple[Tensor, Tensor] = rows.layers[layer_idx].columns()
+        return dense
 
     def look(self, *, is_call: bool = False) -> None:
-        """Note that what layers read was asked for dense.
-
-        Args:
-            is_call: the call's attention asked; else the model did, and is taken to look for good.
-        """
+        """Note that what layers read was asked for dense: by this call alone, or by the model, which is so for good."""
         if not is_call:
             self._looks.model_looks = True
-        self.must_leave = True
-        self.seen.dense = CALL_LOOKS if is_call else MODEL_LOOKS
+        if (rows := self.rows()) is not None:
+            rows.seen.dense = rows.seen.dense or (CALL_LOOKS if is_call else MODEL_LOOKS)
 
-    def count(self, plan: Plan) -> None:
+    def count(self) -> None:
         """Note that attention has read the segments once."""
-        lengths = [(n, len(s.rows)) for n, s in zip(self.lengths, plan.segments, strict=True) if len(s.rows) > 1]
-        if lengths:
-            self.seen.tokens = max(self.seen.tokens, sum(length for length, _ in lengths))
-            self.seen.rows = max(self.seen.rows, *(num_rows for _, num_rows in lengths))
+        if (rows := self.rows()) is not None:
+            rows.seen.tokens = max(rows.seen.tokens, self._num_tokens)
+            rows.seen.rows = max(rows.seen.rows, self._num_rows)
 
-    def fits(self, sources: Sequence[int]) -> bool:
-        """Return whether the plan stays right if row `i` continues as row `sources[i]`."""
-        kinds = self.plan.kinds()
-        return len(sources) == len(kinds) and [kinds[source] for source in sources] == kinds
-
-    def copy_columns(self, row: int, start: int, stop: int, to: Sequence[Streams], to_row: int, column: int) -> int:
-        """Copy those of the columns `[start, stop)` of a row that lie in segments; return the first that does not.
-
-        Args:
-            to_row: row of the other memory that is written.
-            column: column of the other memory that column `start` becomes.
-        """
-        plan, at = self.plan, start
-        for number, segment in enumerate(plan.segments):
-            if row in segment.rows:
-                first = plan.pads[row] + segment.start
-                end = min(stop, first + self.lengths[number])
-                if first <= at < end:
-                    columns = memory.Columns(self.segments[number], 0, at - first, end - first)
-                    memory.copy_columns(columns, to, to_row, column + at - start)
-                    at = end
-        return at
-
-
-class SquareReads:
-    """`SquareReads` lets a forward of many new columns after few known ones attend as one causal square.
-
-    See `attention.causal`.
-
-    Args:
-        looks: told where the model does something else with what it reads.
-    """
-
-    def __init__(self, start: int, stop: int, looks: Looks) -> None:
-        self._looks, self._stop = looks, stop
-        self._square = CausalSquare(start, stop, self._look)
-
-    def _look(self) -> None:
-        self._looks.model_looks = True
-
-    def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a layer reads, lazily, [R, H, columns, D]."""
-        if keys.shape[2] != self._stop:  # a forward that told nobody
-            return keys, values
-        read = self._square.read({"key": keys, "value": values})
-        return read["key"], read["value"]
-
-    def make_dense(self) -> None:
-        """Do nothing: the columns lie in the rows."""
+    def parts(self, row: int, start: int, stop: int) -> Iterator[tuple[int, Columns]]:
+        """Yield those of the columns `[start, stop)` of a row that lie in segments, each part with its first column."""
+        for segment, length, held in zip(self.plan.segments, self.lengths, self.segments, strict=True):
+            first = self.plan.pads[row] + segment.start
+            end = min(stop, first + length)
+            if row in segment.rows and first <= start < end:
+                yield start, Columns(held, 0, start - first, end - first)
+                start = end

@@ -18,24 +18,17 @@ from transformers.cache_utils import (
 
 from ..blocks.sight import Sight
 from ..kv.states import LiveStates, StateLayer, States, copied, row_of, select_rows
-from .layers import Owner, RowsLayer
+from .layers import RowsLayer
 from .windows import WindowLayer
 
 
 class StatePlaces(NamedTuple):
-    """`StatePlaces` says where states are kept.
+    """`StatePlaces` says where states are kept."""
 
-    Attributes:
-        align: states are kept after multiples of so many tokens of a row.
-        are_recorded: True if only convolutions carry states: one forward shows them at all of its columns.
-        clamps_one_token: True if one token is computed otherwise than several.
-        most: most places of one forward that are recorded.
-    """
-
-    align: int
-    are_recorded: bool = False
-    clamps_one_token: bool = False
-    most: int = 0
+    align: int  # after multiples of so many tokens of a row
+    are_recorded: bool = False  # only convolutions carry states: one forward shows them at all of its columns
+    clamps_one_token: bool = False  # one token is computed otherwise than several
+    most: int = 0  # most places of one forward that are recorded
 
 
 def states_alone(num_states: int) -> LinearAttentionLayer:
@@ -50,61 +43,42 @@ def states_alone(num_states: int) -> LinearAttentionLayer:
     return layer
 
 
-class StatesAndColumnsLayer(RowsLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc]
-    """`StatesAndColumnsLayer` carries states, and its attention sees all columns."""
-
+class _InitializesStates:
     is_compileable = False
     is_croppable = LinearAttentionLayer.is_croppable
 
-    def __init__(self, layer_idx: int, owner: Callable[[], Owner | None], number_of_states: int) -> None:
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        if kwargs:  # columns need no initialization
+            LinearAttentionLayer.lazy_initialization(self, **kwargs)  # type: ignore[arg-type]
+
+
+class StatesAndColumnsLayer(_InitializesStates, RowsLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[no-untyped-call, misc]
+    """`StatesAndColumnsLayer` carries states, and its attention sees all columns."""
+
+    def __init__(self, layer_idx: int, owner: Callable[[], Any], number_of_states: int) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
         RowsLayer.__init__(self, layer_idx, owner)
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the states alone."""
-        if kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-
-class StatesAndWindowLayer(WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc]
+class StatesAndWindowLayer(_InitializesStates, WindowLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[no-untyped-call, misc]
     """`StatesAndWindowLayer` carries states, and its attention sees a window."""
 
-    is_compileable = False
-    is_croppable = LinearAttentionLayer.is_croppable
-
     def __init__(
-        self, layer_idx: int, owner: Callable[[], Owner | None], sight: Sight, margin: int, number_of_states: int
+        self, layer_idx: int, owner: Callable[[], Any], sight: Sight, margin: int, number_of_states: int
     ) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
         WindowLayer.__init__(self, layer_idx, owner, sight, margin)
 
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Initialize the states alone."""
-        if kwargs:
-            LinearAttentionLayer.lazy_initialization(self, **kwargs)
-
     def get_max_length(self) -> int:
-        """Return -1 for "there is none", as transformers' layer does."""
-        return -1
+        return -1  # as transformers' layer does: there is none
 
 
 class RowStates:
-    """`RowStates` has the states of one call's rows.
-
-    Args:
-        layers: index -> layer, for the layers that carry states.
-        places: where states are kept.
-
-    Attributes:
-        are_whole: True if the layers carry what follows from all columns of the rows: no forward runs, and none has
-            died.
-        taken: for each row, number of tokens -> what layers carried after these tokens, where that is to be kept with
-            the row's blocks.
-    """
+    """`RowStates` has the states of one call's rows, which lie in these layers, by index."""
 
     def __init__(self, layers: Mapping[int, StateLayer], places: StatePlaces) -> None:
         self.live, self._places = LiveStates(layers), places
-        self.are_whole = True
+        # For each row, number of tokens -> what layers carried after these, where that is to be kept with its blocks.
         self.taken: list[dict[int, States]] = []
         self._next = 0  # first number of columns after which the states of some row may be taken
         self._is_step = False
@@ -112,9 +86,7 @@ class RowStates:
     def num_needed(self, num_columns: int, *, is_padding: bool) -> int:
         """Return how many of a prompt's last columns run in the forward over all rows.
 
-        Args:
-            is_padding: a row has nothing but padding in these columns. In a forward of one column, models do not look
-                whether the column is padding.
+        Where a row has nothing but padding there, it is two: of one column, models do not look whether it is padding.
         """
         return 2 if num_columns > 1 and (is_padding or self._places.clamps_one_token) else 1
 
@@ -125,17 +97,11 @@ class RowStates:
         return sum(each.nbytes for states in held for each in states.values())
 
     def begin(self, num_rows: int) -> None:
-        """Begin `num_rows` rows, of which no states were taken yet."""
         self.taken, self._next = [{} for _ in range(num_rows)], 0
-
-    def put(self, states: States) -> None:
-        """Let the rows begin with these states, which nobody else has."""
-        self.live.put(states)
-        self.are_whole = True
 
     def start_forward(self, pads: Sequence[int], start: int, stop: int) -> None:
         """Begin a forward of the columns `[start, stop)`."""
-        self.are_whole, self._is_step = False, start > 0 and stop - start == 1
+        self._is_step = start > 0 and stop - start == 1
         align, recorder = self._places.align, self.live.recorder
         if not self._places.are_recorded or stop - start < align:
             recorder.start_forward()
@@ -150,7 +116,7 @@ class RowStates:
 
     def end_forward(self, pads: Sequence[int], n: int) -> None:
         """End a forward that has returned, and take the states that are wanted."""
-        self.are_whole, recorder = True, self.live.recorder
+        recorder = self.live.recorder
         for at, (row, num_tokens) in enumerate(recorder.places if recorder.recorded else ()):
             self.taken[row][num_tokens] = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
         recorder.start_forward()
@@ -177,41 +143,24 @@ class RowStates:
 
     def select(self, index: Tensor) -> None:
         """Let row `i` continue as row `index[i]`."""
-        if self.are_whole:
-            sources = index.tolist()
-            self.are_whole = False  # after an interrupt only some layers have changed
-            self.live.select(sources)
-            self.taken = [{**self.taken[source]} for source in sources] if self.taken else []
-            self.are_whole = True
+        sources = index.tolist()
+        self.live.select(sources)
+        self.taken = [{**self.taken[source]} for source in sources] if self.taken else []
 
-    def can_crop(self, num_columns: int) -> bool:
-        """Return whether columns can be taken back."""
-        return self.are_whole and self.live.can_crop(num_columns)
-
-    def crop(self, num_columns: int, n: int, pads: Sequence[int]) -> bool:
-        """Take columns back; return whether that could be done.
-
-        Args:
-            num_columns: number of columns to take back.
-            n: number of columns that are left.
-        """
-        is_whole, self.are_whole = self.are_whole, False
-        self.are_whole = is_whole and (self.live.crop(num_columns) or not num_columns)
+    def crop(self, num_columns: int, n: int, pads: Sequence[int]) -> None:
+        """Take back columns; `n` are left, 0 or as many as there were unless `live.can_crop` allows others."""
+        if not n:
+            self.live.clear()
+        elif num_columns:
+            self.live.crop(num_columns)
         for pad, taken in zip(pads, self.taken, strict=False):
             for num_tokens in [each for each in taken if each > n - pad]:
                 del taken[num_tokens]
         self._next = 0
-        return self.are_whole
 
     def copy_to(self, other: "RowStates", index: Tensor) -> None:
         """Give row `i` of other rows the states of row `index[i]`, in memory of its own."""
         sources = index.tolist()
         other.begin(len(sources))
-        other.put(select_rows(self.live.read(), sources))
-        other.are_whole, other.taken = self.are_whole, [{**self.taken[source]} for source in sources]
-
-    def clear(self) -> None:
-        """Drop the states of rows that are dropped."""
-        self.live.clear()
-        self.live.recorder.start_forward()
-        self.taken, self.are_whole, self._next = [], True, 0
+        other.live.put(select_rows(self.live.read(), sources))
+        other.taken = [{**self.taken[source]} for source in sources]

@@ -89,7 +89,7 @@ def test_only_what_is_causal_is_served(what: str, served: list[bool]) -> None:
             outputs.append(model(ids[:, 40:], past_key_values=cache, attention_mask=rest).logits)
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
     assert not served  # a forward with a mask of one's own is bypassed
-    square = causal.CausalSquare(40, ids.shape[1], lambda: None)  # as where transformers makes such a mask
+    square = causal.CausalSquare(40, ids.shape[1], None)  # as where transformers makes such a mask
     assert square.is_causal(mask[..., 40:, :]) == (what == "numbers")
 
 
@@ -169,8 +169,8 @@ def test_where_no_fused_kernel_serves_there_is_a_mask(served: list[bool]) -> Non
     with sdpa_kernel(SDPBackend.MATH):
         assert_right(model, cache, **call)
     assert not served
-    states = {"key": torch.zeros(1, 2, 40, 24), "value": torch.zeros(1, 2, 40, 16)}
-    assert causal.CausalSquare(8, 40, lambda: None).read(states) == states
+    states = torch.zeros(1, 2, 40, 24), torch.zeros(1, 2, 40, 16)
+    assert causal.CausalSquare(8, 40, None).read(0, *states) == states
 
 
 def test_what_a_model_asks_to_be_contiguous_is(served: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:

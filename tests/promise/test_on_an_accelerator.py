@@ -33,7 +33,7 @@ def test_a_scene_is_the_same_on_an_accelerator(scene: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [8, 20, 64, 128, 288])
+@pytest.mark.parametrize("head_dim", [8, 64, 128, 288])
 def test_a_part_is_attended_to_as_by_operators_in_fp32(head_dim: int, dtype: torch.dtype) -> None:
     """What the device computes parts with, for one token and several, with and without a mask, at any number of columns."""
     device = torch.accelerator.current_accelerator()
@@ -51,10 +51,13 @@ def test_a_part_is_attended_to_as_by_operators_in_fp32(head_dim: int, dtype: tor
         hidden[..., 0] = False
         for mask in (None, torch.zeros(hidden.shape, device=device).masked_fill(hidden, -torch.inf)):
             part = backends.Part(key.to(dtype), value.to(dtype), None if mask is None else mask.to(dtype))
-            exact = backends.Part(part.key.float(), part.value.float(), mask)
             for scale in (None, 0.3):
                 out, lse = backends.attend(query.to(dtype), part, scale)
-                wanted, wanted_lse = backends.by_operators(query.to(dtype).float(), exact, scale)
+                scores = query.to(dtype).float().unflatten(1, (heads, groups)) @ part.key.float()[:, :, None].mT
+                scores = scores * (head_dim**-0.5 if scale is None else scale)
+                scores = scores if mask is None else scores + mask[:, :, None]
+                wanted = (scores.softmax(-1) @ part.value.float()[:, :, None]).flatten(1, 2)
+                wanted_lse = scores.logsumexp(-1).flatten(1, 2)
                 assert (out.dtype, lse.dtype) == (dtype, torch.float32)
                 torch.testing.assert_close(out.float(), wanted, rtol=0, atol=tolerance * float(wanted.abs().max()))
                 torch.testing.assert_close(lse, wanted_lse, rtol=tolerance, atol=tolerance)

@@ -28,9 +28,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "beams": {**batch(PROMPT), "num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 20},
     "beams of two prompts": {**batch(PROMPT, row((4, 37))), "num_beams": 3, "max_new_tokens": 20},
     "samples": {**batch(PROMPT), "do_sample": True, "num_return_sequences": 5},
-    "a tree, and a row that shares nothing": batch(
-        row((1, 32), (2, 20), (3, 4)), row((1, 32), (2, 20)), row((1, 32), (5, 9)), row((8, 60))
-    ),
+    "a tree": batch(row((1, 32), (2, 20), (3, 4)), row((1, 32), (2, 20)), row((1, 32), (5, 9))),
+    "two trees": batch(*(row((seed, 32), (9 + number, 8)) for seed in (1, 2) for number in range(3))),
 }
 # gemma3 has windows, lfm2 states: of layers without, this is read
 SERVED = ("llama", "gpt2", "gemma3", "mixtral", "lfm2")

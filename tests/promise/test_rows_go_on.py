@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call import keep
 from hf_paged_cache.errors import CacheArgumentError, CacheBusyError
 
@@ -380,7 +380,7 @@ def test_edits_that_torch_does_not_count_are_not_kept(edit: Callable[[Tensor], A
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32"])
-def test_a_bypassed_loop_goes_on_after_a_forward_that_died(name: str) -> None:
+def test_a_bypassed_loop_is_refused_after_a_forward_that_died_until_it_is_reset(name: str) -> None:
     model = zoo.build(name)
     ours, theirs, given = PagedPrefixCache(model), DynamicCache(config=model.config), {"output_hidden_states": True}
     with torch.no_grad():
@@ -388,7 +388,11 @@ def test_a_bypassed_loop_goes_on_after_a_forward_that_died(name: str) -> None:
             model(ids_of((1, 12)), past_key_values=past, **given)
         with failing_forward(model, 1, KeyError("planted")), pytest.raises(KeyError):
             model(NEW[:, :2], past_key_values=ours)
-        logits = [model(NEW[:, :2], past_key_values=past).logits for past in (ours, theirs)]
+        with pytest.raises(ForwardMismatchError, match="a forward died in the middle of it"):
+            model(NEW[:, :2], past_key_values=ours)
+        ours.reset()
+        whole = torch.cat([ids_of((1, 12)), NEW[:, :2]], dim=1)
+        logits = [model(ids, past_key_values=past).logits[:, -1] for ids, past in ((whole, ours), (NEW[:, :2], theirs))]
     assert distance(*logits) < TOLERANCE
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefixCache
 from hf_paged_cache.rows import memory
 
 from ..conformance import zoo
-from ..internals import make_forwards_cheap, split_everywhere
+from ..internals import failing_forward, make_forwards_cheap, split_everywhere
 from ..reference import FROM_5_23, TOLERANCE, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 
@@ -125,6 +125,31 @@ def test_more_than_a_window_lets_take_back_is_refused_before_anything_changes() 
     plain = DynamicCache(config=model.config)
     forward(model, torch.cat([prompt, torch.tensor([steps])], dim=1), plain)
     assert distance(forward(model, prompt[:, :1], cache), forward(model, prompt[:, :1], plain)) < TOLERANCE
+
+
+def test_a_forward_that_died_while_windows_moved_leaves_nothing_wrong() -> None:
+    """The first layer has moved its columns then, and the second has not."""
+    model, steps = zoo.build("mistral"), torch.tensor([row((1, 40), (2, 160))])
+    cache, plain = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
+    for past in (cache, plain):
+        forward(model, steps[:, :40], past, logits_to_keep=1)
+    num_lost = 0
+    for at in range(40, 200):
+        new = steps[:, at : at + 1]
+        with failing_forward(model, 1, KeyError("planted")), pytest.raises(KeyError):
+            forward(model, new, cache)
+        wanted = forward(model, new, plain)
+        try:
+            got = forward(model, new, cache)
+        except ForwardMismatchError:
+            num_lost += 1
+            cache.reset()
+            assert not cache.verify().differing
+            got = forward(model, steps[:, : at + 1], cache, logits_to_keep=1)
+        assert distance(got, wanted) < TOLERANCE
+    cache.reset()
+    assert not cache.verify().differing
+    assert num_lost
 
 
 def test_a_bypassed_call_goes_on_where_the_rows_were(references: Any) -> None:
