@@ -9,7 +9,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import NotPortableError
 from ..tiers.saved_file import facts_digest
 from .fingerprint import Listing, WeightFingerprint, plain_tensors
+from .foreign_code import Function, module_name, name_of
 from .rope import RopeRegime
 
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
@@ -76,7 +77,7 @@ def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 def identify(
     listing: Listing,
     rope: RopeRegime,
-    functions: Iterable[tuple[int, str, Any]],
+    functions: Iterable[Function],
     settings: Sequence[tuple[str, object]],
     state: object,
     weights_digest: str,
@@ -84,11 +85,6 @@ def identify(
     """Describe what a model is.
 
     Args:
-        listing: modules and weights of the model.
-        rope: rotary frequencies of the model.
-        functions: functions that may change what a module computes, each as (number of the module, its class, hook or
-            forward). The class is "" for the forward of a class.
-        settings: settings of the model's config.
         state: state of adapters and autocast, numbers and names alone.
         weights_digest: see `digest_of_weights`.
 
@@ -129,7 +125,7 @@ def sampled_digest(model: Any) -> str:
     The digest is the same in every process. It is cheap, and so no proof: a model in which a few values have changed
     may have the same digest.
     """
-    listing, _ = WeightFingerprint(model).listing()
+    listing = WeightFingerprint(model).listing()
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
     adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
     weights = [(weight.key, tuple(weight.tensor.shape), weight.tensor.dtype) for weight in listing.weights]
@@ -139,20 +135,20 @@ def sampled_digest(model: Any) -> str:
 
 def adapter_state(module: nn.Module) -> list[object]:
     """Return what a layer with PEFT's adapters heeds besides weights: numbers and names."""
-    return [
-        getattr(module, name, None) for name in ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
-    ]
+    names = "_active_adapter", "_disable_adapters", "scaling", "merged_adapters"
+    return [getattr(module, name, None) for name in names]
 
 
 def readable_weights(listing: Listing) -> list[Tensor]:
     """Return all weights of a listing.
 
     Raises:
-        NotPortableError: some weights lie where their values cannot be read.
+        NotPortableError: some weights are offloaded, or lie where they cannot be read.
     """
-    if listing.files or listing.unwatched is not None:
-        raise NotPortableError("weights of this model are offloaded to files, or where they cannot be read")
-    return [weight.tensor for weight in listing.weights]
+    weights = [weight.tensor for weight in listing.weights]
+    if any(weight.is_meta for weight in weights):
+        raise NotPortableError("weights of this model are offloaded, or where they cannot be read")
+    return weights
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:
@@ -168,10 +164,8 @@ def digest_of_weights(weights: Iterable[Tensor]) -> str:
 def _digest(tensor: Tensor) -> str:
     found = hashlib.sha256(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
     for part in plain_tensors(tensor):
-        if part.layout != torch.strided or part.device.type == "meta":
-            raise NotPortableError(
-                f"a weight of this model has no values that can be read ({part.layout}, {part.device})"
-            )
+        if part.layout != torch.strided:
+            raise NotPortableError(f"a weight of this model has no values that can be read ({part.layout})")
         flat = part.detach().contiguous().view(-1)
         step = max(1, _CHUNK_BYTES // flat.element_size())
         for start in range(0, flat.numel(), step):
@@ -180,7 +174,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the values of a 1-D tensor as bytes, the same on every device."""
+    """Return the values of a 1-D tensor as bytes."""
     return tensor.cpu().contiguous().view(torch.uint8).numpy().data
 
 
@@ -194,9 +188,8 @@ def _code_of(function: Any) -> Iterator[str]:
     """
     while function is not None:
         function = getattr(function, "__func__", function)
-        module = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "") or "")
-        if module.partition(".")[0] not in _PACKAGES:
-            if "<locals>" in getattr(function, "__qualname__", "<locals>"):
+        if module_name(function).partition(".")[0] not in _PACKAGES:
+            if "<locals>" in name_of(function):
                 raise NotPortableError(
                     f"{_full_name(function)} computes a forward, and is defined inside another function, so that it cannot be "
                     "named for another process"
@@ -205,12 +198,12 @@ def _code_of(function: Any) -> Iterator[str]:
                 source = Path(inspect.getfile(function)).read_bytes()
             except (OSError, TypeError) as error:
                 raise NotPortableError(f"the source of {_full_name(function)} cannot be read: {error}") from error
-            yield f"{function.__qualname__} {_sha256(source)}"
+            yield f"{name_of(function)} {_sha256(source)}"
         function = getattr(function, "__wrapped__", None)
 
 
-def _full_name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+def _full_name(function: Any) -> str:
+    return f"{module_name(function)}.{name_of(function)}"
 
 
 def _version(package: str) -> str:
