@@ -29,8 +29,8 @@ from ..call.request import ForwardRequest
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.transfers import to_device
-from ..model.cache_adapters import cache_argument
 from ..model.rope import RopeDeltas
+from ..model.support import cache_argument
 from ..rows import memory
 from ..rows.columns import Prompt
 from ..rows.layers import SPARE

@@ -19,7 +19,7 @@ from ..call.request import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_arrays, to_device
 from ..model.conditioning import OUTPUT_FLAGS
-from ..model.trial import Numbering
+from ..model.support import Numbering
 
 _HIDING = -1000.0  # an additive mask hides scores that it lowers by more than this: their exponential is 0
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # types of tokens, [R, T]; of text: 0
@@ -136,7 +136,7 @@ class ArgumentReader:
         takes_positions: True if the forward has `position_ids`; if not, positions follow the mask.
         takes_logits_to_keep: True if the forward can leave out logits.
         defaults: what the forward takes for arguments that are left out.
-        default_numbering: what the model numbers where no positions are passed: see `model.trial`.
+        default_numbering: what the model numbers where no positions are passed: see `model.support`.
         cross_inputs: arguments that a cross attention reads; they are refused.
         carries_states: True if some layers carry states; they do not look at the mask of a forward of one column.
         sees_columns: True if some layers attend to earlier columns, which the mask may hide.

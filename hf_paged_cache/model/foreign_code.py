@@ -41,7 +41,7 @@ def functions_of(listing: Listing) -> list[Function]:
         hooks = *attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()
         for each in (*hooks, *map(attributes.get, _REPLACED)):
             if each is not None and not _is_from(_NEUTRAL_PACKAGES, each, module):
-                found.append((number, type(module).__name__, each))  # noqa: PERF401  # most modules have none
+                found.append((number, type(module).__name__, each))  # most modules have none
     of_all = *everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()
     found.extend(zip(repeat(-2), repeat(type(modules[0]).__name__), of_all))
     found.extend(zip(repeat(-1), repeat(""), map(_FORWARD, dict.fromkeys(map(type, modules)))))

@@ -6,6 +6,7 @@ It is the one place that knows such a layer's attributes.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 INDEX = "indexer_key"
@@ -45,3 +46,9 @@ def cut_streams(layer: Any, num_columns: int) -> None:
         layer.indexer_keys = keys[:, :num_columns]
     if (positions := getattr(layer, "indexer_position_ids", None)) is not None:
         layer.indexer_position_ids = positions[..., :num_columns]
+
+
+def hold_as(layer: Any, of_keys: torch.dtype, of_values: torch.dtype) -> None:
+    """Convert the keys and values that a layer holds, if it holds any."""
+    if getattr(layer, "keys", None) is not None:
+        layer.keys, layer.values = layer.keys.to(of_keys), layer.values.to(of_values)

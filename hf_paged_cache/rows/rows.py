@@ -122,7 +122,6 @@ class Rows(RowsColumns):
             prompt may come in any forwards.
         lacks_windows: True if a forward died and what the next token needs is lost: what layers with a window held of
             it, and in a bypassed call also what layers carry.
-        must_present: True if the model takes only a cache of a class of its own.
         thread: ident of the thread that ran the rows last.
         captured: runs the rows' forwards by graphs, and has the rows lie in the arena; None: nothing does.
         why_not_captured: why forwards are not captured; "": they may be.
@@ -152,7 +151,7 @@ class Rows(RowsColumns):
         self.is_lent = False
         self.state: Any = None
         self.handle: ref[Any] | None = None
-        self.is_behind_handle = self.must_present = self.lacks_windows = False
+        self.is_behind_handle = self.lacks_windows = False
         self.captured: Any = None
         self.chunks: CutsColumns | None = None
         self.why_not_captured = ""
@@ -718,5 +717,5 @@ _COPIED = (
         "records_drafts",
         "may_be_lazy",
     ),
-    *("chunks", "must_present", "lacks_windows"),
+    *("chunks", "lacks_windows"),
 )
