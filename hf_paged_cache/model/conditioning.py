@@ -23,7 +23,7 @@ from .fingerprint import Listing, WeightFingerprint
 from .foreign_code import Function, Numbers, foreign_function, foreign_layer, functions_of, own_forward, peft_hooks
 from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, readable_weights
 from .rope import RopeRegime
-from .state_traits import NO_TRAITS, StateTraits, read_state_traits
+from .state_traits import StateTraits, read_state_traits
 from .support import attention_of, cache_layers, is_foreign, sights_of
 
 logger = logging.getLogger("hf_paged_cache")
@@ -79,7 +79,7 @@ class Conditioning:
         self.model, self.trusts_hooks, self._tried = model, trusts_hooks, tried
         self.roots = Roots()
         self.is_shared = False
-        self.state_traits = tried or NO_TRAITS
+        self.state_traits = tried or StateTraits()
         self.attention = self._attention_tried = attention_of(model)
         self.foreign_code: str | None = None
         self.own_forward: str | None = None

@@ -4,8 +4,7 @@ import inspect
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from types import CodeType
-from typing import Any, Literal
+from typing import Any
 
 import transformers
 from torch import Tensor, nn
@@ -19,12 +18,8 @@ from ..errors import UnsupportedModelError
 TESTED_VERSION = "5.23.0"
 # Exact types: a subclass may hold more. Older versions lack some of the types that carry a state.
 _STATE_LAYERS = tuple(
-    getattr(cache_utils, name, None)
-    for name in (
-        "LinearAttentionLayer",
-        "LinearAttentionAndFullAttentionLayer",
-        "LinearAttentionAndSlidingWindowAttentionLayer",
-    )
+    getattr(cache_utils, f"LinearAttention{kind}Layer", None)
+    for kind in ("", "AndFullAttention", "AndSlidingWindowAttention")
 )
 _WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
@@ -32,7 +27,6 @@ _STATES = ("conv_states", "recurrent_states")
 _OWN_ATTENTION = frozenset(
     ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 )
-Numbering = Literal["columns", "tokens"]
 _MAX_QUOTED = 200
 _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
 
@@ -172,14 +166,13 @@ def is_tested_version() -> bool:
 
 
 def other_version() -> str:
-    """Return what an error adds where the tested transformers may do what the installed one does not.
-
-    "" where the tested version is installed.
-    """
-    if is_tested_version():
-        return ""
+    """Return what an error adds where the tested transformers may do what the installed one does not; else ""."""
     installed = transformers.__version__
-    return f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
+    return (
+        ""
+        if is_tested_version()
+        else f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
+    )
 
 
 def leaves_doubt(model: PreTrainedModel) -> bool:
@@ -224,21 +217,18 @@ def has_experts(model: PreTrainedModel) -> bool:
     return any(isinstance(number, int) and number > 1 for number in numbers)
 
 
-def default_numbering(model: PreTrainedModel) -> Numbering | None:
-    """Return what a forward without `position_ids` numbers after a cache: columns, or the tokens that the mask shows.
+def numbers_columns(model: PreTrainedModel) -> bool:
+    """Return whether a forward without `position_ids` is seen to number columns, those in the cache included.
 
-    It is read from the code of a module that takes positions, where this asks the cache for its length and numbers from
-    there. None: it is not known. The forward may number its columns alone, what is after the id of padding, or from
-    where an earlier forward came to, which a module keeps as `rope_deltas`.
+    It is where the code of a module that takes positions asks the cache for its length and numbers from there. Other
+    forwards may number their columns alone, tokens, or from where an earlier one came to: a module's `rope_deltas`.
     """
-    if not takes(model, "position_ids"):
-        return "tokens"
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
-        return None
-    for kind in {type(module) for module in model.modules()}:
-        if {"arange", "get_seq_length"} <= _names_of(kind.forward) and "position_ids" in arguments_of(kind):
-            return "columns"
-    return None
+        return False
+    return any(
+        {"arange", "get_seq_length"} <= _names_of(kind.forward) and "position_ids" in arguments_of(kind)
+        for kind in {type(module) for module in model.modules()}
+    )
 
 
 def cache_argument(model: Any) -> str:
@@ -340,14 +330,5 @@ def _mask_knows_windows(model: PreTrainedModel) -> bool:
 
 
 def _names_of(function: Any) -> set[str]:
-    """Return names and strings in the code of a function and of functions inside of it; empty if it is no function."""
-    names: set[str] = set()
-    codes = [getattr(inspect.unwrap(function), "__code__", None)]
-    while codes:
-        code = codes.pop()
-        if isinstance(code, CodeType):
-            names |= {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
-            parts = [part for each in code.co_consts for part in (each if isinstance(each, tuple) else (each,))]
-            names |= {part for part in parts if isinstance(part, str)}
-            codes += parts
-    return names
+    """Return the names that the code of a function has of what it calls and reads."""
+    return {*getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())}
