@@ -21,7 +21,7 @@ from ..locks import new_lock
 from .distributed import rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
 from .foreign_code import Function, Numbers, foreign_function, foreign_layer, functions_of, own_forward, peft_hooks
-from .identity import ModelIdentity, adapter_state, digest_of_weights, identify, readable_weights
+from .identity import ModelIdentity, adapter_state, digest_of_weights, identify
 from .rope import RopeRegime
 from .state_traits import StateTraits, read_state_traits
 from .support import attention_of, cache_layers, is_foreign, sights_of
@@ -266,7 +266,7 @@ class Conditioning:
             if found is None:
                 weights = look.digest[:_OF_WEIGHTS]
                 if self._weights_read is None or self._weights_read[0] != weights:
-                    self._weights_read = weights, digest_of_weights(readable_weights(look.listing))
+                    self._weights_read = weights, digest_of_weights(weight.tensor for weight in look.listing.weights)
                 read = self._weights_read[1]
                 found = identify(look.listing, self.rope, look.functions, look.settings, look.switches, read)
                 if self._look().digest != look.digest:
