@@ -28,8 +28,7 @@ from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.ranks import Ranks
 from .integration.side_rows import SideRows
-from .model.cache_adapters import cache_argument
-from .model.support import cache_layers
+from .model.support import cache_argument, cache_layers
 from .prefix_store import PrefixStore, store_of
 from .rows.rows import Rows
 from .stats import CacheStats, CallStats

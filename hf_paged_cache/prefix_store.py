@@ -26,20 +26,23 @@ from .integration.image_inputs import ImageInputs
 from .integration.token_input import are_several, one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
-from .model.probing import input_device, measure_bytes_per_token, measure_layers, measure_states
-from .model.state_traits import StateTraits, read_state_traits
+from .model.probing import input_device, layers_after_a_token, measure_bytes_per_token, measure_layers
+from .model.state_traits import StateTraits
 from .model.support import (
     attention_of,
     cache_layers,
     default_arguments,
     has_keys,
+    has_state,
     is_tested_version,
     leaves_doubt,
+    numbers_columns,
     require_supported,
+    states_of,
     takes,
     unwrapped,
 )
-from .model.trial import default_numbering, require_continuable, state_traits, text_types
+from .model.trial import require_continuable, state_traits, text_types
 from .rows.shared import Looks
 from .rows.static import Arena
 from .stats import CacheStats
@@ -60,7 +63,7 @@ class PrefixStore:
     """`PrefixStore` holds the blocks of one model, shared by any number of caches.
 
     Args:
-        model: a decoder of transformers; bracket and hooks are attached to it. Nine short forwards try it, once, where
+        model: a decoder of transformers; bracket and hooks are attached to it. Eleven short forwards try it, once, where
             its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts), or
             transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
@@ -112,7 +115,7 @@ class PrefixStore:
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(sight_of, window_share if layers - sight_of.keys() else 1.0)
-        states, bytes_per_block = read_rules(model), 0
+        states, bytes_per_block = read_rules(model, conditioning.state_traits), 0
         if states is not None or options.max_bytes is not None:
             bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
         if options.max_bytes is not None:
@@ -322,27 +325,28 @@ def _argument_reader(model: PreTrainedModel, *, carries_states: bool, sees_colum
         takes_positions=takes_positions,
         takes_logits_to_keep=takes(model, "logits_to_keep"),
         defaults=default_arguments(model),
-        default_numbering=default_numbering(model) if takes_positions else "tokens",
+        numbers_columns=numbers_columns(model),
         cross_inputs=cross_inputs(model),
         carries_states=carries_states,
         sees_columns=sees_columns,
     )
 
 
-def read_rules(model: PreTrainedModel) -> StateRules | None:
+def read_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None:
     """Return what the store must know of the states that layers carry; None if no layer carries one.
 
     Cost: a forward of one token.
     """
-    sizes = measure_states(model)
-    if sizes is None:
+    if not any(map(has_state, cache_layers(model))):
         return None
-    traits = read_state_traits(model.modules()).joined(state_traits(model) or StateTraits())
+    carriers = [layer for layer in layers_after_a_token(model) if has_state(layer)]
+    inputs = [state for layer in carriers for state in states_of(layer, "conv_states")]
+    others = [state for layer in carriers for state in states_of(layer, "recurrent_states")]
     return StateRules(
-        sizes.num_bytes,
+        sum(state.nbytes for state in inputs + others),
         traits.chunk,
-        max(sizes.width, traits.num_pads_that_show),
-        sizes.are_convolutions_alone,
+        max([traits.num_pads_that_show, *(state.shape[-1] for state in inputs)]),
+        not others,
         traits.clamps_one_token,
     )
 

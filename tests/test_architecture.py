@@ -65,7 +65,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.image_inputs",
     "rows.indexed",
     "rows.states",
-    "model.cache_adapters",
     "model.placeholders",
     "model.probing",
     "model.support",

@@ -1,10 +1,11 @@
 """Reports, by `check_model`, whether a model is supported, and what a short trial of the model showed."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from transformers import GenerationConfig, PreTrainedModel
@@ -22,7 +23,6 @@ from ..model.probing import (
     measure_bytes_per_token,
     tolerance,
     trial_inputs,
-    types_of_logits,
     undisturbed,
 )
 from ..model.support import cache_layers, require_supported, takes, unwrapped
@@ -90,7 +90,7 @@ def check_model(model: Any) -> ModelReport:
 
     Two rows of 24 tokens, one of them padded, and one row alone run with 16 tokens in a cache and without.
 
-    Effects: none that last. An unsupported model is reported; no error is raised.  Cost: sixteen short forwards.
+    Effects: none that last. An unsupported model is reported; no error is raised.  Cost: some twenty short forwards.
 
     Raises:
         CacheArgumentError: `model` is no model at all, such as the name of one.
@@ -109,8 +109,8 @@ def check_model(model: Any) -> ModelReport:
         require_continuable(model)
         was_attached = is_attached(model)
         try:
-            with undisturbed(model):
-                return _try(model, name, layers)
+            with undisturbed(model) as seen:
+                return _try(model, name, layers, seen)
         finally:
             if not was_attached:
                 detach(model)
@@ -120,12 +120,15 @@ def check_model(model: Any) -> ModelReport:
         return ModelReport(name, False, str(error).removeprefix(f"{name}: "), layers=layers)
 
 
-def _try(model: PreTrainedModel, name: str, layers: dict[str, int]) -> ModelReport:
-    """Run the same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached."""
+def _try(model: PreTrainedModel, name: str, layers: dict[str, int], seen: Iterable[torch.dtype]) -> ModelReport:
+    """Run the same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached.
+
+    Args:
+        seen: dtypes in which logits are computed.
+    """
     inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
     whole = last_logits(model(**inputs, use_cache=False), num_compared)
-    with types_of_logits(model) as seen:
-        own = distance(whole, continue_behind(model, inputs, dynamic_cache(model)))
+    own = distance(whole, continue_behind(model, inputs, dynamic_cache(model)))
     cache = PagedPrefixCache(PrefixStore(model, block_size=_BLOCK_SIZE, num_blocks=16))
     ours = distance(whole, continue_behind(model, inputs, cache))
     cache.reset()

@@ -82,5 +82,6 @@ def _root_of(cache: AskedCache, num_tokens: int) -> bytes:
         with blocks.lock:
             if blocks.running:
                 raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
-            regime = conditioning.rope.peek(max(0, num_tokens - 1))
+            with conditioning.rope.put_back():
+                regime = conditioning.rope.at(max(0, num_tokens - 1))
     return conditioning.roots.of(RootFacts(digest, cache.cache_salt, regime))

@@ -29,8 +29,8 @@ from ..call.request import ForwardRequest
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.transfers import to_device
-from ..model.cache_adapters import cache_argument
 from ..model.rope import RopeDeltas
+from ..model.support import cache_argument
 from ..rows import memory
 from ..rows.columns import Prompt
 from ..rows.layers import SPARE
@@ -372,7 +372,6 @@ class Calls:
             rows.trust_end = min(rows.trust_end, rows.n - rows.num_new)
         if self._has_deltas and rows.num_forwards == 1:
             state.deltas = RopeDeltas(self.model)
-            state.deltas.note()
 
     def _spread(self, rows: Rows, copies: Sequence[int], output: Any) -> None:
         """Let rows that ran for several rows of the batch become these rows, and the forward's logits theirs."""

@@ -19,7 +19,6 @@ from ..call.request import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_arrays, to_device
 from ..model.conditioning import OUTPUT_FLAGS
-from ..model.trial import Numbering
 
 _HIDING = -1000.0  # an additive mask hides scores that it lowers by more than this: their exponential is 0
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # types of tokens, [R, T]; of text: 0
@@ -136,7 +135,7 @@ class ArgumentReader:
         takes_positions: True if the forward has `position_ids`; if not, positions follow the mask.
         takes_logits_to_keep: True if the forward can leave out logits.
         defaults: what the forward takes for arguments that are left out.
-        default_numbering: what the model numbers where no positions are passed: see `model.trial`.
+        numbers_columns: True if the model numbers columns where no positions are passed. If not, it is not known.
         cross_inputs: arguments that a cross attention reads; they are refused.
         carries_states: True if some layers carry states; they do not look at the mask of a forward of one column.
         sees_columns: True if some layers attend to earlier columns, which the mask may hide.
@@ -148,7 +147,7 @@ class ArgumentReader:
     takes_positions: bool
     takes_logits_to_keep: bool
     defaults: Mapping[str, Any]
-    default_numbering: Numbering | None = "columns"
+    numbers_columns: bool = True
     cross_inputs: Sequence[str] = ()
     carries_states: bool = False
     sees_columns: bool = True
@@ -283,12 +282,6 @@ class ArgumentReader:
         default = self.defaults.get(name)
         return type(value) is type(default) and isinstance(value, bool | int | float | str) and value == default
 
-    def _first_by_default(self, pads: Sequence[int]) -> list[int] | None:
-        """Return the position of each row's first token where no positions are passed; None: not known."""
-        if self.default_numbering is None:
-            return None
-        return [pad if self.default_numbering == "columns" else 0 for pad in pads]
-
     def _first_positions(
         self, given: PositionValues | None, rows: RunningRows, pads: Sequence[int], num_new: int, *, is_bypassed: bool
     ) -> tuple[list[int], str | None]:
@@ -298,12 +291,11 @@ class ArgumentReader:
         if not self.takes_positions:
             return expected, None
         if given is None:
-            first = self._first_by_default(pads)
-            if first is None:
+            if not self.numbers_columns:
                 return expected, "without position_ids it is not known which positions this model gives its tokens"
-            if running and first != expected:
+            if running and [*pads] != expected:
                 return expected, "positions were not passed for padded rows"
-            return first, None
+            return [*pads], None
         if given.why_unusual is not None:
             return expected, given.why_unusual
         firsts = []

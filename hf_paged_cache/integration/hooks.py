@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..call.limits import UNLIMITED
 from ..errors import CacheArgumentError
 from ..locks import new_lock
-from ..model.cache_adapters import cache_argument, present_cache, take_back_cache
+from ..model.support import cache_argument
 from ..rows.rows import Rows
 from .ambient import ambient_cache
 from .capturing import detach_forward
@@ -166,8 +166,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = arguments.get("past_key_values")
     if type(cache) is Rows and cache.is_open:  # nearly all forwards are steps
-        running = cache.before_forward(model, arguments)
-        return (), present_cache(model, running) if cache.must_present else running
+        return (), cache.before_forward(model, arguments)
     cache = _paged(arguments)
     if cache is None:
         return None
@@ -176,7 +175,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
             f"the cache was passed as past_key_values, which {type(model).__name__} does not read, so its layers would run without "
             f"it; pass it as {name}"
         )
-    return (), present_cache(model, cache.before_forward(model, arguments))
+    return (), cache.before_forward(model, arguments)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -186,7 +185,7 @@ def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     if type(cache) is Rows:
         return cache.after_forward(output)
     cache = _paged(kwargs)
-    return None if cache is None else take_back_cache(cache.after_forward(output))
+    return None if cache is None else cache.after_forward(output)
 
 
 def bracket_of(model: nn.Module) -> GenerateBracket | None:

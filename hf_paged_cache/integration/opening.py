@@ -16,7 +16,6 @@ from ..call.limits import UNLIMITED
 from ..call.match import Known
 from ..call.record import count_bypassed, count_prompt
 from ..call.request import ForwardRequest, RowInput
-from ..model.cache_adapters import own_cache_class
 from ..model.support import cache_layers
 from ..rows.kinds import kinds_of
 from ..rows.layers import SPARE
@@ -93,9 +92,7 @@ class Opening:
         kinds = self._kinds
         if self.store.states:
             kinds = kinds._replace(places=kinds.places._replace(most=self.store.states.kept.most))
-        rows = Rows(self._calls, kinds._replace(sights=self.asking.sights()), self._looks)
-        rows.must_present = own_cache_class(self.conditioning.model) is not None
-        return rows
+        return Rows(self._calls, kinds._replace(sights=self.asking.sights()), self._looks)
 
     def count_with(self, counters: PromptCounters) -> None:
         """Count calls in `counters` from now on."""

@@ -15,7 +15,7 @@ import torch
 from ..call.match import Known
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
 from ..call.request import ForwardRequest, RowInput
-from ..model.cache_adapters import cache_argument
+from ..model.support import cache_argument
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .side_forward import SideForwards

@@ -1,18 +1,16 @@
-"""Finds the processes that must run as many forwards of a model as this one, since its weights are split over them.
+"""Finds the processes (*ranks*) that must run as many forwards of a model as this one: its weights are split over them.
 
-Owns what is read of torch.distributed, and the collective by which such processes (*ranks*) settle numbers.
+Owns what is read of torch.distributed, and the collective by which ranks settle numbers.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 
 
-@dataclass(frozen=True, slots=True)
-class RankGroup:
+class RankGroup(NamedTuple):
     """`RankGroup` is the ranks among which weights are split.
 
     Attributes:
@@ -28,10 +26,7 @@ class RankGroup:
 
 
 def world() -> Any:
-    """Return the group of all processes; None where this process is alone.
-
-    Cost: nothing where torch.distributed is not used.
-    """
+    """Return the group of all processes; None where this process is alone."""
     processes = torch.distributed
     if not processes.is_available() or not processes.is_initialized() or processes.get_world_size() == 1:
         return None
@@ -41,8 +36,7 @@ def world() -> Any:
 def rank_groups(model: Any) -> tuple[RankGroup, ...]:
     """Return the groups that a model's weights are split over; groups whose ranks share inputs come first.
 
-    The result is empty where the whole model is in this process. Data parallelism, where every process has a whole
-    copy, gives no group. Tensor parallelism inside of FSDP gives two.
+    Data parallelism, where every process has a whole copy, gives no group. Tensor parallelism inside of FSDP gives two.
     """
     if world() is None:
         return ()
@@ -76,9 +70,7 @@ def rank() -> int:
 
 
 def least_of_ranks(ranks: RankGroup, values: Sequence[int]) -> list[int]:
-    """Return the least number that any rank of the group gives, for each of the values.
-
-    Every rank must give as many values.
+    """Return the least number that any rank gives, for each of as many values on every rank.
 
     Effects: waits for the other ranks. No lock may be held.  Cost: one all_reduce of int64.
     """

@@ -1,20 +1,21 @@
-"""Computes a digest of a model's weights and modules, cheap enough for every call.
+"""Lists a model's modules and weights, and reads from them what shows a change, cheaply enough for every call.
 
-The model's tensors are listed once. Then two things are read of them, since neither shows every change:
+Of each weight two things are read, since neither shows every change:
 
-- eight values of each tensor, which miss an optimizer step that changes few rows of an embedding;
-- how often each tensor was changed, as torch and optimizers count it, which misses writes through `.data` or numpy.
+- eight values, which miss an optimizer step that changes few rows of an embedding;
+- how often it was changed, as torch and optimizers count it, which misses writes through `.data` or numpy.
 
 The values mean the same in every process, the counts only in this one.
 """
 
 import hashlib
 import os
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import compress, count, repeat
-from operator import add, attrgetter, contains, is_, itemgetter
+from operator import attrgetter, contains, is_, itemgetter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -27,241 +28,146 @@ from ..kv.transfers import read_bytes
 
 _VALUES_PER_TENSOR = 8
 _Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides
-_Place = tuple[dict[str, Any], str] | str  # a mapping in host memory and the key in it, or the path of a file
 # Names of functions that others put on a module in place of its class's.
 REPLACED = frozenset({"forward", "get_image_features", "get_video_features"})
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # size in bytes -> dtype
+_CHILDREN = itemgetter("_modules")
+_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
+_VERSION = attrgetter("_version")
 
 
-class _Weight(NamedTuple):
-    """`_Weight` describes a weight as it was listed: `owner[key]` was `tensor`."""
+class Weight(NamedTuple):
+    """`Weight` describes a weight as it was listed: `owner[key]` was `tensor`.
 
-    owner: Any
+    Attributes:
+        layout: what `tensor.data = ...` changes; None for a wrapper subclass, which has no memory of its own.
+        samples: strided views of a few values. They hold the memory, so that no other tensor comes to lie there.
+        counted: parts whose changes torch counts.
+        number: number of this tensor in this memory, which no other weight has had; 0: changes are not counted.
+    """
+
+    owner: dict[str, Any]
     key: str
     tensor: Tensor
     layout: _Layout | None
-    alias: Tensor | None  # keeps the memory that the weight had, also after `p.data = ...`
-    samples: list[Tensor]  # strided views
-    counted: list[tuple[Tensor, int]]  # (part, base) of parts with a version; base + version differs for other values
+    samples: list[Tensor]
+    counted: list[Tensor]
+    number: int
 
 
-class _Places(NamedTuple):
-    """`_Places` says where weights were found, as columns.
-
-    `owners[i][keys[i]]` was `tensors[i]`, and `laid[i]` lay at `addresses[i]`.
-
-    Attributes:
-        are_contiguous: whether each laid tensor was contiguous. How a contiguous tensor of as many elements is laid out
-            follows from its shape.
-        strided, strides: laid tensors that were not contiguous, and their strides.
-    """
-
-    owners: list[dict[str, Any]]
-    keys: list[str]
-    tensors: list[Tensor]
-    laid: list[Tensor]
-    addresses: list[int]
-    sizes: list[int]
-    are_contiguous: list[bool]
-    strided: list[Tensor]
-    strides: list[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, weights: list[_Weight]) -> "_Places":
-        """Return the places of these weights."""
-        laid = [(weight.tensor, *weight.layout) for weight in weights if weight.layout is not None]
-        strided = [(tensor, strides) for tensor, _, _, strides in laid if not tensor.is_contiguous()]
-        return cls(
-            [weight.owner for weight in weights],
-            [weight.key for weight in weights],
-            [weight.tensor for weight in weights],
-            [tensor for tensor, _, _, _ in laid],
-            [address for _, address, _, _ in laid],
-            [size for _, _, size, _ in laid],
-            [tensor.is_contiguous() for tensor, _, _, _ in laid],
-            [tensor for tensor, _ in strided],
-            [strides for _, strides in strided],
-        )
-
-    def are_as_found(self) -> bool:
-        """Return whether each weight is the same tensor in the same memory."""
-        return (
-            all(map(is_, map(dict.get, self.owners, self.keys), self.tensors))
-            and [*map(Tensor.data_ptr, self.laid)] == self.addresses
-            and [*map(Tensor.numel, self.laid)] == self.sizes
-            and [*map(Tensor.is_contiguous, self.laid)] == self.are_contiguous
-            and [*map(Tensor.stride, self.strided)] == self.strides
-        )
-
-
-class _Structure(NamedTuple):
-    """`_Structure` describes modules as columns: their types, attributes and children."""
-
-    kinds: list[type[nn.Module]]
-    attributes: list[dict[str, Any]]
-    children: list[dict[str, nn.Module | None]]
-
-    @classmethod
-    def of(cls, modules: list[nn.Module]) -> "_Structure":
-        """Return the structure of these modules."""
-        attributes = [module.__dict__ for module in modules]
-        return cls([*map(type, modules)], attributes, [dict(each["_modules"]) for each in attributes])
-
-    def is_as_found(self, modules: list[nn.Module]) -> bool:
-        """Return whether each module is of the same type and has the same children."""
-        return [*map(type, modules)] == self.kinds and [*map(_children, self.attributes)] == self.children
-
-    def with_functions(self) -> list[int]:
-        """Return the numbers of the modules that have hooks or replaced functions."""
-        attributes = self.attributes
-        have_some = [*map(any, map(_HOOKS, attributes))]
-        found = {*compress(count(), have_some)} if True in have_some else set()
-        for name in REPLACED:
-            found.update(compress(count(), map(contains, attributes, repeat(name))))
-        return sorted(found)
-
-
-_children = itemgetter("_modules")
-_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
-
-
-class Listing(NamedTuple):
-    """`Listing` has a model's modules and tensors as they were found. It never changes, so it is read without a lock.
+class Listing:
+    """`Listing` has a model's modules and weights as they were found. It never changes, so it is read without a lock.
 
     Attributes:
         modules: all modules, in the order of `nn.Module.modules`.
+        files: paths of the files of weights that are on disk.
         unwatched: name of a weight whose changes cannot be seen; None: there is none.
+        device_types: types of the devices that hold weights, and the CPU.
     """
 
-    modules: list[nn.Module]
-    found: _Structure  # structure of the modules
-    weights: list[_Weight]
-    places: _Places  # places of the weights
-    counted: tuple[list[Tensor], list[int]]  # all tensors of weights with a version, and the base of each
-    on_host: list[np.ndarray]  # samples of all weights in host memory, as integers
-    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]]  # samples of all other weights
-    device_types: list[str]  # types of the devices that hold weights, and the CPU
-    files: list[str]  # paths of the files of weights that are on disk
-    structure: bytes
-    unwatched: str | None
+    def __init__(
+        self, modules: list[nn.Module], weights: list[Weight], names: list[str], files: list[str], unwatched: str | None
+    ) -> None:
+        self.modules, self.weights, self.files, self.unwatched = modules, weights, files, unwatched
+        self._attributes = [module.__dict__ for module in modules]
+        self._kinds = [*map(type, modules)]
+        self._children = [dict(each["_modules"]) for each in self._attributes]
+        self._owners, self._keys, self._tensors = ([each[at] for each in weights] for at in range(3))
+        laid = [(weight.tensor, *weight.layout) for weight in weights if weight.layout is not None]
+        self._laid, self._addresses, self._sizes, self._strides = ([each[at] for each in laid] for at in range(4))
+        self._counted = [part for weight in weights for part in weight.counted]
+        self._on_host: list[np.ndarray] = []  # samples in host memory, as integers
+        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)  # the others
+        for sample in [sample for weight in weights for sample in weight.samples]:
+            if sample.device.type == "cpu" and (integers := _INTEGERS.get(sample.dtype.itemsize)) is not None:
+                self._on_host.append(sample.view(integers).numpy())
+            else:
+                self._samples[sample.device, sample.dtype].append(sample)
+        self.device_types = sorted({"cpu", *(device.type for device, _ in self._samples)})
+        numbers = [str(weight.number) for weight in weights]
+        self._names = hashlib.sha256("\n".join([*names, *numbers]).encode()).digest()
 
-    def files_now(self) -> bytes:
-        """Return times and sizes of the files that hold weights."""
-        return repr([_file_state(path) for path in self.files]).encode()
-
-    def values(self, frequencies: Iterable[Tensor]) -> bytes:
-        """Return the values of the samples and of other tensors, [N] each.  Cost: one wait for each accelerator."""
-        samples = {kind: [*same] for kind, same in self.samples.items()}
-        for each in frequencies:
-            samples.setdefault((each.device, each.dtype), []).append(each)
-        on_host = np.concatenate(self.on_host).tobytes() if self.on_host else b""
-        return on_host + read_bytes(samples)
-
-    def versions(self) -> list[int]:
-        """Return a number for each tensor with a version; the number grows with each change.
-
-        No other listing has had the same number for other values of the tensor.
-        """
-        tensors, bases = self.counted
-        return [*map(add, bases, map(_version, tensors))]
-
-    def changed_modules(self) -> list[int] | None:
-        """Return the numbers of the modules with hooks or replaced functions.
-
-        None if the model no longer has these tensors in these modules.
+    def is_as_found(self) -> bool:
+        """Return whether the model has these modules, and these weights in the same memory.
 
         Cost: a few passes over flat lists. They are made for each call, and find little of the lists in the processor's
         caches.
         """
-        if self.places.are_as_found() and self.found.is_as_found(self.modules):
-            return self.found.with_functions()
-        return None
+        return (
+            all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
+            and [*map(Tensor.data_ptr, self._laid)] == self._addresses
+            and [*map(Tensor.numel, self._laid)] == self._sizes
+            and [*map(Tensor.stride, self._laid)] == self._strides
+            and [*map(type, self.modules)] == self._kinds
+            and [*map(_CHILDREN, self._attributes)] == self._children
+        )
 
+    def with_functions(self) -> list[int]:
+        """Return the numbers of the modules that have hooks or replaced functions."""
+        have_some = [*map(any, map(_HOOKS, self._attributes))]
+        found = {*compress(count(), have_some)} if True in have_some else set()
+        for name in REPLACED:
+            found.update(compress(count(), map(contains, self._attributes, repeat(name))))
+        return sorted(found)
 
-_version = attrgetter("_version")
-NOT_LISTED = Listing([], _Structure.of([]), [], _Places.of([]), ([], []), [], {}, [], [], b"", None)
+    def state(self, frequencies: Iterable[Tensor]) -> list[bytes]:
+        """Return what changes with the weights and with other tensors, [N] each.  Cost: one wait for each accelerator.
+
+        No other listing has had the same for other weights.
+        """
+        samples = {kind: [*same] for kind, same in self._samples.items()}
+        for each in frequencies:
+            samples.setdefault((each.device, each.dtype), []).append(each)
+        on_host = np.concatenate(self._on_host).tobytes() if self._on_host else b""
+        files = repr([_file_state(path) for path in self.files]).encode() if self.files else b""
+        return [self._names, on_host + read_bytes(samples), files, array("q", map(_VERSION, self._counted)).tobytes()]
 
 
 class WeightFingerprint:
-    """`WeightFingerprint` lists the weights of one model, which it holds and never changes. The caller holds a lock."""
+    """`WeightFingerprint` lists the weights of one model, which it holds and never changes. The caller holds a lock.
+
+    Attributes:
+        num_steps: number of steps of optimizers on these weights.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.num_steps = 0  # steps of optimizers on these weights
-        self._listing = NOT_LISTED
+        self.model, self.num_steps = model, 0
         self._numbers = count(1)
+        self._listing = Listing([], [], [], [], None)
         _watching.append(ref(self, _watching.remove))
         _watch_optimizers()
 
-    def listing(self) -> tuple[Listing, list[int]]:
-        """Return the model's listing, made anew if the model has changed, and the listing's `changed_modules`.
-
-        For a new listing, all modules are named as changed.
-        """
-        listing = self._listing
-        changed = listing.changed_modules() if listing.modules else None
-        if changed is None:
-            self._listing = listing = self._list()
-            changed = [*range(len(listing.modules))]
-        return listing, changed
+    def listing(self) -> Listing:
+        """Return the model's listing, made anew if the model has changed."""
+        if not self._listing.modules or not self._listing.is_as_found():
+            self._listing = self._list()
+        return self._listing
 
     def _list(self) -> Listing:
         modules, unwatched = list(self.model.modules()), None
+        loaded, stores = _offloaded(modules)
         before = {(id(weight.owner), weight.key): weight for weight in self._listing.weights}
-        places = _offloaded_weights(modules)
-        names, weights, files, on_host, samples = [], [], set(), [], defaultdict(list)
+        names, found = [], [(held, key, held[key]) for held in map(_in_memory, stores) for key in held]
         for module in modules:
             names.append(type(module).__qualname__)
-            for owner, key, tensor in _weights_of(module):
-                if tensor.device.type == "meta":
-                    place = places.get((id(module), key))
-                    if place is None:
-                        unwatched = key
-                    elif isinstance(place, str):
-                        files.add(place)
-                    else:
-                        owner, key = place
-                        tensor = owner[key]
-                names.append(f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
-                weight = self._listed(owner, key, tensor, before.get((id(owner), key)))
-                weights.append(weight)
-                for sample in weight.samples:
-                    if sample.device.type == "cpu" and (integers := _INTEGERS.get(sample.dtype.itemsize)) is not None:
-                        on_host.append(sample.view(integers).numpy())
-                    else:
-                        samples[sample.device, sample.dtype].append(sample)
-        structure = hashlib.sha256("\n".join(names).encode()).digest()
-        counted = [each for weight in weights for each in weight.counted]
-        device_types = sorted({"cpu", *(device.type for device, _ in samples)})
-        return Listing(
-            modules,
-            _Structure.of(modules),
-            weights,
-            _Places.of(weights),
-            ([tensor for tensor, _ in counted], [base for _, base in counted]),
-            on_host,
-            dict(samples),
-            device_types,
-            sorted(files),
-            structure,
-            unwatched,
-        )
+            found += (of_module := [*_weights_of(module)])
+            if id(module) not in loaded:
+                unwatched = next((key for _, key, tensor in of_module if tensor.is_meta), unwatched)
+        weights = [self._listed(*each, before.get((id(each[0]), each[1]))) for each in found]
+        names += [f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}" for _, key, tensor in found]
+        files = sorted({path for each in stores for path in _files_of(each)})
+        return Listing(modules, weights, names, files, unwatched)
 
-    def _listed(self, owner: Any, key: str, tensor: Tensor, before: _Weight | None) -> _Weight:
-        """Describe the weight as it is now. With the values of `before` in other memory, it counts as unchanged."""
+    def _listed(self, owner: dict[str, Any], key: str, tensor: Tensor, before: Weight | None) -> Weight:
+        """Describe a weight as it is now; `before` is the weight that was last listed there."""
         layout = _layout(tensor)
         if before is not None and before.tensor is tensor and before.layout == layout:
             return before
         plain = list(plain_tensors(tensor))
         samples = [sample for part in plain if (sample := _sample(part)) is not None]
         # inference tensors have no version; meta tensors have no values, and each forward may replace them
-        versioned = [part for part in plain if not part.is_inference() and part.device.type != "meta"]
-        counted = [(part, (next(self._numbers) << 32) - part._version) for part in versioned]
-        alias = tensor.detach() if samples and plain[0] is tensor else None
-        if before is not None and before.counted and counted and _are_equal(before.alias, alias):
-            known, base = before.counted[0]
-            counted = [(tensor, base + known._version - tensor._version)]
-        return _Weight(owner, key, tensor, layout, alias, samples, counted)
+        counted = [part for part in plain if not part.is_inference() and not part.is_meta]
+        return Weight(owner, key, tensor, layout, samples, counted, next(self._numbers) if counted else 0)
 
 
 _watching: list[ref[WeightFingerprint]] = []
@@ -282,7 +188,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             fingerprint.num_steps += 1
 
 
-def _weights_of(module: nn.Module) -> Iterator[tuple[Any, str, Tensor]]:
+def _weights_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield (mapping, key, tensor) for each parameter and persistent buffer.
 
     Other buffers are derived, or scratch memory of forwards.
@@ -306,13 +212,12 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 def _sample(tensor: Tensor) -> Tensor | None:
     """Return a view of a few values spread over a tensor; None if the tensor has no values here or is sparse."""
-    if tensor.device.type == "meta" or tensor.layout != torch.strided:
+    if tensor.is_meta or tensor.layout != torch.strided:
         return None
     values = tensor.detach()
-    extent = sum((size - 1) * stride for size, stride in zip(values.shape, values.stride(), strict=True)) + 1
-    if extent == values.numel():
-        values = values.as_strided((extent,), (1,))
-    while values.dim() > 1:  # memory with gaps, which no single stride covers
+    if values.is_contiguous():
+        values = values.view(-1)
+    while values.dim() > 1:
         values = values.diagonal()
     step = max(1, values.numel() // _VALUES_PER_TENSOR)
     if tensor.dim() > 1:  # a multiple of the row length would read one column alone
@@ -322,39 +227,42 @@ def _sample(tensor: Tensor) -> Tensor | None:
 
 
 def _layout(tensor: Tensor) -> _Layout | None:
-    """Return what `p.data = ...` changes; None for a wrapper subclass, which has no storage of its own."""
     try:
         return tensor.data_ptr(), tensor.numel(), tensor.stride()
     except RuntimeError:
         return None
 
 
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two tensors have the same values; False where that cannot be said."""
-    try:
-        return one is not None and other is not None and torch.equal(one, other)
-    except RuntimeError:  # dtypes that are only stored, such as float4, or two devices
-        return False
-
-
-def _offloaded_weights(modules: Iterable[nn.Module]) -> dict[tuple[int, str], _Place]:
-    """Return where each offloaded weight that is found is loaded from.
+def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[Any]]:
+    """Find the weights that accelerate's hooks load for each forward.
 
     Returns:
-        (id of a module, name of its parameter or buffer) -> place.
+        ids of the modules whose weights are loaded; the mappings from which they are.
     """
-    places = {}
+    loaded, stores = set[int](), dict[int, Any]()
     for module in modules:
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
-            weights_map = getattr(each, "weights_map", None)
-            inside = module.named_modules() if getattr(each, "place_submodules", False) else [("", module)]
-            for path, child in inside if weights_map is not None else ():
-                for name in (*child._parameters, *child._buffers):
-                    place = _find(weights_map, f"{path}.{name}" if path else name)
-                    if place is not None:
-                        places[id(child), name] = place
-    return places
+            store = getattr(each, "weights_map", None)
+            if store is None:
+                continue
+            while hasattr(store, "prefix") and hasattr(store, "dataset"):
+                store = store.dataset
+            if isinstance(_in_memory(store), dict):  # changes of any other mapping could not be seen
+                loaded.update(map(id, module.modules() if getattr(each, "place_submodules", False) else [module]))
+                stores[id(store)] = store
+    return loaded, [*stores.values()]
+
+
+def _in_memory(store: Any) -> Any:
+    """Return the weights that a mapping of accelerate has in host memory, by name."""
+    return getattr(store, "state_dict", store)
+
+
+def _files_of(store: Any) -> Iterator[str]:
+    """Yield the paths of the files from which a mapping of accelerate loads weights."""
+    for name, described in getattr(store, "index", {}).items():
+        yield str(described.get("safetensors_file") or os.path.join(str(store.save_folder), f"{name}.dat"))
 
 
 def _file_state(path: str) -> tuple[str, int, int]:
@@ -364,17 +272,3 @@ def _file_state(path: str) -> tuple[str, int, int]:
     except OSError:
         return path, 0, 0
     return path, state.st_size, state.st_mtime_ns
-
-
-def _find(weights_map: Any, name: str) -> _Place | None:
-    """Return the place of the weight that a hook loads as `weights_map[name]`; None if it is not found."""
-    while hasattr(weights_map, "prefix") and hasattr(weights_map, "dataset"):
-        name, weights_map = f"{weights_map.prefix}{name}", weights_map.dataset
-    held = getattr(weights_map, "state_dict", weights_map)
-    if isinstance(held, dict) and isinstance(held.get(name), Tensor):
-        return held, name
-    index = getattr(weights_map, "index", None)
-    if isinstance(index, Mapping) and name in index:
-        file = index[name].get("safetensors_file")
-        return str(file) if file else os.path.join(str(weights_map.save_folder), f"{name}.dat")
-    return None

@@ -1,15 +1,15 @@
 """Describes a model so that the description means the same in another process and on another machine.
 
-`Conditioning.digest` says whether a model is still as it was a moment ago. It counts writes and numbers functions,
-which mean nothing elsewhere. An identity has only names, values, shapes and versions, and costs a pass over all
-weights. A model with something that cannot be named so has no identity: its keys and values stay in their process.
+`Conditioning.digest` counts writes and numbers functions, which mean nothing elsewhere. An identity has only names,
+values, shapes and versions, and costs a pass over all weights. A model with something that cannot be named so has no
+identity: its keys and values stay in their process.
 """
 
 import hashlib
 import importlib.metadata
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +22,19 @@ from torch import Tensor, nn
 from ..errors import NotPortableError
 from ..tiers.saved_file import facts_digest
 from .fingerprint import Listing, WeightFingerprint, plain_tensors
+from .foreign_code import Function, module_name, name_of
 from .rope import RopeRegime
 
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
 _THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile
 _NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
+# Facts that are digests, in words.
+_DIGESTS = {
+    "weights": "weights",
+    "modules": "modules or shapes",
+    "rope": "rotary frequencies",
+    "code": "code of its own",
+}
 _PACKAGES = ("torch", "transformers")  # packages whose versions are part of an identity, so that their code is not
 
 
@@ -61,14 +69,6 @@ class ModelIdentity:
         return "it was computed by another model: " + "; ".join(told) if told else None
 
 
-_DIGESTS = {
-    "weights": "weights",
-    "modules": "modules or shapes",
-    "rope": "rotary frequencies",
-    "code": "code of its own",
-}
-
-
 def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
 
@@ -76,7 +76,7 @@ def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 def identify(
     listing: Listing,
     rope: RopeRegime,
-    functions: Iterable[tuple[int, str, Any]],
+    functions: Iterable[Function],
     settings: Sequence[tuple[str, object]],
     state: object,
     weights_digest: str,
@@ -84,34 +84,22 @@ def identify(
     """Describe what a model is.
 
     Args:
-        listing: modules and weights of the model.
-        rope: rotary frequencies of the model.
-        functions: functions that may change what a module computes, each as (number of the module, its class, hook or
-            forward). The class is "" for the forward of a class.
-        settings: settings of the model's config.
         state: state of adapters and autocast, numbers and names alone.
         weights_digest: see `digest_of_weights`.
 
     Raises:
         NotPortableError: there is a hook, or a forward that is a closure: nobody could name it elsewhere.
     """
-    code: set[str] = set()
-    for _, where, function in functions:
-        if where:
-            raise NotPortableError(
-                f"{_full_name(function)} hooks or replaces the forward of a {where}, and what it does cannot "
-                "be named for another process; take it off"
-            )
-        code.update(_code_of(function))
-    names = [type(module).__qualname__ for module in listing.modules]
-    weights = [weight.tensor for weight in listing.weights]
+    code = {name for function in functions for name in _code_of(function)}
+    kinds = [type(module).__qualname__ for module in listing.modules]
     shapes = [f"{weight.key}{tuple(weight.tensor.shape)}{weight.tensor.dtype}" for weight in listing.weights]
+    dtypes = {weight.tensor.dtype for weight in listing.weights if weight.tensor.is_floating_point()}
     named = {name: repr(value) for name, value in settings}
     first = type(listing.modules[0])
     facts = {
         "model": f"{first.__module__.rpartition('.')[2]}.{first.__qualname__}",
-        "dtype": ", ".join(sorted({str(weight.dtype) for weight in weights if weight.is_floating_point()})),
-        "modules": _sha256("\n".join([*names, *shapes]).encode()),
+        "dtype": ", ".join(sorted(map(str, dtypes))),
+        "modules": _sha256("\n".join([*kinds, *shapes]).encode()),
         "weights": weights_digest,
         "rope": _sha256(b"".join(map(_bytes_of, rope.static())) + rope.scales()),
         "settings": _sha256(json.dumps(named, sort_keys=True).encode()),
@@ -124,12 +112,11 @@ def identify(
 
 
 def sampled_digest(model: Any) -> str:
-    """Return a digest of settings, adapters in use and a few values of each weight: 64 hexadecimal digits.
+    """Return a digest of settings, adapters in use and a few values of each weight, the same in every process.
 
-    The digest is the same in every process. It is cheap, and so no proof: a model in which a few values have changed
-    may have the same digest.
+    It is cheap, and so no proof: a model in which a few values have changed may have the same digest.
     """
-    listing, _ = WeightFingerprint(model).listing()
+    listing = WeightFingerprint(model).listing()
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
     adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
     weights = [(weight.key, tuple(weight.tensor.shape), weight.tensor.dtype) for weight in listing.weights]
@@ -139,26 +126,17 @@ def sampled_digest(model: Any) -> str:
 
 def adapter_state(module: nn.Module) -> list[object]:
     """Return what a layer with PEFT's adapters heeds besides weights: numbers and names."""
-    return [
-        getattr(module, name, None) for name in ("_active_adapter", "_disable_adapters", "scaling", "merged_adapters")
-    ]
-
-
-def readable_weights(listing: Listing) -> list[Tensor]:
-    """Return all weights of a listing.
-
-    Raises:
-        NotPortableError: some weights lie where their values cannot be read.
-    """
-    if listing.files or listing.unwatched is not None:
-        raise NotPortableError("weights of this model are offloaded to files, or where they cannot be read")
-    return [weight.tensor for weight in listing.weights]
+    names = "_active_adapter", "_disable_adapters", "scaling", "merged_adapters"
+    return [getattr(module, name, None) for name in names]
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:
     """Return a SHA-256 digest over the digests of all tensors, with shape and dtype; the same on every device.
 
     Cost: reads all tensors.
+
+    Raises:
+        NotPortableError: a tensor is kept where it cannot be read.
     """
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = list(threads.map(_digest, weights))
@@ -168,10 +146,8 @@ def digest_of_weights(weights: Iterable[Tensor]) -> str:
 def _digest(tensor: Tensor) -> str:
     found = hashlib.sha256(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
     for part in plain_tensors(tensor):
-        if part.layout != torch.strided or part.device.type == "meta":
-            raise NotPortableError(
-                f"a weight of this model has no values that can be read ({part.layout}, {part.device})"
-            )
+        if part.layout != torch.strided or part.is_meta:
+            raise NotPortableError(f"a weight of this model is offloaded, or cannot be read ({part.layout})")
         flat = part.detach().contiguous().view(-1)
         step = max(1, _CHUNK_BYTES // flat.element_size())
         for start in range(0, flat.numel(), step):
@@ -180,37 +156,39 @@ def _digest(tensor: Tensor) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the values of a 1-D tensor as bytes, the same on every device."""
+    """Return the values of a 1-D tensor as bytes."""
     return tensor.cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def _code_of(function: Any) -> Iterator[str]:
+def _code_of(function: Function) -> Iterator[str]:
     """Yield names of the code of a class's forward, and of the functions that it wraps.
 
     Code of packages whose versions are in the identity is left out.
-
-    Raises:
-        NotPortableError: a function is a closure, or its source cannot be read.
     """
-    while function is not None:
-        function = getattr(function, "__func__", function)
-        module = getattr(function, "__globals__", {}).get("__name__", getattr(function, "__module__", "") or "")
-        if module.partition(".")[0] not in _PACKAGES:
-            if "<locals>" in getattr(function, "__qualname__", "<locals>"):
+    _, where, code = function
+    if where:
+        raise NotPortableError(
+            f"{_full_name(code)} hooks or replaces the forward of a {where}, and what it does cannot be named for another process; "
+            "take it off"
+        )
+    while code is not None:
+        code = getattr(code, "__func__", code)
+        if module_name(code).partition(".")[0] not in _PACKAGES:
+            if "<locals>" in name_of(code):
                 raise NotPortableError(
-                    f"{_full_name(function)} computes a forward, and is defined inside another function, so that it cannot be "
-                    "named for another process"
+                    f"{_full_name(code)} computes a forward, and is defined inside another function, so that it cannot be named for "
+                    "another process"
                 )
             try:
-                source = Path(inspect.getfile(function)).read_bytes()
+                source = Path(inspect.getfile(code)).read_bytes()
             except (OSError, TypeError) as error:
-                raise NotPortableError(f"the source of {_full_name(function)} cannot be read: {error}") from error
-            yield f"{function.__qualname__} {_sha256(source)}"
-        function = getattr(function, "__wrapped__", None)
+                raise NotPortableError(f"the source of {_full_name(code)} cannot be read: {error}") from error
+            yield f"{name_of(code)} {_sha256(source)}"
+        code = getattr(code, "__wrapped__", None)
 
 
-def _full_name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+def _full_name(function: Any) -> str:
+    return f"{module_name(function)}.{name_of(function)}"
 
 
 def _version(package: str) -> str:

@@ -6,6 +6,7 @@ It is the one place that knows such a layer's attributes.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 INDEX = "indexer_key"
@@ -35,3 +36,9 @@ def put_streams(layer: Any, held: Mapping[str, Tensor], num_columns: int) -> Non
         layer.cumulative_length = num_columns
     if INDEX in held:
         layer.update_indexer(held[INDEX].squeeze(1))
+
+
+def hold_as(layer: Any, of_keys: torch.dtype, of_values: torch.dtype) -> None:
+    """Convert the keys and values that a layer holds, if it holds any."""
+    if getattr(layer, "keys", None) is not None:
+        layer.keys, layer.values = layer.keys.to(of_keys), layer.values.to(of_values)

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ..kv.transfers import read_bytes
 
 _BY_LENGTH = ("dynamic", "longrope")
-
-
 _Place = tuple[nn.Module, str]  # a module, and the prefix of its frequencies' names: "", or that of a layer type
 
 
@@ -52,10 +50,7 @@ class RopeRegime:
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
-        """Give the model back, at the end, the frequencies that depend on length as they are now.
-
-        Not to be used while another forward runs.
-        """
+        """Give the model back, at the end, the frequencies that depend on length. No other forward may run."""
         saved = []
         for module in {module for module, _ in self._by_length}:
             buffers = [(name, buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None]
@@ -70,13 +65,8 @@ class RopeRegime:
                     if not torch.equal(buffer, value):
                         buffer.copy_(value)
 
-    def peek(self, max_position: int) -> bytes:
-        """Return what `at` returns, and put the model's frequencies back; not while a forward runs."""
-        with self.put_back():
-            return self.at(max_position)
-
     def at(self, max_position: int) -> bytes:
-        """Return the frequencies of a forward whose largest position is `max_position`; b"": none depend on length.
+        """Return what `now` returns after a forward whose largest position is `max_position`.
 
         Effects: the model updates its frequencies, as that forward would.
         """
@@ -87,10 +77,7 @@ class RopeRegime:
         return self.now()
 
     def now(self) -> bytes:
-        """Return the frequencies that depend on length, as the last forward left them, and their scales.
-
-        Cost: one wait.
-        """
+        """Return the frequencies that depend on length, and their scales; b"": none do.  Cost: one wait."""
         if not self._by_length:
             return b""
         values: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
@@ -101,11 +88,8 @@ class RopeRegime:
 
 def _frequencies(places: list[_Place]) -> list[Tensor]:
     """Return the frequencies that have values, each [N]."""
-    return [
-        values.detach().flatten()
-        for module, prefix in places
-        if (values := getattr(module, f"{prefix}inv_freq")) is not None and values.device.type != "meta"
-    ]
+    found = [getattr(module, f"{prefix}inv_freq") for module, prefix in places]
+    return [values.detach().flatten() for values in found if values is not None and not values.is_meta]
 
 
 def _scales(places: list[_Place]) -> bytes:
@@ -113,17 +97,14 @@ def _scales(places: list[_Place]) -> bytes:
 
 
 class RopeDeltas:
-    """`RopeDeltas` remembers how far images have moved the positions after them.
+    """`RopeDeltas` remembers how far images have moved the positions after them, as of now: [prompts, 1], or None.
 
     Some models keep that in a module, for the last call alone.
-
-    Attributes:
-        held: for each such module, what it kept after the rows' last forward: [prompts, 1], or None.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
-        self.held: list[Tensor | None] = []
+        self._held = [module.rope_deltas for module in self._modules]
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
@@ -135,13 +116,9 @@ class RopeDeltas:
             for module, deltas in zip(self._modules, saved, strict=True):
                 module.rope_deltas = deltas
 
-    def note(self) -> None:
-        """Remember what the modules keep now, after a forward has run."""
-        self.held = [module.rope_deltas for module in self._modules]
-
     def put_back(self, sources: list[int], num_rows: int) -> None:
         """Let the modules keep what was remembered, for the rows `sources` of a batch of `num_rows` rows."""
-        for module, deltas in zip(self._modules, self.held, strict=False):
+        for module, deltas in zip(self._modules, self._held, strict=True):
             if deltas is None or not len(deltas) or num_rows % len(deltas):
                 continue
             index = torch.tensor(sources, device=deltas.device) // (num_rows // len(deltas))

@@ -5,6 +5,7 @@ This is read from the modules, by structure; `trial` adds what only a run shows.
 
 import inspect
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, lcm
 from typing import Any
@@ -18,11 +19,10 @@ class StateTraits:
 
     Attributes:
         chunk: number of tokens that the model's kernels compute at once. Split at a multiple of it, a forward rounds as
-            if it were not split. 1 if it may be split anywhere.
+            if it were not split.
         clamps_one_token: True if one token is computed otherwise than several. Then a prompt never ends in a forward of
             one token, and a state that was made token by token is not that of a prompt.
-        num_pads_that_show: number of columns of padding before a row that its states, keys and values depend on; more
-            padding changes nothing. `EVERY_PAD` where there is no such number.
+        num_pads_that_show: number of columns of padding before a row that its states, keys and values depend on.
     """
 
     chunk: int = 1
@@ -42,12 +42,11 @@ class StateTraits:
         )
 
 
-EVERY_PAD = 1 << 62
-NO_TRAITS = StateTraits()
+EVERY_PAD = 1 << 62  # more columns of padding than there are
 
 
 def read_state_traits(modules: Iterable[nn.Module]) -> StateTraits:
-    """Read the traits that the modules of a model with states show.  Cost: one pass over the modules; nothing runs."""
+    """Read the traits that the modules of a model with states show."""
     modules = [module for module in modules if hasattr(module, "layer_idx")]  # the modules that use a cache
     return StateTraits(
         lcm(*_chunks(modules)),
@@ -62,21 +61,13 @@ def _chunks(modules: list[nn.Module]) -> Iterator[int]:
     Such a kernel solves for a whole chunk at once. A kernel that is told a size by the config (Mamba 2) sums up, and
     rounds alike wherever it is split.
     """
-    for kind in dict.fromkeys(type(module) for module in modules):
+    for kind in {type(module) for module in modules}:
         forward: Any = inspect.unwrap(kind.forward)
-        code, names = getattr(forward, "__code__", None), getattr(forward, "__globals__", {})
-        for function in [names[name] for name in code.co_names if callable(names.get(name))] if code else ():
-            size = _default(function, "chunk_size")
-            if isinstance(size, int):
-                yield size
-
-
-def _default(function: Any, argument: str) -> object:
-    try:
-        parameter = inspect.signature(function).parameters.get(argument)
-    except (TypeError, ValueError):  # a builtin may have no signature
-        return None
-    return None if parameter is None else parameter.default
+        for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            with suppress(TypeError, ValueError):  # what has no signature, such as a builtin
+                parameter = inspect.signature(forward.__globals__.get(name)).parameters.get("chunk_size")
+                if parameter is not None and isinstance(parameter.default, int):
+                    yield parameter.default
 
 
 def _limits_time_steps(module: nn.Module) -> bool:

@@ -2,8 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Sequence
-from types import CodeType, ModuleType
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import transformers
@@ -13,18 +13,13 @@ from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, Dynam
 
 from ..blocks.sight import Sight, Window
 from ..errors import UnsupportedModelError
-from .cache_adapters import cache_argument, own_cache_class
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
 # Exact types: a subclass may hold more. Older versions lack some of the types that carry a state.
 _STATE_LAYERS = tuple(
-    getattr(cache_utils, name, None)
-    for name in (
-        "LinearAttentionLayer",
-        "LinearAttentionAndFullAttentionLayer",
-        "LinearAttentionAndSlidingWindowAttentionLayer",
-    )
+    getattr(cache_utils, f"LinearAttention{kind}Layer", None)
+    for kind in ("", "AndFullAttention", "AndSlidingWindowAttention")
 )
 _WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
@@ -90,51 +85,60 @@ def require_supported(model: object) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
-    name = type(model).__name__
-    if getattr(model.config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{name} is an encoder-decoder model; only decoders that generate alone are supported"
-        )
-    if not model.can_generate():
-        raise UnsupportedModelError(f"{name} cannot generate; pass the model with a language-modeling head")
-    if not takes(model, cache_argument(model)):
-        raise UnsupportedModelError(
-            f"{name}.forward takes no past_key_values, so it cannot use a cache of keys and values"
-        )
-    takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
-    if takes_dynamic_cache is not None and not takes_dynamic_cache() and own_cache_class(model) is None:
-        raise UnsupportedModelError(f"{name} brings a cache class of its own; transformers gives it no DynamicCache")
-    if is_no_decoder(model) and any(getattr(module, "is_causal", None) is False for module in model.modules()):
-        raise UnsupportedModelError(
-            f"{name} attends in both directions (config.is_decoder is False), so the keys and values of a prefix "
-            "depend on what follows it; load it with is_decoder=True if it is to generate"
-        )
+    if why := _why_forwards_are_unfit(model):
+        raise UnsupportedModelError(f"{type(model).__name__}{why}")
     try:
         layers = cache_layers(model)
     except Exception as error:
         raise UnsupportedModelError(
-            f"{name}: transformers cannot make a DynamicCache of its config ({quoted(error)})"
+            f"{type(model).__name__}: transformers cannot make a DynamicCache of its config ({quoted(error)})"
         ) from error
+    if why := _why_layers_are_unfit(model, layers):
+        raise UnsupportedModelError(f"{type(model).__name__}{why}")
+
+
+def _why_forwards_are_unfit(model: PreTrainedModel) -> str:
+    """Say, behind the name of a model's class, why its forwards cannot resume from a prefix; "" if they may."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return " is an encoder-decoder model; only decoders that generate alone are supported"
+    if not model.can_generate():
+        return " cannot generate; pass the model with a language-modeling head"
+    if not takes(model, cache_argument(model)):
+        return ".forward takes no past_key_values, so it cannot use a cache of keys and values"
+    takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
+    if takes_dynamic_cache is not None and not takes_dynamic_cache():
+        return " brings a cache class of its own; transformers gives it no DynamicCache"
+    if is_no_decoder(model) and any(getattr(module, "is_causal", None) is False for module in model.modules()):
+        return (
+            " attends in both directions (config.is_decoder is False), so the keys and values of a prefix "
+            "depend on what follows it; load it with is_decoder=True if it is to generate"
+        )
+    return ""
+
+
+def _why_layers_are_unfit(model: PreTrainedModel, layers: Sequence[Any]) -> str:
+    """Say, behind the name of a model's class, why its cache's layers cannot be held; "" if they may."""
     for index, layer in enumerate(layers):
         if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
-            raise UnsupportedModelError(
-                f"{name}: layer {index} is a {type(layer).__name__}, which carries more than keys, values and states; use "
+            return (
+                f": layer {index} is a {type(layer).__name__}, which carries more than keys, values and states; use "
                 "transformers' DynamicCache for this model"
             )
     kinds = {type(module) for module in model.modules()} if any(map(has_index, layers)) else ()
     if (reader := next(filter(_reads_its_layer, kinds), None)) is not None:
-        raise UnsupportedModelError(
-            f"{name}: {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer here "
+        return (
+            f": {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer here "
             "does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
         )
     windows = [sight.size for sight in sights_of(layers).values()]
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     is_reached = windows and (not isinstance(longest, int) or min(windows) < longest)
     if is_reached and not _mask_knows_windows(model):
-        raise UnsupportedModelError(
-            f"{name} has layers with a sliding window in its cache, but a mask that knows none: past the window "
+        return (
+            " has layers with a sliding window in its cache, but a mask that knows none: past the window "
             "DynamicCache and the model's own forward without a cache disagree, so there is no result to keep"
         )
+    return ""
 
 
 def quoted(error: Exception) -> str:
@@ -162,14 +166,13 @@ def is_tested_version() -> bool:
 
 
 def other_version() -> str:
-    """Return what an error adds where the tested transformers may do what the installed one does not.
-
-    "" where the tested version is installed.
-    """
-    if is_tested_version():
-        return ""
+    """Return what an error adds where the tested transformers may do what the installed one does not; else ""."""
     installed = transformers.__version__
-    return f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
+    return (
+        ""
+        if is_tested_version()
+        else f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
+    )
 
 
 def leaves_doubt(model: PreTrainedModel) -> bool:
@@ -212,6 +215,33 @@ def has_experts(model: PreTrainedModel) -> bool:
     settings = vars(model.config.get_text_config(decoder=True)).items()
     numbers = [value for name, value in settings if "num" in name and "experts" in name]
     return any(isinstance(number, int) and number > 1 for number in numbers)
+
+
+def numbers_columns(model: PreTrainedModel) -> bool:
+    """Return whether a forward without `position_ids` is seen to number columns, those in the cache included.
+
+    It is where the code of a module that takes positions asks the cache for its length and numbers from there. Other
+    forwards may number their columns alone, tokens, or from where an earlier one came to: a module's `rope_deltas`.
+    """
+    if any(hasattr(module, "rope_deltas") for module in model.modules()):
+        return False
+    return any(
+        {"arange", "get_seq_length"} <= _names_of(kind.forward) and "position_ids" in arguments_of(kind)
+        for kind in {type(module) for module in model.modules()}
+    )
+
+
+def cache_argument(model: Any) -> str:
+    """Return the name under which the model's forward takes a cache: "cache_params", or as most "past_key_values"."""
+    kind: Any = type(model)
+    names = arguments_of(kind)
+    return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
+
+
+@lru_cache(maxsize=256)
+def arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a class's forward, by name."""
+    return inspect.signature(kind.forward).parameters
 
 
 def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
@@ -286,42 +316,19 @@ def _reads_its_layer(kind: type[nn.Module]) -> bool:
 
     Other indices take them from what `update_indexer` returns.
     """
-    return {"update_indexer", "layers", "keys"} <= names_of(kind.forward)
+    return {"update_indexer", "layers", "keys"} <= _names_of(kind.forward)
 
 
 def _mask_knows_windows(model: PreTrainedModel) -> bool:
     """Return whether a source file of the model imports or defines a function that makes masks with windows."""
-    sources = sources_of(kind for kind in parents_of(map(type, model.modules())) if issubclass(kind, nn.Module))
-    names = (name for source in sources if not source.__name__.startswith("torch.") for name in vars(source))
+    kinds = {
+        parent for kind in {*map(type, model.modules())} for parent in kind.__mro__ if issubclass(parent, nn.Module)
+    }
+    sources = {kind.__module__ for kind in kinds if not kind.__module__.startswith("torch.")} & sys.modules.keys()
+    names = [name for source in sources for name in vars(sys.modules[source])]
     return any("mask" in name and ("sliding" in name or "chunked" in name or "for_generate" in name) for name in names)
 
 
-def names_of(function: Any) -> set[str]:
-    """Return names and strings in the code of a function and of functions inside of it; empty if it is no function."""
-    names: set[str] = set()
-    codes = [getattr(unwrapped_function(function), "__code__", None)]
-    while codes:
-        code = codes.pop()
-        if isinstance(code, CodeType):
-            names |= {*code.co_names, *code.co_varnames, *code.co_cellvars, *code.co_freevars}
-            parts = [part for each in code.co_consts for part in (each if isinstance(each, tuple) else (each,))]
-            names |= {part for part in parts if isinstance(part, str)}
-            codes += parts
-    return names
-
-
-def unwrapped_function(function: Any) -> Any:
-    """Return the function inside decorators, properties and methods."""
-    for name in ("__func__", "fget", "func"):
-        function = getattr(function, name, None) or function
-    return inspect.unwrap(function)
-
-
-def parents_of(classes: Iterable[type]) -> set[type]:
-    """Return classes, and the classes that they inherit from."""
-    return {parent for kind in {*classes} for parent in kind.__mro__}
-
-
-def sources_of(classes: Iterable[type]) -> set[ModuleType]:
-    """Return the source files that define classes."""
-    return {source for kind in classes if (source := sys.modules.get(kind.__module__)) is not None}
+def _names_of(function: Any) -> set[str]:
+    """Return the names that the code of a function has of what it calls and reads."""
+    return {*getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())}

@@ -56,7 +56,6 @@ class Rows(RowsColumns):
         self.previous: Rows | None = None  # rows of the call before; given up when these open
         self.handle: ref[Any] | None = None  # the cache of the call
         self.is_behind_handle = False  # forwards are passed the handle in place of the rows, and return the handle
-        self.must_present = False  # the model takes only a cache of a class of its own
         self.captured: Any = None  # runs the forwards by graphs, and has the rows lie in the arena
         self.why_not_captured = ""  # why forwards are not captured, if they may not be
         self.chunks: Any = None  # sizes of the forwards that the prompt must come in; what comes in others is not kept
@@ -507,5 +506,5 @@ class Rows(RowsColumns):
 
 _COPIED = (
     *("n", "judged", "trust_end", "is_open", "in_generate", "is_broken", "why_bypassed", "num_forwards"),
-    *("records_drafts", "may_be_lazy", "chunks", "must_present"),
+    *("records_drafts", "may_be_lazy", "chunks"),
 )

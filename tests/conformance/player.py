@@ -15,9 +15,8 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.model.cache_adapters import cache_argument, own_cache_class, present_cache
 from hf_paged_cache.model.probing import dynamic_cache, input_device
-from hf_paged_cache.model.support import is_tested_version
+from hf_paged_cache.model.support import cache_argument, is_tested_version
 
 from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
@@ -163,7 +162,7 @@ class Player:
     def states_behind(self, token_ids: list[int]) -> dict[tuple[int, str, int], Tensor]:
         """What layers carry after these tokens, computed by transformers: (layer, "conv" or "recurrent", number) -> state."""
         cache = DynamicCache(config=self.model.config)
-        given = present_cache(self.model, {cache_argument(self.model): cache, "use_cache": True})
+        given = {cache_argument(self.model): cache, "use_cache": True}
         with torch.no_grad():
             self.model(torch.tensor([token_ids], device=input_device(self.model)), **given)
         return {
@@ -194,7 +193,7 @@ class Player:
         name = cache_argument(model)
         with torch.no_grad():
             try:
-                wanted = model(**present_cache(model, {**arguments, name: dynamic_cache(model)})).logits
+                wanted = model(**{**arguments, name: dynamic_cache(model)}).logits
             except Exception as error:
                 raise CellError("uncovered", f"without our cache: {type(error).__name__}: {error}") from error
             logits = self.model(**arguments, **{name: self.cache}).logits
@@ -221,9 +220,6 @@ class Player:
     def reference(self, **arguments: Any) -> Any:
         """The same call with the cache that transformers makes."""
         arguments = self._completed(arguments)
-        # MiniMax's forgets to reorder states
-        if arguments.get("num_beams", 1) > 1 and own_cache_class(self.model) is not None:
-            arguments["use_cache"] = False
         key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
         model = self.model
         if self._rope_changes:  # frequencies stay as a forward left them, so the model has a state

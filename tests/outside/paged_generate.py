@@ -37,15 +37,11 @@ FAILS_WITHOUT = "fails without a PagedPrefixCache, too"
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 COMPARED = ("logits", "scores", "sequences_scores", "hidden_states", "attentions")
 
-_MINIMAX = "the test asks for MiniMaxCache itself, or compares with it; it does not reorder its states with the beams"
 # a pattern of ids, as of `fnmatch` -> why it does not count that the test fails
 EXPECTED = {
     "*/models/kosmos2/*::test_generate_continue_from_past_key_values": (
         "a row holds the id of padding, whose position Kosmos-2 counts otherwise in a whole prompt than token by token"
     ),
-    "*/models/minimax/*::test_*_generate_dict_outputs_use_cache": _MINIMAX,
-    "*/models/minimax/*::test_generate_continue_from_*": _MINIMAX,
-    "*/models/minimax/*::test_beam_*": _MINIMAX,
     "*/models/zaya/*::test_*_generate_dict_outputs_use_cache": "the test asks for the very class of each layer",
 }
 

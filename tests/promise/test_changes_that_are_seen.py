@@ -299,12 +299,7 @@ HARMLESS: dict[str, Callable[[Model], Any]] = {
     ),
     "gradients set": lambda model: setattr(first_weight(model), "grad", torch.ones_like(first_weight(model))),
     "gradients clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
-    "moved to shared memory": lambda model: model.share_memory(),
     "ties tied again": lambda model: model.tie_weights(),
-    "the same values in other memory": lambda model: setattr(
-        first_weight(model), "data", first_weight(model).data.clone()
-    ),
-    "the same weights assigned": lambda model: model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True),
     "a step on a copy of the model": step_on_a_copy,
 }
 

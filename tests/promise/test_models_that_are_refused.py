@@ -117,7 +117,7 @@ def count_twice(kwargs: dict[str, Any], cache: Any) -> None:
         (repeat_tokens, "after 16 tokens its cache holds 17"),
         (fail, r"it cannot be continued after a cache \(RuntimeError: no cache today: (known, )+.{,7}\.\.\.\)"),
         (keep_positions, "it keeps all_positions on the cache, beside the layers, so it is not kept of a prefix"),
-        (count_twice, "by a single one its logits differ by .* no prompt can resume at its last token"),
+        (count_twice, "after 20 cached tokens its logits differ by .*: it computes one token otherwise than several"),
     ],
     ids=lambda given: getattr(given, "__name__", ""),
 )
@@ -232,7 +232,7 @@ def raise_one_by_one(kwargs: dict[str, Any], cache: Any) -> None:
     ("act", "reason"),
     [
         (forget_inputs, "its convolution of several tokens starts without the inputs before them"),
-        (raise_one_by_one, "it cannot be run a token at a time, or after padding (RuntimeError: of the model's own)"),
+        (raise_one_by_one, "it cannot be continued after a cache (RuntimeError: of the model's own)"),
     ],
 )
 def test_what_goes_wrong_with_states_is_a_reason(act: Any, reason: str) -> None:
@@ -258,20 +258,11 @@ def test_a_state_that_is_a_tenth_off_is_seen_where_logits_hardly_show_it(dtype: 
     assert "the state before" in check_model(model).reason
 
 
-@FROM_5_23
-@pytest.mark.parametrize("seed", [0, 4])
-def test_an_indexer_whose_scores_are_equal_is_no_reason_to_refuse(seed: int) -> None:
-    """With two heads a fourth of the scores is exactly 0, and torch takes any of those."""
-    model_class, config = zoo.configuration("axk2")
-    config.index_n_heads = 2
-    PagedPrefixCache(zoo.instantiate(model_class, config, seed))
-
-
-# Models that are passed no positions number columns, or tokens, or otherwise; then nothing is shared with calls that pass them.
+# Models that are passed no positions number columns, or otherwise; then nothing is shared with calls that pass them.
 
 NUMBERS = {
-    **dict.fromkeys(("llama", "gpt2", "lfm2", "bert@decoder"), "columns"),
-    "opt": "tokens",
+    **dict.fromkeys(("llama", "gpt2", "lfm2"), "columns"),
+    "opt": None,  # numbers tokens, which its code does not say
     "bamba": None,  # starts at 0 again after a cache
     "roberta@decoder": None,  # counts from the id of padding
 }
@@ -293,6 +284,6 @@ def test_a_prefill_without_positions_changes_no_later_call(name: str, pad: int) 
     cache.reset()
     assert_same(run(model, input_ids=other), run(model, cache, input_ids=other))
     (row,) = cache.last_call.rows
-    is_shared = NUMBERS[name] == "tokens" or (NUMBERS[name] and not pad)
+    is_shared = NUMBERS[name] and not pad
     assert row.matched_tokens >= 8 if is_shared else row.matched_tokens == 0
     cache.check()
