@@ -1,8 +1,8 @@
 """Tracks which tokens are held in which block. Integers only: refuses torch, transformers, clocks and I/O.
 
 This folder is complete on its own, for a scheduler or an engine that runs its own forwards. The cache of this
-package holds blocks by leases, and uses tables only for pins and for look-ups. Tables that grow and are written and
-copied token by token are for engines, as is all of `for_engines`.
+package holds blocks by leases, and uses tables only for pins and for look-ups. Tables that grow, copies on write and
+all of `for_engines` are for engines.
 """
 
 from .allocation import Allocation

@@ -24,28 +24,19 @@ class BlockOwner(Protocol):
 
 
 class Resumption(NamedTuple):
-    """`Resumption` says what a sequence does with its tokens, for layers that see a window of them; numbers of tokens.
-
-    It describes the forward that is scheduled, or else the last one: [0, start) the forward sees | [start, first) it
-    computes again, though they are known | [first, stop) it writes. The forward after that one resumes from `stop`, or,
-    where the last tokens are taken back, from any number down to `cut`.
-    """
+    """`Resumption` says after how many tokens a sequence may resume: after any number from `start` to `stop`."""
 
     start: int
-    first: int
-    cut: int
     stop: int
 
     @classmethod
     def at(cls, num_tokens: int) -> Resumption:
-        """Return a resumption without a forward: the sequence resumes after `num_tokens` tokens."""
-        return cls(num_tokens, num_tokens, num_tokens, num_tokens)
+        """Return the resumption of a sequence that resumes after `num_tokens` tokens."""
+        return cls(num_tokens, num_tokens)
 
 
 class Allocation:
     """`Allocation` lists the blocks of one holder until they are given back.
-
-    Ranges, in blocks: `[0, num_prefix_blocks)` a prefix hit | `[num_prefix_blocks, len(block_ids))` taken since.
 
     `PrefixCachingBlockAllocator.allocate` makes an allocation. The blocks are given back once, by `free()`, on leaving
     a `with`, or at the allocator's next operation after the allocation was collected.
@@ -55,7 +46,7 @@ class Allocation:
         num_prefix_blocks: number of leading blocks that were a prefix hit.
         namespace: namespace of all blocks of the allocation; no block is ever held in two namespaces.
         key: key of the allocation in the allocator, valid also after the allocation was collected.
-        resumption: numbers of tokens from which the holder may resume, for layers with a window; see `WindowBlocks`.
+        resumption: numbers of tokens after which the holder may resume, for layers with a window; see `WindowBlocks`.
 
     Examples:
         >>> from . import PrefixCachingBlockAllocator
@@ -68,11 +59,7 @@ class Allocation:
     __slots__ = ("__weakref__", "_allocator", "block_ids", "key", "namespace", "num_prefix_blocks", "resumption")
 
     def __init__(
-        self,
-        allocator: BlockOwner,
-        block_ids: list[int],
-        num_prefix_blocks: int,
-        namespace: bytes = b"",
+        self, allocator: BlockOwner, block_ids: list[int], num_prefix_blocks: int, namespace: bytes = b""
     ) -> None:
         self._allocator = allocator
         # The callback is a C function: the collector may run inside any of our lines, and must run no Python there.
@@ -91,11 +78,6 @@ class Allocation:
         return self.num_prefix_blocks * self._allocator.block_size
 
     @property
-    def num_slots(self) -> int:
-        """Number of tokens that fit into the blocks held."""
-        return len(self.block_ids) * self._allocator.block_size
-
-    @property
     def is_freed(self) -> bool:
         """True if the blocks were given back."""
         return not self._allocator.holds(self)
@@ -104,7 +86,7 @@ class Allocation:
         """Return the slot of each position in `[start, stop)`: block id * block_size + offset.
 
         Raises:
-            CacheArgumentError: not 0 <= start <= stop <= num_slots.
+            CacheArgumentError: a position lies in no block.
         """
         size, block_ids = self._allocator.block_size, self.block_ids
         if not 0 <= start <= stop <= len(block_ids) * size:
@@ -114,11 +96,6 @@ class Allocation:
         for block_id in block_ids[first : -(-stop // size)]:
             slots.extend(range(block_id * size, (block_id + 1) * size))
         return slots[start - first * size : stop - first * size]
-
-    def of_blocks(self, block_ids: list[int]) -> Allocation:
-        """Return another holder of leading blocks of this one, for the allocator, which counts the holder."""
-        num_prefix_blocks = min(self.num_prefix_blocks, len(block_ids))
-        return Allocation(self._allocator, block_ids, num_prefix_blocks, self.namespace)
 
     def free(self) -> None:
         """Give all blocks back, the last one first. Raises BlockStateError the second time."""

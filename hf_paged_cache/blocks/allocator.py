@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import zip_longest
+from collections.abc import Collection, Iterable, Sequence
 from weakref import ReferenceType
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
@@ -56,15 +53,9 @@ class PrefixCachingBlockAllocator:
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
         self._states = BlockStates(num_blocks, eviction)
         self._num_before = (0, 0)  # evictions and missed blocks before the last reset
-        self.num_lapses = 0  # how often blocks were collected, forgotten, reset or interrupted
+        self.version = 0  # changes where blocks may have gone by no eviction and by no doing of their holder
         self._copies: list[tuple[int, int]] = []  # (source, destination) of copies to be made in this order
         self._dirty = False
-
-    def __repr__(self) -> str:
-        states = self._states
-        num_free = states.queue.length - states.num_cached
-        sizes = f"num_blocks={states.num_blocks}, block_size={self.block_size}"
-        return f"{type(self).__name__}({sizes}, free={num_free}, cached={states.num_cached})"
 
     # Questions, which change nothing.
 
@@ -87,8 +78,7 @@ class PrefixCachingBlockAllocator:
     @property
     def num_available_blocks(self) -> int:
         """Number of blocks that can be handed out: free and cached ones."""
-        if self._dirty or self.collected:
-            self._settle()
+        self._settle()
         return self._states.queue.length
 
     @property
@@ -113,17 +103,12 @@ class PrefixCachingBlockAllocator:
 
     @property
     def num_missed_blocks(self) -> int:
-        """Number of blocks that were given a hash, and that a pool twice as large would still have had.
-
-        A hash counts if it comes again before as many others as there are blocks were evicted: an estimate, a little
-        low.
-        """
+        """Number of blocks that were given a hash, and that a pool twice as large would still have had: an estimate."""
         return self._num_before[1] + self._states.num_missed
 
     def holds(self, allocation: Allocation) -> bool:
         """Return whether `allocation` was made by this allocator and has not been freed."""
-        if self._dirty or self.collected:
-            self._settle()
+        self._settle()
         return allocation.key in self._held
 
     def allocations(self) -> list[Allocation]:
@@ -135,11 +120,6 @@ class PrefixCachingBlockAllocator:
         """Return the number of allocations that hold a block."""
         self._check_ids((block_id,))
         return self._states.ref_counts[block_id]
-
-    def ref_counts(self, block_ids: Collection[int]) -> list[int]:
-        """Return the number of allocations that hold each of these blocks."""
-        self._check_ids(block_ids)
-        return [*map(self._states.ref_counts.__getitem__, block_ids)]
 
     def namespace_of(self, block_id: int) -> bytes:
         """Return the namespace of a block that somebody holds or can hit."""
@@ -155,11 +135,6 @@ class PrefixCachingBlockAllocator:
         """Return the digest of a block that somebody holds, or None if the block has no hash."""
         return self._states.index.digests[block_id]
 
-    def namespace_of_digest(self, digest: bytes) -> bytes | None:
-        """Return the namespace of the block with this digest; None if no block has the digest."""
-        block_id = self._states.index.blocks.get(digest)
-        return None if block_id is None else self._states.index.namespaces[block_id]
-
     def hash_of_digest(self, digest: bytes) -> tuple[BlockHash, bytes] | None:
         """Return the hash and the namespace of the block with this digest; None if no block has the digest."""
         index = self._states.index
@@ -167,30 +142,23 @@ class PrefixCachingBlockAllocator:
         block_hash = None if block_id is None else index.hash_of(block_id)
         return None if block_id is None or block_hash is None else (block_hash, index.namespaces[block_id])
 
-    def is_writable(self, block_id: int, num_holders: int = 1) -> bool:
-        """Return whether a block may be written: it has no hash, and exactly `num_holders` holders.
-
-        Several holders may write a block together only if they write the same.
-        """
-        if self._dirty or self.collected:
-            self._settle()
-        states = self._states
-        return states.ref_counts[block_id] == num_holders and states.index.digests[block_id] is None
+    def is_writable(self, block_id: int) -> bool:
+        """Return whether a block may be written: it has no hash, and one holder."""
+        self._settle()
+        return self._states.ref_counts[block_id] == 1 and self._states.index.digests[block_id] is None
 
     def hashes(self, namespace: bytes = b"") -> dict[int, BlockHash]:
         """Return block id -> hash for all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
         self._settle()
         index = self._states.index
-        found = ((i, index.hash_of(i)) for i in index.blocks.values() if index.namespaces[i] == namespace)
-        return {i: each for i, each in found if each is not None and i not in index.uncomputed}
+        return {i: found for i in index.computed_of(namespace) if (found := index.hash_of(i)) is not None}
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Return the blocks of the longest leading run of hashes whose content is here, in this namespace.
 
         Effects: none. Asks `block_hashes` for nothing after the first miss.
         """
-        if self._dirty or self.collected:
-            self._settle()
+        self._settle()
         return self._states.index.match(block_hashes, namespace)
 
     def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
@@ -200,12 +168,23 @@ class PrefixCachingBlockAllocator:
             parent: digest of the prefix's last block, or a root.
         """
         self._settle()
-        return [tokens_of(tokens) for tokens in self._states.index.continuations(parent, namespace)]
+        index = self._states.index
+        return [tokens_of(index.token_bytes[i]) for i in index.computed_of(namespace) if index.parents[i] == parent]
 
     def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
         """Return whether any full block has these tokens, whatever prefix it comes after.  Cost: O(num_blocks)."""
         self._settle()
-        return self._states.index.has_tokens(bytes_of(token_ids), namespace)
+        index, wanted = self._states.index, bytes_of(token_ids)
+        return any(index.token_bytes[block_id] == wanted for block_id in index.computed_of(namespace))
+
+    def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
+        """Return the leading computed blocks that all `allocations` hold at the same places."""
+        index, common = self._states.index, list[int]()
+        for block_id, *others in zip(*(self._list_of(allocation) for allocation in allocations), strict=False):
+            if index.digests[block_id] is None or block_id in index.uncomputed or others.count(block_id) < len(others):
+                break
+            common.append(block_id)
+        return common
 
     def kinds_of_blocks(self, namespace: bytes | None = None) -> bytes:
         """Return the state of each block as one byte: 0 free, 1 cached, 2 in use.  Cost: O(num_blocks).
@@ -226,8 +205,7 @@ class PrefixCachingBlockAllocator:
 
         The message tells the numbers, except to a caller with a namespace: the numbers would tell what others hold.
         """
-        if self._dirty or self.collected:
-            self._settle()
+        self._settle()
         states = self._states
         counts = states.ref_counts
         num_cached_hits = [counts[block_id] for block_id in hits].count(0)
@@ -240,25 +218,11 @@ class PrefixCachingBlockAllocator:
                 + "; free what is no longer needed or give the pool more blocks"
             )
 
-    def snapshot(self) -> tuple[object, ...]:
-        """Return a value that is equal while nothing has changed, the order of eviction included.
-
-        Cost: O(num_blocks).
-        """
-        self._settle()
-        states, index = self._states, self._states.index
-        times = [time if index.digests[block_id] else 0 for block_id, time in enumerate(states.last_access)]
-        hashes = [index.hash_of(block_id) for block_id in range(states.num_blocks)]
-        lists = [list(block_ids) for block_ids in self._held.values()]
-        counts, queue = states.ref_counts[:], list(states.queue)
-        namespaces = dict(states.num_in_use_of), dict(states.num_cached_of)
-        return counts, queue, times, self.num_evictions, hashes, set(index.uncomputed), lists, namespaces
-
     @property
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
-        """Copies that `take_copies` would return.
+        """(source, destination) copies to be made, in this order, before the next write; then call `drop_copies`.
 
-        A copier that may be interrupted reads them and then calls `drop_copies`.
+        A source may be an earlier destination, and a destination may come twice.
         """
         return tuple(self._copies)
 
@@ -317,8 +281,7 @@ class PrefixCachingBlockAllocator:
         """
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
-        if self._dirty or self.collected:
-            self._settle()  # also where nothing is taken: `_registered` says that all is well
+        self._settle()  # also where nothing is taken: `_registered` says that all is well
         hits = self.match_prefix(block_hashes, namespace) if block_hashes or num_mutable_blocks or num_blocks else []
         num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
         if len(set(hits)) < len(hits):
@@ -394,6 +357,27 @@ class PrefixCachingBlockAllocator:
         block_ids.extend(added)
         self._dirty = False
 
+    def allocate_as(self, wanted: Sequence[int | BlockHash | None], namespace: bytes = b"") -> Allocation:
+        """Hold blocks in the order of `wanted`: the block of each id, and a fresh block for each other entry.
+
+        A fresh block that is wanted with a hash gets the hash as from `allocate_immutable`, and awaits `mark_computed`.
+
+        Raises:
+            OutOfBlocksError: nothing has changed.
+            CacheArgumentError: an id that is no block's, or is given twice.
+            BlockStateError: a named block is free, or of another namespace.
+        """
+        named = [each for each in wanted if isinstance(each, int)]
+        self._check_not_free(named)
+        if len(set(named)) < len(named):
+            raise CacheArgumentError(f"a block is given twice among {named}; a holder has a block once")
+        for block_id in named:
+            if self._states.index.namespaces[block_id] != namespace:
+                raise BlockStateError(f"block {block_id} is of another namespace")
+        allocation = self.allocate(namespace=namespace)
+        self._extend(allocation, wanted)
+        return allocation
+
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
         """Return a second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
         if num_blocks is not None and num_blocks < 0:
@@ -401,57 +385,8 @@ class PrefixCachingBlockAllocator:
         block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)
-        return self._registered(allocation.of_blocks(block_ids))
-
-    @contextmanager
-    def exchanging(
-        self, forked: Sequence[tuple[Allocation, int]], freed: Sequence[Allocation]
-    ) -> Iterator[list[Allocation]]:
-        """Make forks in place of other holders: on leaving, the allocations `freed` have given their blocks back.
-
-        Inside, nothing may be asked of the allocator. If the `with` is left by an exception, `freed` are as they were;
-        if it is interrupted while being left, some of them are. Takes no fresh block. Cost: the blocks that a fork and
-        the freed allocation in its place do not have in common.
-
-        Args:
-            forked: allocations to fork, each with the number of its blocks to hold; none of `freed`.
-
-        Examples:
-            >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
-            >>> prompt = allocator.allocate([], num_mutable_blocks=2)
-            >>> other = allocator.fork(prompt, 1)
-            >>> with allocator.exchanging([(prompt, 2)], [other]) as (forked,):
-            ...     pass
-            >>> forked.block_ids, allocator.holds(other)
-            ([1, 2], False)
-        """
-        self._settle()
-        lists = [self._list_of(allocation)[:num_blocks] for allocation, num_blocks in forked]
-        for allocation in freed:
-            self._list_of(allocation)
-        self._dirty = True
-        made = [source.of_blocks(block_ids) for (source, _), block_ids in zip(forked, lists, strict=True)]
-        for allocation in made:
-            self._held[allocation.key] = allocation.block_ids
-        yield made
-        held: list[int] = []
-        dropped: list[int] = []
-        for new, old in zip_longest(lists, freed, fillvalue=None):
-            own = [] if new is None else new
-            others = [] if old is None else old.block_ids
-            num = min(len(own), len(others))
-            while num and own[num - 1] != others[num - 1]:
-                num -= 1
-            if own[:num] != others[:num]:
-                num = 0
-            held += own[num:]
-            dropped += others[: num - 1 if num else None : -1]
-        self._states.hold(held)
-        self._states.drop(dropped)
-        for old in freed:
-            del self._held[old.key]
-            old.block_ids.clear()
-        self._dirty = False
+        num_prefix_blocks = min(allocation.num_prefix_blocks, len(block_ids))
+        return self._registered(Allocation(self, block_ids, num_prefix_blocks, allocation.namespace))
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks; free the others, the last one first.
@@ -481,12 +416,8 @@ class PrefixCachingBlockAllocator:
 
     # Who may hit the content of blocks, and who may write it.
 
-    def commit(self, allocation: Allocation, block_index: int, block_hash: BlockHash) -> bool:
-        """Give one block its hash as `commit_many` does; return whether an equal block has replaced the block."""
-        return self.commit_many(allocation, block_index, (block_hash,)) == 1
-
     def commit_many(self, allocation: Allocation, start: int, block_hashes: Iterable[BlockHash]) -> int:
-        """Give full, written blocks their hashes, so that others hit them. A block may be committed again.
+        """Make full, written blocks immutable: give them their hashes, so that others hit them.
 
         Another block may have a block's digest already. If it has the same tokens and is computed, it replaces the
         block; if it is uncomputed, it gives the block its hash. If it has other tokens, is of another namespace, or
@@ -578,64 +509,22 @@ class PrefixCachingBlockAllocator:
         block_ids[block_index] = destination
         self._dirty = False
 
-    def make_each_writable(self, wanted: Sequence[tuple[Allocation, int]]) -> None:
-        """Make one block in each of several allocations writable, by a copy on write or a fresh block where needed.
-
-        The result is that of `make_writable`, or `allocate_mutable` of one block, for each allocation in turn. If this
-        is interrupted, some allocations have their block.
-
-        Args:
-            wanted: allocations of one namespace, each given once, and the index of a block of each or the one after its
-                last.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-        """
-        if not wanted:
-            return
-        lists = [self._list_of(allocation) for allocation, _ in wanted]
-        counts, digests, namespace = self._states.ref_counts, self._states.index.digests, wanted[0][0].namespace
-        left: dict[int, int] = {}  # block -> number of these allocations that have let go of the block
-        sources: list[int | None] = []
-        for block_ids, (_, index) in zip(lists, wanted, strict=True):
-            source = block_ids[index] if index < len(block_ids) else None
-            if source is not None:
-                gone = left.get(source, 0)
-                if counts[source] - gone == 1 and digests[source] is None:
-                    sources.append(-1)
-                    continue
-                left[source] = gone + 1
-            sources.append(source)
-        num_fresh = len(sources) - sources.count(-1)
-        self.require(num_fresh, (), namespace)
-        self._dirty = True
-        fresh = iter(self._states.take(num_fresh, namespace))
-        copied = [source for source in sources if source is not None and source > 0]
-        self._states.spare_from_now()
-        self._states.drop(copied)
-        for block_ids, (_, index), source in zip(lists, wanted, sources, strict=True):
-            if source is None:
-                block_ids.append(next(fresh))
-            elif source > 0:
-                destination = next(fresh)
-                self._copies.append((source, destination))  # before the list, see `make_writable`
-                block_ids[index] = destination
-        self._dirty = False
-
-    def take_copies(self) -> list[tuple[int, int]]:
-        """Return and forget the (source, destination) copies to be made before the next write.
-
-        Make the copies in this order: a source may be an earlier destination, and a destination may come twice.
-        """
-        copies, self._copies = self._copies, []
-        self._states.spared_from = NEVER
-        return copies
-
     def drop_copies(self, num_copies: int) -> None:
         """Forget the first `num_copies` of `pending_copies`, which were made."""
         del self._copies[:num_copies]
         if not self._copies:
             self._states.spared_from = NEVER
+
+    def mark_accessed(self, block_ids: Sequence[int]) -> None:
+        """Evict these cached blocks last, in the order given; blocks in use are skipped.
+
+        Raises:
+            BlockStateError: a block is free.
+        """
+        self._check_not_free(block_ids)
+        self._dirty = True
+        self._states.touch(block_ids)
+        self._dirty = False
 
     def watch_evictions(self, on_evict: OnEvict) -> None:
         """Call `on_evict` from now on for each cached block that is handed out anew, just before it loses its hash.
@@ -662,7 +551,7 @@ class PrefixCachingBlockAllocator:
         Unknown hashes, and those of another namespace, are skipped.
         """
         self._settle()
-        found = map(partial(self._states.index.get, namespace=namespace), dict.fromkeys(block_hashes))
+        found = [self._states.index.get(block_hash, namespace) for block_hash in dict.fromkeys(block_hashes)]
         if block_ids := [block_id for block_id in found if block_id is not None]:
             self._forget(block_ids)
 
@@ -698,7 +587,7 @@ class PrefixCachingBlockAllocator:
     def _forget(self, block_ids: list[int]) -> None:
         self._dirty = True
         self._states.forget(block_ids)
-        self.num_lapses += 1
+        self.version += 1
         self._dirty = False
 
     def reset_prefix_cache(self, num_blocks: int | None = None) -> None:
@@ -715,7 +604,7 @@ class PrefixCachingBlockAllocator:
         )
         self._num_before = self.num_evictions, self.num_missed_blocks
         self._copies.clear()
-        self.num_lapses += 1
+        self.version += 1
         self._states = states
 
     # The record.
@@ -723,7 +612,7 @@ class PrefixCachingBlockAllocator:
     def _settle(self) -> None:
         if self._dirty:
             self._states.rebuild(self._held.values())
-            self.num_lapses += 1  # blocks may have lost their hashes in what was interrupted
+            self.version += 1  # blocks may have lost their hashes in what was interrupted
             self._dirty = False
         collected = self.collected
         while collected:  # further keys may come in meanwhile, at the other end
@@ -735,15 +624,14 @@ class PrefixCachingBlockAllocator:
             if block_ids is not None:
                 self._dirty = True
                 self._states.drop(reversed(block_ids))
-                self.num_lapses += bool(block_ids)
+                self.version += bool(block_ids)
                 del self._held[key]
                 self._dirty = False
             collected.popleft()
 
     def _list_of(self, allocation: Allocation) -> list[int]:
         """Settle, so that every change may begin with this call; return the registered list of a live allocation."""
-        if self._dirty or self.collected:
-            self._settle()
+        self._settle()
         block_ids = self._held.get(allocation.key)
         if block_ids is None:
             raise BlockStateError(f"{allocation!r} has ref_count 0: it was freed, or is another allocator's")
@@ -751,9 +639,15 @@ class PrefixCachingBlockAllocator:
 
     def _check_ids(self, block_ids: Iterable[int]) -> None:
         """Settle, then raise CacheArgumentError if an id is not that of a block."""
-        if self._dirty or self.collected:
-            self._settle()
+        self._settle()
         most = self._states.num_blocks
         for block_id in block_ids:
             if not 0 < block_id < most:
                 raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {most - 1}")
+
+    def _check_not_free(self, block_ids: Collection[int]) -> None:
+        """Settle, then raise BlockStateError if a block is neither in use nor cached."""
+        self._check_ids(block_ids)
+        for block_id in block_ids:
+            if not self._states.ref_counts[block_id] and self._states.index.digests[block_id] is None:
+                raise BlockStateError(f"block {block_id} is free; name blocks in use or cached")

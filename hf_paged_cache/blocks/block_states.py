@@ -47,28 +47,6 @@ class BlockStates:
             function.
     """
 
-    __slots__ = (
-        "_latest",
-        "_line",
-        "_num_chosen",
-        "clock",
-        "evicted",
-        "index",
-        "kinds",
-        "last_access",
-        "num_blocks",
-        "num_cached",
-        "num_cached_of",
-        "num_evictions",
-        "num_in_use_of",
-        "num_missed",
-        "on_evict",
-        "queue",
-        "ref_counts",
-        "reuse",
-        "spared_from",
-    )
-
     def __init__(self, num_blocks: int, eviction: str = "reuse", on_evict: OnEvict | None = None) -> None:
         if num_blocks < 2:
             raise CacheArgumentError(f"num_blocks is {num_blocks}; give at least 2, as block 0 is never handed out")
@@ -93,15 +71,10 @@ class BlockStates:
     def take(self, num_blocks: int, namespace: bytes = b"") -> list[int]:
         """Hand out blocks with ref_count 1 and no hash: first free blocks, then cached ones, which lose their hash.
 
-        Cached blocks of any namespace are taken.
-
-        Raises:
-            BlockStateError: there are fewer blocks.
+        Cached blocks of any namespace are taken. The caller has checked that there are so many.
         """
-        if num_blocks > self.queue.length:
-            raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self.queue.length}")
         num_free = self.queue.length - self.num_cached
-        taken = self.queue.popleft_until(_FREE, min(num_blocks, num_free)) if num_free else []
+        taken = self.queue.popleft(_FREE, min(num_blocks, num_free)) if num_free else []
         if len(taken) < num_blocks:
             taken += self._evict(num_blocks - len(taken))
         ref_counts, namespaces, kinds = self.ref_counts, self.index.namespaces, self.kinds
@@ -118,7 +91,7 @@ class BlockStates:
         blocks, digests, evicted = index.blocks, index.digests, self.evicted.newer
         taken: list[int] = []
         while num_missing := num_blocks - len(taken):
-            run = self.queue.popleft_until(self._line, min(num_missing, self._num_chosen), times, self._latest)
+            run = self.queue.popleft(self._line, min(num_missing, self._num_chosen), times, self._latest)
             if not run:
                 self._choose()
                 continue
@@ -176,10 +149,7 @@ class BlockStates:
             self._line, self._latest = line, max(oldest, min(second + together // 4, self.spared_from))
 
     def spare_from_now(self) -> None:
-        """Spare blocks that are given back from now on, because they are to be copied.
-
-        Until `spared_from` is set back, such a block is evicted only if it is the least recently used one.
-        """
+        """Spare blocks that are given back from now on until `spared_from` is set back, because they are to be copied."""
         self.spared_from = min(self.spared_from, self.clock)
         self._num_chosen = 0
 
@@ -221,7 +191,7 @@ class BlockStates:
                 runs.append((kind, len(idle)))
             idle.append(block_id)
         if idle:
-            self.queue.remove_many(idle)
+            self.queue.remove(idle)
             self._use_again(idle, runs)
             self.num_cached -= len(idle)
             namespace = self.index.namespaces[idle[0]]
@@ -279,9 +249,9 @@ class BlockStates:
         num_cached, reuse = 0, self.reuse
         for kind, run in cached:
             num_cached += len(run)
-            self.queue.append_many(run, reuse.lines[kind])
+            self.queue.extend(run, reuse.lines[kind])
             reuse.given_back(kind, len(run))
-        self.queue.appendleft_many(free)
+        self.queue.extendleft(free)
         namespace = self.index.namespaces[block_id]
         _add(self.num_in_use_of, namespace, -num_cached - len(free))
         if cached:
@@ -292,14 +262,11 @@ class BlockStates:
                 self._num_chosen = 0
 
     def touch(self, block_ids: Iterable[int]) -> None:
-        """Make cached blocks the last to be evicted, in the order given; skip all other blocks.
-
-        Blocks in use are evicted after them anyway.
-        """
+        """Make cached blocks the last to be evicted, in the order given; skip all other blocks."""
         for block_id in block_ids:
             if not self.ref_counts[block_id] and self.index.digests[block_id] is not None:
-                self.queue.remove(block_id)
-                self.queue.append(block_id, self.reuse.lines[self.kinds[block_id]])
+                self.queue.remove((block_id,))
+                self.queue.extend((block_id,), self.reuse.lines[self.kinds[block_id]])
                 self.clock = self.last_access[block_id] = self.clock + 1
 
     def cached_blocks(self, namespace: bytes | None = None) -> list[int]:
@@ -317,8 +284,8 @@ class BlockStates:
         for block_id in block_ids:
             self.index.remove(block_id)
         idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
-        self.queue.remove_many(idle)
-        self.queue.appendleft_many(reversed(idle))
+        self.queue.remove(idle)
+        self.queue.extendleft(reversed(idle))
         self.num_cached -= len(idle)
         for block_id in idle:
             _add(self.num_cached_of, self.index.namespaces[block_id], -1)
@@ -331,7 +298,7 @@ class BlockStates:
         self.kinds.extend([ONCE] * added)
         self.index.grow(num_blocks)
         self.queue.grow(num_blocks)
-        self.queue.appendleft_many(reversed(range(self.num_blocks, num_blocks)))
+        self.queue.extendleft(reversed(range(self.num_blocks, num_blocks)))
         self.evicted.grow(num_blocks)
         self.reuse = Reuse(num_blocks, self.reuse.learns)  # classes of age depend on the size of the pool
         self._num_chosen = 0
@@ -354,7 +321,7 @@ class BlockStates:
         cached.sort(key=times.__getitem__)
         self.queue = FreeBlockQueue(self.num_blocks, free, num_lines=NUM_LINES)
         for block_id in cached:
-            self.queue.append(block_id, self.reuse.lines[self.kinds[block_id]])
+            self.queue.extend((block_id,), self.reuse.lines[self.kinds[block_id]])
         self._num_chosen = 0
         self.num_cached = len(cached)
         self.num_cached_of = dict(Counter(namespaces[block_id] for block_id in cached))

@@ -37,10 +37,6 @@ class EvictedHashes:
         self._older: dict[bytes, Remembered] = {}
         self.grow(num_blocks)
 
-    def __len__(self) -> int:
-        """Return the number of digests; a digest that was evicted twice may count twice."""
-        return len(self.newer) + len(self._older)
-
     def __contains__(self, digest: bytes | None) -> bool:
         """Return whether anything is remembered of a digest."""
         return digest in self.newer or digest in self._older

@@ -16,7 +16,8 @@ _ABSENT = 0  # link of a block that is not held; block 0 is never handed out
 class FreeBlockQueue:
     """`FreeBlockQueue` holds the ids of allocatable blocks in one line or several.
 
-    Every operation on one id is O(1), in the middle of a line, too.
+    Every operation costs O(1) for each id, in the middle of a line, too. One that is refused at an id has been done for
+    the ids before it.
 
     Attributes:
         length: number of blocks held in all lines; read only.
@@ -28,9 +29,9 @@ class FreeBlockQueue:
 
     Examples:
         >>> queue = FreeBlockQueue(4, [1, 2, 3])
-        >>> queue.remove(2)
-        >>> queue.popleft(), list(queue)
-        (1, [3])
+        >>> queue.remove([2])
+        >>> queue.popleft(line=0, most=1), list(queue)
+        ([1], [3])
     """
 
     __slots__ = ("_next", "_num_blocks", "_num_lines", "_previous", "length")
@@ -43,23 +44,12 @@ class FreeBlockQueue:
         # block id -> block before it; end of a line -> its last block
         self._previous = [_ABSENT] * num_blocks + [*ends]
         self.length = 0
-        self.append_many(block_ids)
-
-    def __len__(self) -> int:
-        """Return the number of blocks held."""
-        return self.length
-
-    def __contains__(self, block_id: int) -> bool:
-        """Return whether a block is held; O(1)."""
-        return 0 < block_id < self._num_blocks and self._next[block_id] != _ABSENT
+        self.extend(block_ids)
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the ids of all lines, from line 0 on, each in the order in which its ids are handed out."""
         for line in range(self._num_lines):
             yield from self.line(line)
-
-    def __repr__(self) -> str:
-        return f"FreeBlockQueue(length={self.length}, num_blocks={self._num_blocks})"
 
     def line(self, line: int) -> Iterator[int]:
         """Iterate over the ids of one line, from its first on; the queue must not change meanwhile."""
@@ -72,27 +62,12 @@ class FreeBlockQueue:
         """Return line -> its first id, or a number below 0 for an empty line."""
         return self._next[: -1 - self._num_lines : -1]
 
-    def append(self, block_id: int, line: int = 0) -> None:
-        """Put one block at the end of a line, as `append_many` does."""
-        self.append_many((block_id,), line)
-
-    def append_many(self, block_ids: Iterable[int], line: int = 0) -> None:
-        """Put blocks at the end of a line.
-
-        Raises:
-            BlockStateError: a block is held already, or is no block; the blocks before it have been put.
-        """
+    def extend(self, block_ids: Iterable[int], line: int = 0) -> None:
+        """Put blocks at the end of a line."""
         self._put(block_ids, self._next, self._previous, -1 - line)
 
-    def appendleft(self, block_id: int) -> None:
-        """Put one block in front of line 0, as `appendleft_many` does."""
-        self.appendleft_many((block_id,))
-
-    def appendleft_many(self, block_ids: Iterable[int]) -> None:
-        """Put blocks in front of line 0, one after the other: the last block is handed out next.
-
-        Raises as `append_many` does.
-        """
+    def extendleft(self, block_ids: Iterable[int]) -> None:
+        """Put blocks in front of line 0, one after the other: the last block is handed out next."""
         self._put(block_ids, self._previous, self._next, -1)
 
     def _put(self, block_ids: Iterable[int], following: list[int], previous: list[int], end: int) -> None:
@@ -101,7 +76,7 @@ class FreeBlockQueue:
         try:
             for block_id in block_ids:
                 if not 0 < block_id < num_blocks or following[block_id] != _ABSENT:
-                    raise self._refusal(block_id, "queued twice")
+                    raise BlockStateError(f"block {block_id} queued twice; blocks are 1 to {num_blocks - 1}")
                 following[last] = block_id
                 previous[block_id] = last
                 following[block_id] = end
@@ -110,21 +85,13 @@ class FreeBlockQueue:
         finally:
             previous[end], self.length = last, length
 
-    def remove(self, block_id: int) -> None:
-        """Take one block out, as `remove_many` does."""
-        self.remove_many((block_id,))
-
-    def remove_many(self, block_ids: Iterable[int]) -> None:
-        """Take blocks out, wherever they are in their lines.
-
-        Raises:
-            BlockStateError: a block is not held; the blocks before it have been taken out.
-        """
+    def remove(self, block_ids: Iterable[int]) -> None:
+        """Take blocks out, wherever they are in their lines."""
         following, previous, num_blocks, length = self._next, self._previous, self._num_blocks, self.length
         try:
             for block_id in block_ids:
                 if not 0 < block_id < num_blocks or (after := following[block_id]) == _ABSENT:
-                    raise self._refusal(block_id, "removed from a queue that does not hold it")
+                    raise BlockStateError(f"block {block_id} removed from a queue that does not hold it")
                 before = previous[block_id]
                 following[before] = after
                 previous[after] = before
@@ -133,23 +100,7 @@ class FreeBlockQueue:
         finally:
             self.length = length
 
-    def popleft(self) -> int:
-        """Take out and return the first block of line 0. Raises BlockStateError if there is none."""
-        return self.popleft_many(1)[0]
-
-    def popleft_many(self, num_blocks: int) -> list[int]:
-        """Take out and return the first `num_blocks` blocks of line 0, in order.
-
-        Raises:
-            BlockStateError: there are fewer blocks; none was taken out.
-        """
-        taken = self.popleft_until(0, num_blocks) if num_blocks > 0 else []
-        if len(taken) != num_blocks:
-            self.appendleft_many(reversed(taken))
-            raise BlockStateError(f"{num_blocks} blocks taken from a queue that holds {self.length}")
-        return taken
-
-    def popleft_until(self, line: int, most: int, times: Sequence[int] | None = None, latest: int = 0) -> list[int]:
+    def popleft(self, line: int, most: int, times: Sequence[int] | None = None, latest: int = 0) -> list[int]:
         """Take out and return the first blocks of a line, in order: at most `most` of them.
 
         Args:
@@ -189,6 +140,3 @@ class FreeBlockQueue:
         linked = sum(link != _ABSENT for link in self._next) - self._num_lines
         if forward != backward[::-1] or not len(forward) == linked == self.length:
             raise BlockStateError(f"queue links disagree: {forward} forward, {backward} backward, {self.length} long")
-
-    def _refusal(self, block_id: int, what: str) -> BlockStateError:
-        return BlockStateError(f"block {block_id} {what}; blocks are 1 to {self._num_blocks - 1}")

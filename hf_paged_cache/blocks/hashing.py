@@ -111,9 +111,6 @@ class HashChain:
         """Return the number of tokens."""
         return len(self.token_ids)
 
-    def __repr__(self) -> str:
-        return f"HashChain(num_tokens={len(self.token_ids)}, block_size={self.block_size}, hashed={len(self._hashes)})"
-
     @property
     def num_full_blocks(self) -> int:
         """Number of full blocks, each of which has a hash, asked for or not."""

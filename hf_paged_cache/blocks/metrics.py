@@ -28,9 +28,6 @@ class PrefixCacheMetrics:
         self.num_shared_tokens = 0
         self._recent: deque[tuple[int, int, int]] = deque(maxlen=window)  # numbers of tokens queried, hit and shared
 
-    def __repr__(self) -> str:
-        return f"PrefixCacheMetrics(num_queries={self.num_queries}, hit_rate={self.hit_rate:.3f})"
-
     def record(self, num_queried_tokens: int, num_hit_tokens: int, num_shared_tokens: int = 0) -> None:
         """Count one query, of one sequence or of several.
 

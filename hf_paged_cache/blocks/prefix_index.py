@@ -1,8 +1,8 @@
-"""Owns which block has which hash, one to one. Refuses a second hash for a block and a second block for a hash."""
+"""Owns which block has which hash, one to one."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from ..errors import BlockStateError
 from .hashing import BlockHash
@@ -15,7 +15,7 @@ class PrefixIndex:
     tokens of a block are kept beside its digest and compared on every hit. Digests and tokens are lists of bytes: the
     garbage collector need not visit an object for each of a million blocks.
 
-    Attributes (read by the allocator's loops, changed here only):
+    Attributes (read by the allocator's loops):
         blocks: digest -> block id.
         digests: block id -> digest, or None for a block without a hash.
         token_bytes: block id -> token ids of its hash; anything for a block without a digest.
@@ -34,13 +34,6 @@ class PrefixIndex:
         self.namespaces: list[bytes] = [b""] * num_blocks
         self.uncomputed: set[int] = set()
 
-    def __len__(self) -> int:
-        """Return the number of blocks that have a hash."""
-        return len(self.blocks)
-
-    def __repr__(self) -> str:
-        return f"PrefixIndex(length={len(self.blocks)}, uncomputed={len(self.uncomputed)})"
-
     def get(self, block_hash: BlockHash, namespace: bytes = b"") -> int | None:
         """Return the block of a namespace with this digest and these tokens, computed or not; None if there is none."""
         block_id = self.blocks.get(block_hash.digest)
@@ -56,8 +49,7 @@ class PrefixIndex:
     def match(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Return the blocks of the longest leading run of hashes that are here, in this namespace, and computed.
 
-        Asks for no hash after the first miss.  Effects: none.  Cost: one dict probe, one comparison of tokens and one
-        of namespaces for each block.
+        Asks for no hash after the first miss.  Effects: none.
         """
         find, token_bytes, uncomputed = self.blocks.get, self.token_bytes, self.uncomputed
         namespaces = self.namespaces
@@ -72,37 +64,17 @@ class PrefixIndex:
             append(block_id)
         return hits
 
-    def continuations(self, parent: bytes, namespace: bytes = b"") -> Iterator[bytes]:
-        """Iterate over the tokens of each computed block that comes straight after a prefix.
-
-        Cost: a look at each block.
-
-        Args:
-            parent: digest of the prefix's last block, or a root.
-        """
-        for block_id in self.blocks.values():
-            if self.parents[block_id] == parent and self.namespaces[block_id] == namespace:
-                if block_id not in self.uncomputed:
-                    yield self.token_bytes[block_id]
-
-    def has_tokens(self, token_bytes: bytes, namespace: bytes = b"") -> bool:
-        """Return whether a block of the namespace has these tokens, whatever its prefix.  Cost: O(num_blocks)."""
-        held = (block_id for block_id in self.blocks.values() if self.token_bytes[block_id] == token_bytes)
-        return any(self.namespaces[block_id] == namespace for block_id in held)
+    def computed_of(self, namespace: bytes) -> list[int]:
+        """Return the blocks of a namespace that can be hit.  Cost: O(num_blocks)."""
+        found = (block_id for block_id in self.blocks.values() if self.namespaces[block_id] == namespace)
+        return [block_id for block_id in found if block_id not in self.uncomputed]
 
     def insert(self, block_id: int, block_hash: BlockHash, *, computed: bool) -> None:
-        """Give a block its hash.
+        """Give a block that has no hash a hash that no other block has.
 
         Args:
             computed: True if the block's content is there; `match` stops at a block without content.
-
-        Raises:
-            BlockStateError: the block has a hash, or another block has this hash.
         """
-        if self.digests[block_id] is not None:
-            raise BlockStateError(f"block {block_id} has a hash already; remove it first")
-        if (other := self.blocks.get(block_hash.digest)) is not None:
-            raise BlockStateError(f"block {block_id} given the hash of block {other}; a hash has one block")
         if not computed:  # first: if interrupted, the block must not look computed
             self.uncomputed.add(block_id)
         self.token_bytes[block_id] = block_hash.token_bytes
@@ -111,12 +83,11 @@ class PrefixIndex:
         self.blocks[block_hash.digest] = block_id
 
     def remove(self, block_id: int) -> None:
-        """Take a block's hash away. Raises BlockStateError if the block has none."""
+        """Take a block's hash away."""
         digest = self.digests[block_id]
-        if digest is None:
-            raise BlockStateError(f"block {block_id} has no hash to remove")
         self.digests[block_id] = None
-        del self.blocks[digest]
+        if digest is not None:
+            del self.blocks[digest]
         self.uncomputed.discard(block_id)  # last: if interrupted, the block must not look computed
 
     def grow(self, num_blocks: int) -> None:

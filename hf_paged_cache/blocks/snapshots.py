@@ -19,8 +19,7 @@ Content = TypeVar("Content")
 class Snapshots(Generic[Content]):
     """`Snapshots` maps the digest of a block to its snapshot. If there are too many, the least recently used one goes.
 
-    Every operation finishes or changes nothing: a snapshot is there as soon as the map has it, and no sooner. A
-    snapshot whose block has gone cannot be found, for nobody holds a block with its digest; `settle` drops it.
+    A snapshot whose block has gone cannot be found, for nobody holds a block with its digest; `settle` drops it.
 
     Args:
         allocator: allocator of the blocks.
@@ -49,7 +48,7 @@ class Snapshots(Generic[Content]):
         self.on_evict: Callable[[bytes, Content], None] | None = None
         self._allocator = allocator
         self._contents: OrderedDict[bytes, Content] = OrderedDict()  # digest -> snapshot, the least recently used first
-        self._num_changes = (0, 0)  # the allocator's evictions and lapses when all snapshots were looked at last
+        self._seen = (0, 0)  # the allocator's evictions and version when all snapshots were looked at last
 
     def __len__(self) -> int:
         """Return the number of snapshots."""
@@ -60,9 +59,6 @@ class Snapshots(Generic[Content]):
         """Return True, also without snapshots."""
         return True
 
-    def __repr__(self) -> str:
-        return f"Snapshots({len(self._contents)} of {self.most})"
-
     @property
     def num_free(self) -> int:
         """Number of snapshots that can be kept beside those that there are."""
@@ -71,7 +67,8 @@ class Snapshots(Generic[Content]):
     def num_of(self, namespace: bytes) -> int:
         """Return the number of snapshots of one namespace's blocks.  Cost: a look at each snapshot."""
         self.settle()
-        return sum(self._allocator.namespace_of_digest(digest) == namespace for digest in self._contents)
+        blocks = map(self._allocator.hash_of_digest, self._contents)
+        return sum(block is not None and block[1] == namespace for block in blocks)
 
     def keep(self, block_id: int, content: Content, *, may_evict: bool = True) -> bool:
         """Keep a snapshot at the end of a block that has none; return whether the block has one now.
@@ -87,12 +84,10 @@ class Snapshots(Generic[Content]):
         if digest in self._contents:
             self._contents.move_to_end(digest)
             return True
-        while len(self._contents) >= max(1, self.most):
-            if not may_evict:
-                return False
-            self._evict()
-        if self.most < 1:
+        if self.most < 1 or (len(self._contents) >= self.most and not may_evict):
             return False
+        while len(self._contents) >= self.most:
+            self._evict()
         self._contents[digest] = content
         return True
 
@@ -133,12 +128,14 @@ class Snapshots(Generic[Content]):
 
     def settle(self) -> None:
         """Forget snapshots whose blocks have gone."""
-        changes = (self._allocator.num_evictions, self._allocator.num_lapses)
-        if self._num_changes != changes:
-            gone = [digest for digest in self._contents if self._allocator.namespace_of_digest(digest) is None]
-            for digest in gone:
+        now = (self._allocator.num_evictions, self._allocator.version)
+        if self._seen != now:
+            for digest in self._gone():
                 del self._contents[digest]
-            self._num_changes = changes
+            self._seen = now
+
+    def _gone(self) -> list[bytes]:
+        return [digest for digest in self._contents if self._allocator.hash_of_digest(digest) is None]
 
     def limit(self, most: int) -> None:
         """Allow `most` snapshots from now on; the least recently used ones beyond that number go."""
@@ -163,7 +160,7 @@ class Snapshots(Generic[Content]):
     def check(self) -> None:
         """Raise BlockStateError unless each snapshot's block can be hit, and there are at most `most` snapshots."""
         self.settle()
-        gone = [digest for digest in self._contents if self._allocator.namespace_of_digest(digest) is None]
+        gone = self._gone()
         if gone or len(self._contents) > max(0, self.most):
             digests = [digest.hex()[:8] for digest in self._contents]
             raise BlockStateError(

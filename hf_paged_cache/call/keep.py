@@ -222,7 +222,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
         taken = []
         for group, missing, before in wanted:
             passed = before[: max(0, group.num_free - len(missing))]
-            taken.append((group, missing, passed, group.take_places((), len(missing) + len(passed))))
+            taken.append((group, missing, passed, group.take_places(len(missing) + len(passed))))
         store.make_copies()
         for group, missing, passed, places in taken:
             tensors = store.pool.groups[group.name]
@@ -271,7 +271,7 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
         else:
             fresh.append((at, [block_id]))
     for group in store.windows.groups:  # window blocks of what these blocks held before are given up
-        group.take_places([block_id for _, of_run in fresh for block_id in of_run], 0)
+        group.drop(block_id for _, of_run in fresh for block_id in of_run)
     return fresh
 
 

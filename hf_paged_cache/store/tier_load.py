@@ -288,8 +288,9 @@ class TierLoad:
             }
             for group in groups:
                 group.hold(block_ids[index] for index in group.seen(allocation.resumption.start))
+                group.drop(fresh)  # what these blocks held before
                 lacking = [content for content in prefix.missing if content[0] == group.name]
-                targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
+                targets |= zip(lacking, group.take_places(len(lacking)), strict=True)
             self._store.make_copies()
             tier_of = self._fill(found, {(kind, prefix.name(index)): to for (kind, index), to in targets.items()})
             allocator.mark_computed(fresh)

@@ -7,6 +7,8 @@ import pytest
 from hf_paged_cache.blocks.allocation import Allocation
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
+from .snapshot import snapshot_of
+
 
 def test_collection_itself_changes_nothing_until_the_next_operation(allocator):
     allocation = allocator.allocate((), 3)
@@ -42,7 +44,7 @@ def test_only_a_block_with_one_holder_and_no_hash_is_writable(allocator, hashes)
     assert not allocator.is_writable(0)  # the null block
     del forked  # noted only; asking takes it back
     assert allocator.is_writable(2)
-    allocator.commit(one, 0, hashes([1, 2])[0])
+    allocator.commit_many(one, 0, hashes([1, 2]))
     assert not allocator.is_writable(1)
 
 
@@ -55,8 +57,8 @@ def test_what_is_no_block_cannot_be_asked_about(allocator, block_id):
 
 def put_cached_first(states):
     cached = list(states.queue)[-1]
-    states.queue.remove(cached)
-    states.queue.appendleft(cached)
+    states.queue.remove([cached])
+    states.queue.extendleft([cached])
 
 
 # what is spoiled in an allocator -> what `check` says
@@ -64,7 +66,7 @@ DAMAGE = {
     "ref counts are": lambda it: it._states.ref_counts.__setitem__(1, 2),
     "has a block twice": lambda it: next(iter(it._held.values())).append(1),
     "block 0 is held": lambda it: next(iter(it._held.values())).append(0),
-    "must be in use": lambda it: it._states.queue.popleft(),
+    "must be in use": lambda it: it._states.queue.popleft(0, 1),
     "free, then": lambda it: put_cached_first(it._states),
     "order of their times": lambda it: it._states.last_access.__setitem__(list(it._states.queue)[-2], 10**6),
     "not inverse": lambda it: it._states.index.blocks.popitem(),
@@ -99,7 +101,7 @@ def test_repair_keeps_the_order_of_eviction(allocator, cache_sequence):
     singles = [allocator.allocate((), 1) for _ in range(5)]
     for index in (3, 0, 4, 1, 2):
         singles[index].free()
-    before = allocator.snapshot()
+    before = snapshot_of(allocator)
     allocator._dirty = True
-    after = allocator.snapshot()
+    after = snapshot_of(allocator)
     assert after == before

@@ -18,13 +18,6 @@ def test_dropping_what_nobody_holds_is_refused_at_the_block():
     states.check([[1, 2]])
 
 
-def test_taking_more_than_there_is_changes_nothing():
-    states = BlockStates(3)
-    with pytest.raises(BlockStateError):
-        states.take(3)
-    states.check([])
-
-
 def test_states_without_a_block_to_hand_out_are_refused():
     with pytest.raises(CacheArgumentError, match="num_blocks is 1; give at least 2, as block 0 is never handed out"):
         BlockStates(1)

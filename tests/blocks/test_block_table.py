@@ -7,8 +7,10 @@ from array import array
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import BlockTable, root_hash
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+
+from .snapshot import snapshot_of
 
 ROOT = root_hash(b"model")
 
@@ -69,7 +71,7 @@ def test_nothing_is_hashed_for_what_is_never_shared(allocator, monkeypatch):  # 
 
 def test_appending_what_is_no_token_changes_nothing(allocator, new_table):
     table = new_table([1, 2])
-    before = allocator.snapshot()
+    before = snapshot_of(allocator)
     with pytest.raises(CacheArgumentError, match="64 bits"):
         table.append_tokens([3, "4"])
     with pytest.raises(CacheArgumentError, match="num_lookahead_slots is -1"):
@@ -78,15 +80,15 @@ def test_appending_what_is_no_token_changes_nothing(allocator, new_table):
         table.ensure_num_empty_slots(-1)
     with pytest.raises(CacheArgumentError):
         table.num_new_blocks_for_append(-1)
-    assert allocator.snapshot() == before
+    assert snapshot_of(allocator) == before
     assert table.num_tokens == 2
 
 
 def test_ensuring_slots_that_are_there_takes_nothing(allocator, new_table):
     table = new_table([1], num_lookahead_slots=4)
-    before = allocator.snapshot()
+    before = snapshot_of(allocator)
     table.ensure_num_empty_slots(5)
-    assert allocator.snapshot() == before
+    assert snapshot_of(allocator) == before
     table.ensure_num_empty_slots(6)
     assert table.num_empty_slots == 7
 
@@ -181,33 +183,6 @@ def test_unseen_tokens_are_those_behind_the_tables_own(new_table):
             table.unseen_token_ids(wrong)
 
 
-def test_a_table_is_true_even_without_tokens():
-    table = BlockTable(PrefixCachingBlockAllocator(2, 2), ROOT)
-    assert table
-    assert len(table) == 0
-
-
-# One token where there is room for it.
-
-
-def test_positions_that_are_written_lie_in_a_block_of_the_tables_own(allocator, new_table):
-    own, hit, shared = new_table([1, 2, 3]), new_table([4, 5], commit=True), new_table([7, 8])
-    forked = shared.fork()
-    first, last = own.block_ids
-    assert [own.writable_block(*span) for span in ((0, 2), (0, 1), (1, 2), (2, 3))] == [
-        (first, 0),
-        (first, 0),
-        (first, 1),
-        (last, 0),
-    ]
-    for table in (hit, shared, forked):
-        with pytest.raises(BlockStateError, match="which others hold or can hit"):
-            table.writable_block(0, 1)
-    for span in ((1, 3), (2, 2), (4, 5)):
-        with pytest.raises(BlockStateError, match="do not lie in one of its blocks"):
-            own.writable_block(*span)
-
-
 def test_positions_of_blocks_that_others_hold_or_can_hit_are_not_written(allocator, new_table):
     own, hit, shared = new_table([1, 2, 3]), new_table([4, 5, 6], commit=True), new_table([7, 8, 9])
     forked = shared.fork()
@@ -218,15 +193,3 @@ def test_positions_of_blocks_that_others_hold_or_can_hit_are_not_written(allocat
         with pytest.raises(BlockStateError, match="which others hold or can hit"):
             table.writable_slots(start, 3)
     assert forked.slots(0, 3) == shared.slots(0, 3)
-
-
-def test_a_token_that_begins_a_block_is_not_appended_in_place_even_where_the_block_is_there() -> None:
-    """An interrupt may leave one that no token lies in yet; whoever appends writes full blocks down where one begins."""
-    table = BlockTable(PrefixCachingBlockAllocator(8, 2), root_hash(b"model"))
-    table.append_tokens([1, 2], num_lookahead_slots=2)
-    spare = table.block_ids[1]
-    assert table.append_in_place(3) is None
-    assert table.num_tokens == 2
-    assert table.append_token(3) == 2 * spare
-    assert table.append_in_place(4) == 2 * spare + 1
-    assert len(table.block_ids) == 2

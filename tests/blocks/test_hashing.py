@@ -151,7 +151,6 @@ def test_a_chain_refuses_what_it_cannot_do():
         chain.block_hash(1)
     with pytest.raises(CacheArgumentError, match="block_size is 0"):
         HashChain(ROOT, 0)
-    assert len(repr(chain)) < 100
 
 
 def test_cutting_a_chain_under_its_iterator_is_refused():

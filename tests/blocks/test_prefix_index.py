@@ -36,16 +36,6 @@ def test_match_asks_for_no_hash_after_the_first_miss(index, hashes):
     assert len(asked) == 5
 
 
-def test_a_block_has_one_hash_and_a_hash_one_block(index, hashes):
-    with pytest.raises(BlockStateError, match="block 1 has a hash already"):
-        index.insert(1, hashes[5], computed=True)
-    with pytest.raises(BlockStateError, match="block 7 given the hash of block 1"):
-        index.insert(7, hashes[0], computed=True)
-    with pytest.raises(BlockStateError, match="block 7 has no hash"):
-        index.remove(7)
-    index.check(in_use=())
-
-
 def test_rebuild_derives_the_map_and_drops_what_nobody_will_compute(index, hashes):
     index.insert(5, hashes[4], computed=False)
     index.insert(6, hashes[5], computed=False)

@@ -23,6 +23,7 @@ from hf_paged_cache import (
 from hf_paged_cache.model.probing import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
+from ..blocks.snapshot import snapshot_of
 from ..conformance import zoo
 from ..internals import tokens_of_rows, zero_states
 from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run, zero_blocks
@@ -53,7 +54,7 @@ def rope_model(kind: str) -> PreTrainedModel:
 def all_blocks(cache: PagedPrefixCache) -> tuple[Any, ...]:
     """Equal while nothing of the store has changed, orders of eviction included."""
     stats = cache.store.stats()  # which takes back what others left
-    return stats, cache.store.blocks.allocator.snapshot()
+    return stats, snapshot_of(cache.store.blocks.allocator)
 
 
 def assert_found(cache: PagedPrefixCache, tokens: list[int], **arguments: Any) -> Lookup:

@@ -6,68 +6,83 @@ Refuses positions beyond the ring's tokens.
 from __future__ import annotations
 
 from ...errors import CacheArgumentError
-from ..allocation import Allocation, BlockOwner
+from ..allocation import Allocation
+from ..allocator import PrefixCachingBlockAllocator
+from ..arguments import int_of_at_least
 
 
-class Ring(Allocation):
-    """`Ring` holds blocks round which the positions of a sequence run: position p + `num_slots` has the slot of p.
+class Ring:
+    """`Ring` holds blocks round which the positions of a sequence run: a position takes the slot of one long before.
 
-    The blocks have one holder. None of them is ever hashed, and the ring keeps its length: what would hash, add or cut
-    blocks raises CacheArgumentError. A ring may be forked as a whole, and copied on write.
+    None of its blocks is ever hashed, and it keeps its length. The blocks are given back by `free()`, on leaving a
+    `with`, or when the ring is collected.
 
-    Attributes:
+    Args:
         num_tokens: number of positions that run round the ring.
         window: number of last tokens that are kept.
+        namespace: see `PrefixCachingBlockAllocator.allocate`.
+
+    Attributes:
+        allocation: holder of the ring's blocks, as many as `min(num_tokens, window)` tokens fill.
+
+    Raises:
+        OutOfBlocksError: nothing has changed.
+        CacheArgumentError: `num_tokens` is no int of 0 or more, or `window` is no int of 1 or more.
 
     Examples:
-        >>> from . import EngineAllocator
-        >>> allocator = EngineAllocator(num_blocks=4, block_size=16)
-        >>> ring = allocator.allocate(num_tokens=40, window=10)
+        >>> from .. import PrefixCachingBlockAllocator
+        >>> ring = Ring(PrefixCachingBlockAllocator(num_blocks=4, block_size=16), num_tokens=40, window=10)
         >>> ring.slots(0, 40) == list(range(16, 32)) * 2 + list(range(16, 24))
         True
 
     Source: the ring is that of text-generation-inference's `SimpleAllocator`.
     """
 
-    __slots__ = ("num_tokens", "window")
-
     def __init__(
-        self,
-        allocator: BlockOwner,
-        block_ids: list[int],
-        num_tokens: int,
-        window: int,
-        namespace: bytes = b"",
+        self, allocator: PrefixCachingBlockAllocator, num_tokens: int, window: int, namespace: bytes = b""
     ) -> None:
-        super().__init__(allocator, block_ids, 0, namespace)
-        self.num_tokens = num_tokens
-        self.window = window
+        self.num_tokens = int_of_at_least("num_tokens", num_tokens, 0, "positions in all")
+        self.window = int_of_at_least("window", window, 1, "tokens that a layer sees")
+        self._allocator = allocator
+        num_blocks = -(-min(num_tokens, window) // allocator.block_size)
+        self.allocation: Allocation = allocator.allocate((), num_blocks, namespace=namespace)
 
-    def __repr__(self) -> str:
-        return f"Ring(num_blocks={len(self.block_ids)}, num_tokens={self.num_tokens}, window={self.window})"
-
-    def of_blocks(self, block_ids: list[int]) -> Ring:
-        return Ring(self._allocator, block_ids, self.num_tokens, self.window, self.namespace)
+    def fork(self) -> Ring:
+        """Return a second ring in the same blocks, which are copied on write."""
+        forked = object.__new__(type(self))
+        forked.num_tokens, forked.window, forked._allocator = self.num_tokens, self.window, self._allocator
+        forked.allocation = self._allocator.fork(self.allocation)
+        return forked
 
     def slots(self, start: int, stop: int) -> list[int]:
         """Return the slot of each position in `[start, stop)`.
 
         Any `window` positions in a row have slots of their own, also where the window is no multiple of block_size: a
         ring written in order holds its last `window` tokens. Several tokens written at once overwrite tokens that the
-        first of them may still see; read the overwritten tokens before. Of more than `num_slots` tokens, write only the
-        last `num_slots`: the others have the same slots.
+        first of them may still see; read the overwritten tokens before. Of more tokens than the blocks have slots,
+        write only the last ones: the others have the same slots.
 
         Raises:
             CacheArgumentError: not 0 <= start <= stop <= num_tokens.
         """
-        size, block_ids = self._allocator.block_size, self.block_ids
+        size, block_ids = self._allocator.block_size, self.allocation.block_ids
         num_positions = self.num_tokens if block_ids else 0  # a freed ring has no positions
         if not 0 <= start <= stop <= num_positions:
             raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {num_positions}")
         at = (divmod(position, size) for position in range(start, stop))
         return [block_ids[index % len(block_ids)] * size + offset for index, offset in at]
 
+    def make_writable(self, position: int) -> None:
+        """Copy the block of a position on write, if forks hold it; see `PrefixCachingBlockAllocator.make_writable`."""
+        index = position // self._allocator.block_size % len(self.allocation.block_ids)
+        self._allocator.make_writable(self.allocation, index)
 
-def num_blocks_of_ring(num_tokens: int, window: int, block_size: int) -> int:
-    """Return the number of blocks for as many of `num_tokens` tokens as a window shows at once."""
-    return -(-min(num_tokens, window) // block_size)
+    def free(self) -> None:
+        """Give all blocks back. Raises BlockStateError the second time."""
+        self.allocation.free()
+
+    def __enter__(self) -> Ring:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.allocation.__exit__()

@@ -12,9 +12,9 @@ from typing import NamedTuple, TypeAlias
 
 from ...errors import BlockStateError, CacheArgumentError
 from ..allocation import Allocation
+from ..allocator import PrefixCachingBlockAllocator
 from ..block_table import BlockTable
 from ..hashing import BlockHash
-from .allocator import EngineAllocator
 
 
 class AllocStatus(Enum):
@@ -36,7 +36,7 @@ class SwapCopy(NamedTuple):
 class _Swap(NamedTuple):
     """`_Swap` is a swap that has all its blocks, and that `settle` finishes."""
 
-    destination: EngineAllocator
+    destination: PrefixCachingBlockAllocator
     moves: list[tuple[BlockTable, Allocation, Allocation]]  # tables, with their blocks so far and their new blocks
     copied: list[int]  # blocks of the destination
 
@@ -66,8 +66,8 @@ class BlockSwapper:
         CacheArgumentError: the two are one allocator, or have different block sizes.
 
     Examples:
-        >>> from .. import BlockTable, root_hash
-        >>> device, host = (EngineAllocator(num_blocks=8, block_size=2) for _ in range(2))
+        >>> from .. import BlockTable, PrefixCachingBlockAllocator, root_hash
+        >>> device, host = (PrefixCachingBlockAllocator(num_blocks=8, block_size=2) for _ in range(2))
         >>> swapper, table = BlockSwapper(device, host), BlockTable(device, root_hash(b"model"))
         >>> table.allocate([1, 2, 3]), len(table.commit_full_blocks(3)), swapper.num_full_blocks_touched(table)
         (0, 1, 1)
@@ -79,7 +79,7 @@ class BlockSwapper:
     Source: the swapping of vLLM's first block manager (`get_num_full_blocks_touched`, `can_swap_in`, `AllocStatus`).
     """
 
-    def __init__(self, device: EngineAllocator, host: EngineAllocator) -> None:
+    def __init__(self, device: PrefixCachingBlockAllocator, host: PrefixCachingBlockAllocator) -> None:
         if device is host:
             raise CacheArgumentError("device and host are one allocator; give two")
         if device.block_size != host.block_size:
@@ -90,9 +90,6 @@ class BlockSwapper:
         self.host = host
         self._pending: list[SwapCopy] = []
         self._unfinished: _Swap | None = None
-
-    def __repr__(self) -> str:
-        return f"BlockSwapper(device={self.device!r}, host={self.host!r}, pending copies={len(self._pending)})"
 
     @property
     def pending_copies(self) -> tuple[SwapCopy, ...]:
@@ -183,7 +180,10 @@ class BlockSwapper:
         self.host.check()
 
     def _swap(
-        self, tables: Sequence[BlockTable], source: EngineAllocator, destination: EngineAllocator
+        self,
+        tables: Sequence[BlockTable],
+        source: PrefixCachingBlockAllocator,
+        destination: PrefixCachingBlockAllocator,
     ) -> list[tuple[int, int]]:
         plan = self._plan(tables, source, destination)
         hits = _found(plan)
@@ -213,7 +213,12 @@ class BlockSwapper:
             guard.free()
         return copies
 
-    def _plan(self, tables: Sequence[BlockTable], source: EngineAllocator, destination: EngineAllocator) -> _Plan:
+    def _plan(
+        self,
+        tables: Sequence[BlockTable],
+        source: PrefixCachingBlockAllocator,
+        destination: PrefixCachingBlockAllocator,
+    ) -> _Plan:
         """Return what a swap would take.  Effects: none."""
         self.settle()
         where = "the device" if source is self.device else "the host"
@@ -245,8 +250,8 @@ class BlockSwapper:
         return table.block_ids[: -(-table.num_tokens // self.device.block_size)]
 
     @staticmethod
-    def _status(plan: _Plan, destination: EngineAllocator) -> AllocStatus:
-        num_taken = len(plan) - sum(count > 0 for count in destination.ref_counts(_found(plan)))
+    def _status(plan: _Plan, destination: PrefixCachingBlockAllocator) -> AllocStatus:
+        num_taken = len(plan) - sum(destination.ref_count(block_id) > 0 for block_id in _found(plan))
         if num_taken <= destination.num_available_blocks:
             return AllocStatus.OK
         return AllocStatus.LATER if len(plan) < destination.num_blocks else AllocStatus.NEVER

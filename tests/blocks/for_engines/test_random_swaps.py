@@ -11,6 +11,7 @@ from hf_paged_cache.blocks.for_engines import AllocStatus, BlockSwapper
 from hf_paged_cache.errors import OutOfBlocksError
 
 from ..random_operations import Driver, Model, Prefixes, Sequence, World, random_step
+from ..snapshot import snapshot_of
 
 NUM_BLOCKS = ((9, 9), (17, 6), (6, 17), (30, 60))  # of device and host
 SIZE = 2
@@ -76,7 +77,7 @@ class SwapDriver:
         found = found_in_place(naive, here.model, there.model)
         needed = sum(other is None or other in there.model.cached for other in found.values())
         room = len(there.model.free) + len(there.model.cached)
-        before = [side.allocator.snapshot() for side in self.sides]
+        before = [snapshot_of(side.allocator) for side in self.sides]
         full = {block for each in naive for block in each.blocks[: len(each.tokens) // SIZE]}
         assert self.swapper.num_full_blocks_touched(*tables) == sum(found[block] is None for block in full)
         status = ask(*tables)
@@ -86,7 +87,7 @@ class SwapDriver:
         if status is not AllocStatus.OK:
             with pytest.raises(OutOfBlocksError):
                 swap(*tables)
-            assert [side.allocator.snapshot() for side in self.sides] == before
+            assert [snapshot_of(side.allocator) for side in self.sides] == before
             assert not self.swapper.pending_copies
             return
         copies = swap(*tables)
