@@ -53,7 +53,6 @@ from .store_options import StoreOptions, StoreSizes, given_sizes, shows_store_op
 from .tiers.base import Tier
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier
-from .tiers.sharing import Sharing
 
 
 class PrefixStore:
@@ -370,8 +369,7 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
     below = None
     if disk_folder is not None:
         conditioning.is_shared = True
-        sharing = Sharing(conditioning.roots, conditioning.shared_identities)
-        below = DiskTier(disk_folder, options.disk_bytes, sharing)
+        below = DiskTier(disk_folder, options.disk_bytes, conditioning.roots, conditioning.shared_identities)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
 

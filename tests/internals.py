@@ -428,18 +428,17 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
     """Put zeros in place of all that lower tiers have, in memory and in files. The pool's content stays."""
     for tier in _blocks(cache_or_store).tiers.tiers:
         if isinstance(tier, HostTier):
-            for shelf in tier._shelves.values():
-                for slab in shelf._slabs:
-                    for rows in slab.rows:
-                        rows.zero_()
+            for _, row in tier.entries.values():
+                for of_part in row:
+                    of_part.zero_()
         elif isinstance(tier, DiskTier):
             tier.join()
             for run in tier._runs.values():
-                for chunk in (chunk for of_kind in (run._chunks or {}).values() for chunk in of_kind):
-                    for event in chunk.arrival:
-                        event.synchronize()
-                    for rows in chunk.rows:
-                        rows.zero_()
+                run._wait()
+                for gathered in (run._gathered or {}).values():
+                    for _, row in gathered.contents:
+                        for of_part in row:
+                            of_part.zero_()
                 if run.file is not None:  # with checksums that are right
                     zeros = {
                         content.kind: [

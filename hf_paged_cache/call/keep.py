@@ -223,7 +223,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
         for group, missing, before in wanted:
             passed = before[: max(0, group.num_free - len(missing))]
             taken.append((group, missing, passed, group.take_places((), len(missing) + len(passed))))
-        store.make_copies()
+        store.offload()
         for group, missing, passed, places in taken:
             tensors = store.pool.groups[group.name]
             tensors.use(1 + max(places, default=0))
@@ -262,7 +262,7 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
     allocator.allocate_immutable(held, hashes[:num])
     block_ids, fresh = held.block_ids[before:], list[tuple[int, list[int]]]()
     store.pool.all.use(1 + max(block_ids))
-    store.make_copies()
+    store.offload()
     for at, (block_id, is_known) in enumerate(zip(block_ids, known, strict=False)):
         if is_known:
             continue
@@ -298,9 +298,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
                 return False  # there was no memory for a block
             pool.lay_out_together(streams)
     if not store.is_settled:
-        store.read_budget()
-        with store.lock:
-            store.settle_budget()
+        store.settle_budget()
     with store.lock:  # tensors are made anew for a wider dtype, or on the model's device if it has moved
         if all(_can_hold(store, stream, states) for stream, states in streams.items()):
             return True

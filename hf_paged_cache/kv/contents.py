@@ -5,7 +5,7 @@ of hashes or tokens. Where a model lies on several devices, and where layers hav
 in each *part*.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -94,13 +94,8 @@ def new_rows(num_rows: int, num_bytes: int, device: torch.device | None) -> Tens
 
 
 def host_rows(part: Part, num_rows: int) -> Tensor:
-    """Return rows of host memory that this part's device copies to and from, if possible without a wait."""
-    if part.device.type in _UNPINNED:
-        return new_rows(num_rows, part.num_bytes, torch.device("cpu"))
-    try:
-        return new_rows(num_rows, part.num_bytes, None)
-    except RuntimeError:  # no memory can be pinned: the host waits
-        return new_rows(num_rows, part.num_bytes, torch.device("cpu"))
+    """Return rows of host memory that this part's device copies to and from without a wait; see `new_rows`."""
+    return new_rows(num_rows, part.num_bytes, torch.device("cpu") if part.device.type in _UNPINNED else None)
 
 
 def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int], transfer: Transfer | None = None) -> Tensor:
@@ -172,15 +167,6 @@ def events_on(devices: Iterable[torch.device]) -> list[torch.Event]:
         event.record(torch.accelerator.current_stream(device))
         events.append(event)
     return events
-
-
-def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Iterate over (first index, length) of the stretches of `numbers` in which each is one more than the last."""
-    start = 0
-    for index in range(1, len(numbers) + 1 if numbers else 0):
-        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
-            yield start, index - start
-            start = index
 
 
 def _field(rows: Tensor, piece: Piece) -> Tensor:

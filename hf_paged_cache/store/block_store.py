@@ -17,7 +17,6 @@ import torch
 from ..blocks import BlockTable, Group, PrefixCachingBlockAllocator, Sight
 from ..errors import CacheArgumentError, CacheBusyError
 from ..kv.block_pool import BlockPool, GroupTensors, Slab
-from ..kv.transfers import Transfer
 from ..locks import new_lock
 from ..tiers.base import Tier
 from .call_totals import CallTotals
@@ -103,9 +102,8 @@ class BlockStore:
         self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
         self._measure_layers = measure_layers
         self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has the measured layers
-        self._budget_bytes: dict[torch.device, int] = {}  # device -> bytes for keys and values, by what was free
         self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
-        self.tiers = LowerTiers(self, tiers)
+        self.tiers = LowerTiers(self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # salt -> resets; None: resets of all salts
@@ -236,19 +234,6 @@ class BlockStore:
         self.windows.limit(self.max_num_blocks)
         self.ran_out_of_memory = False
 
-    def affordable_blocks(self) -> float:
-        """Return the most blocks there can be: the number given, or what the memory budget holds.
-
-        It is infinite before any block was written. Each device holds its own layers.
-        """
-        if self._promised_num_blocks is not None and self.max_num_blocks is not None:
-            return self.max_num_blocks
-        fitting = (
-            self._budget_bytes.get(device, math.inf) // num_bytes
-            for device, num_bytes in self._bytes_per_block_on().items()
-        )
-        return max(_LEAST_NUM_BLOCKS, min(fitting, default=math.inf))
-
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Return the bytes that a block takes of each device.
 
@@ -290,25 +275,24 @@ class BlockStore:
         measured = self._measure_layers()
         with self.lock:
             self._measured = measured
-        self.read_budget()
-        with self.lock:
-            self.settle_budget()
-
-    def read_budget(self) -> None:
-        """Look how much memory is free on the devices of the blocks. The caller holds no lock: this reads files."""
-        with self.lock:
-            devices = list(self._bytes_per_block_on()) if not self.is_settled else []
-        budget = {device: default_budget_bytes(device, self) for device in devices}
-        with self.lock:
-            self._budget_bytes = budget
+        self.settle_budget()
 
     def settle_budget(self) -> None:
-        """Fix the most blocks there can be, once it is known how large a block is. `read_budget` comes before."""
-        if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
-            admitted = self.allocator.num_blocks
-            if self.windows.are_all:
-                admitted = max(group.num_blocks for group in self.windows.groups)
-            promised = max(admitted, int(affordable))
+        """Fix the most blocks there can be, once it is known how large a block is.
+
+        The caller holds no lock: this reads how much memory is free on the devices of the blocks.
+        """
+        if self.is_settled:
+            return
+        with self.lock:
+            bytes_per_block = self._bytes_per_block_on()
+        budget = {device: default_budget_bytes(device, self) for device in bytes_per_block}
+        with self.lock:
+            if not budget or self.is_settled:
+                return
+            fitting = min(budget[device] // num_bytes for device, num_bytes in bytes_per_block.items())
+            managed = [group.num_blocks for group in self.windows.groups] if self.windows.are_all else []
+            promised = max(_LEAST_NUM_BLOCKS, int(fitting), *managed, 0 if managed else self.allocator.num_blocks)
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
@@ -431,33 +415,16 @@ class BlockStore:
             self.max_num_blocks = max(managed - managed // 4, self.max_num_blocks or 0)
             self.windows.limit(self.max_num_blocks)
 
-    def make_copies(self, transfer: Transfer | None = None, *, may_wait: bool = True, are_filled: bool = False) -> None:
-        """Copy out what was evicted, and make the pending copies of copy on write. To be called before the next write.
-
-        Args:
-            transfer: see `BlockPool.copy_blocks`.
-            may_wait: see `LowerTiers.offload`.
-            are_filled: True if the copied blocks will be filled from elsewhere. Window blocks are copied all the same.
-        """
-        if self.tiers.tiers:
-            self.tiers.offload(may_wait=may_wait)
-        copies = self.allocator.pending_copies
-        if copies:
-            if not are_filled:
-                self.pool.all.copy_blocks(copies, transfer)
-            self.allocator.drop_copies(len(copies))
-        for group in self.windows.groups:
-            if group.copies:
-                copies = tuple(group.copies)
-                self.pool.groups[group.name].copy_blocks(copies, transfer)
-                del group.copies[: len(copies)]
+    def offload(self) -> None:
+        """Copy out what was evicted, before anything is written."""
+        if self.tiers:
+            self.tiers.offload()
 
     def check(self) -> None:
         """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
         self.allocator.check()
         self.windows.check()
         self.states.kept.check()
-        self.tiers.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """Give back the blocks held by threads that are not there, as in a forked child."""

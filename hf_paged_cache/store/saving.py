@@ -8,17 +8,17 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..blocks import BlockHash, HashChain
+from ..blocks.hashing import digest_behind
 from ..blocks.roots import RootFacts, Roots
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, SavedBlocksError
-from ..tiers.base import STATES, Kind, Name
+from ..tiers.base import Kind
 from ..tiers.folders import Folder, remove
 from ..tiers.run_files import Run
 from ..tiers.saved_file import DamagedFileError, Identity, new_path, read_saved_file, read_to_the_end, saved_paths
-from ..tiers.sharing import renamed
 from .block_store import BlockStore
 
 logger = logging.getLogger("hf_paged_cache")
@@ -97,7 +97,8 @@ def save_blocks(
         some, run = chosen[num_done : num_done + step], Run(new_path(folder), model.identity)
         with blocks.lock:
             blocks.settle()
-            num_gone += len(some) - _copy_out(blocks, some, run, roots, known)
+            num_gone += len(some) - _copy_out(blocks, some, run, known)
+        run.note(roots)
         run.write(home)
         if run.file is not None:
             num_written += len(run.file.blocks)
@@ -175,7 +176,6 @@ def _copy_out(
     blocks: BlockStore,
     some: Sequence[tuple[BlockHash, BlockHash]],
     run: Run,
-    roots: Collection[RootFacts],
     known: Collection[tuple[Kind, bytes]],
 ) -> int:
     """Add to a run what is cached of these blocks and not known; return how many of the blocks are cached.
@@ -183,19 +183,41 @@ def _copy_out(
     The caller holds the store's lock.
     """
     layout, num_here = blocks.tiers.layout, 0
-    new: dict[Kind, dict[Name, Any]] = {}
+    new: dict[Kind, list[tuple[BlockHash, object]]] = {}
     for block_hash, saved in some:
         at = blocks.allocator.match_prefix((block_hash,), b"")
         num_here += len(at)
         for kind, content in layout.contents_of(at[0], block_hash.digest) if at else ():
             if (kind, saved.digest) not in known:
-                new.setdefault(kind, {})[Name(saved, b"")] = content
-            if kind == STATES:
-                layout.see_states(content)
+                new.setdefault(kind, []).append((saved, content))
     for kind, contents in new.items():
         if parts := layout.parts().get(kind):
-            run.add(kind, parts, [*contents], layout.rows_of(kind, [*contents.values()]), roots)
+            rows = layout.rows_of(kind, [content for _, content in contents])
+            for number, (saved, _) in enumerate(contents):
+                run.add(kind, parts, saved, [of_part[number : number + 1] for of_part in rows])
     return num_here
+
+
+def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[bytes, BlockHash]:
+    """Rename blocks whose roots have other names: return digest -> renamed block, parents before their children.
+
+    Blocks are left out that do not descend from one of the roots, or that depend on more than tokens.
+
+    Args:
+        roots: name of a root here -> its name there.
+    """
+    children: dict[bytes, list[BlockHash]] = {}
+    for block in dict.fromkeys(blocks):
+        if digest_behind(block.parent, block.token_bytes) == block.digest:
+            children.setdefault(block.parent, []).append(block)
+    found: dict[bytes, BlockHash] = {}
+    waiting = [(block, there) for here, there in roots.items() for block in children.get(here, ())]
+    while waiting:
+        block, parent = waiting.pop()
+        there = digest_behind(parent, block.token_bytes)
+        found[block.digest] = BlockHash(there, block.token_bytes, parent)
+        waiting += [(child, there) for child in children.get(block.digest, ())]
+    return found
 
 
 def folder_of(folder: str | os.PathLike[str]) -> Path:

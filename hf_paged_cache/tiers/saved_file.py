@@ -22,7 +22,7 @@ from torch import Tensor
 from ..blocks.hashing import BlockHash, bytes_of, digest_behind, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
-from ..kv.contents import Part, laid_out, runs
+from ..kv.contents import Part, laid_out
 from ..kv.states import StateKey
 from .base import BLOCKS, STATES, Kind
 
@@ -93,6 +93,15 @@ class SavedFile(NamedTuple):
     def content(self, kind: Kind) -> SavedContents:
         """Return what the file holds of a kind."""
         return next(content for content in self.contents if content.kind == kind)
+
+    def why_not(self, block_size: int, identities: Sequence[Identity]) -> str | None:
+        """Return why a model with one of these identities finds nothing here; None if the file is of this model."""
+        if not any(identity.facts == self.facts for identity in identities):
+            found = (identity.why_other(self.facts, self.settings) for identity in identities[-1:])
+            return next(found, None) or "what this model computes has no name that other processes understand"
+        if self.block_size != block_size:
+            return f"its blocks have {self.block_size} tokens, and those of this store {block_size}"
+        return None
 
 
 def facts_digest(facts: Mapping[str, str]) -> bytes:
@@ -227,13 +236,12 @@ def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
         DamagedFileError: a row is not what was written.
         OSError: the file is not there any more, or cannot be read.
     """
-    loaded = []
+    loaded, first = [], min(rows)
     try:
         with torch.device("cpu"), _opened(file.path) as opened:  # else rows would go to torch's default device
             for number, checksums in enumerate(file.content(kind).checksums):
-                held = opened.get_slice(f"{kind}.{number}")
-                stretches = [held[rows[start] : rows[start] + length] for start, length in runs(rows)]
-                loaded.append(stretches[0] if len(stretches) == 1 else torch.cat(stretches))
+                span = opened.get_slice(f"{kind}.{number}")[first : max(rows) + 1]
+                loaded.append(span[[at - first for at in rows]])
                 if any(_checksum(row) != checksums[at] for row, at in zip(loaded[-1], rows, strict=True)):
                     raise DamagedFileError(f"{file.path} is damaged: blocks are not what was written")
     except SafetensorError as error:
