@@ -194,8 +194,8 @@ def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> in
     """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
     pool, size, sight = store.pool, store.block_size, store.windows.sight_of.get(layer_idx)
     written = written_slots(store)
-    if (placing := pool.groups[None if sight is None else sight.name].placing) is not None:
-        places = placing.places
+    if sight is not None:
+        places = next(group.places for group in store.windows.groups if group.name == sight.name)
         written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
     empty: list[int] = []
     for held in pool.layer(layer_idx).values():

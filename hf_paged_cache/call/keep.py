@@ -279,7 +279,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
     Returns:
-        whether the pool can hold the streams. It cannot hold streams of a dtype for which it has too many blocks.
+        whether the pool can hold the streams. It cannot where it holds others, and somebody needs its blocks.
     """
     pool = store.pool
     with store.lock:
@@ -299,10 +299,10 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
             pool.lay_out_together(streams)
     if not store.is_settled:
         store.settle_budget()
-    with store.lock:  # tensors are made anew for a wider dtype, or on the model's device if it has moved
+    with store.lock:
         if all(_can_hold(store, stream, states) for stream, states in streams.items()):
             return True
-        is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))
+        is_empty = store.begin_anew(sum(_bytes_of_block(store, states) for states in streams.values()))
     return is_empty and lay_out(store, rows)
 
 
@@ -325,21 +325,14 @@ def _has_tensors(store: BlockStore, rows: Rows) -> bool:
     return all(name in store.pool.layer(layer.layer_idx) for layer in layers for name, _ in layer.named())
 
 
-def _bytes_of_block(store: BlockStore, stream: Stream, states: torch.Tensor) -> int:
-    """Return the bytes that a block has of a stream, in a dtype that takes what the pool holds as well."""
-    held = store.pool.layer(stream[0]).get(stream[1])
-    dtype = states.dtype if held is None else torch.promote_types(held.dtype, states.dtype)
-    return states.shape[1] * states.shape[3] * store.block_size * dtype.itemsize
+def _bytes_of_block(store: BlockStore, states: torch.Tensor) -> int:
+    """Return the bytes that a block has of a stream."""
+    return states.shape[1] * states.shape[3] * store.block_size * states.dtype.itemsize
 
 
 def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:
-    """Return whether the pool can hold such numbers; where it counts blocks alone, its tensor takes a wider dtype."""
+    """Return whether the pool can hold such numbers: there, of this shape, and in this dtype or a wider one."""
     held = store.pool.layer(stream[0]).get(stream[1])
-    if held is None:
+    if held is None or held.device != states.device or held.shape[1::2] != states.shape[1::2]:
         return False
-    is_wider = torch.promote_types(held.dtype, states.dtype) != held.dtype
-    if is_wider and store.has_budget:
-        return False
-    if is_wider or held.device != states.device:
-        store.pool.tensor_for(*stream, states)  # widens or moves it
-    return True
+    return torch.promote_types(held.dtype, states.dtype) == held.dtype

@@ -6,19 +6,19 @@ in each *part*.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .block_pool import BlockPool
 from .states import StateKey, States
-from .transfers import Transfer
+from .transfers import to_device as numbers_on
 
 _ALIGNMENT = 16  # bytes; a view of any dtype must begin at a multiple of its size
 _UNPINNED = ("cpu", "meta", "mps")
 
-Key = tuple[int, str] | StateKey  # key of a tensor: layer index and name, or the key of a state
+Key = Any  # key of a tensor: layer index and name in the pool, or the `StateKey` of a state
 
 
 class Piece(NamedTuple):
@@ -73,12 +73,15 @@ def laid_out(
 
 
 def lay_out_pool(pool: BlockPool, parts: Iterable[Part]) -> None:
-    """Make the tensors that these parts of blocks and window blocks are made of, where the pool has none yet."""
-    for part in parts:
-        for piece in part.pieces:
-            if not isinstance(piece.key, StateKey):
-                (layer_idx, name), (heads, _, head_dim) = piece.key, piece.shape
-                pool.lay_out(layer_idx, name, heads, head_dim, piece.dtype)
+    """Make the tensors that these parts of blocks and window blocks are made of, where the pool has none yet.
+
+    They lie where the first keys and values will be.
+    """
+    streams = {}
+    for piece in (piece for part in parts for piece in part.pieces):
+        heads, _, head_dim = piece.shape
+        streams[piece.key] = torch.empty((0, heads, 0, head_dim), dtype=piece.dtype, device=pool.first_device())
+    pool.lay_out_together(streams)
 
 
 def new_rows(num_rows: int, num_bytes: int, device: torch.device | None) -> Tensor:
@@ -98,16 +101,11 @@ def host_rows(part: Part, num_rows: int) -> Tensor:
     return new_rows(num_rows, part.num_bytes, torch.device("cpu") if part.device.type in _UNPINNED else None)
 
 
-def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int], transfer: Transfer | None = None) -> Tensor:
-    """Return what these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device.
-
-    Effects: none.
-    """
+def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int]) -> Tensor:
+    """Return what these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device."""
     held, rows = pool.groups[part.window].named(), new_rows(len(ids), part.num_bytes, part.device)
-    transfer = Transfer() if transfer is None else transfer
-    index = transfer.on(part.device, transfer.add(ids))
+    index = numbers_on(ids, part.device)
     for piece in part.pieces:
-        assert not isinstance(piece.key, StateKey)  # a tensor of the pool
         _field(rows, piece).copy_(held[piece.key].index_select(0, index).flatten(1))
     return rows
 
@@ -116,10 +114,8 @@ def write_blocks(pool: BlockPool, part: Part, ids: Sequence[int], rows: Tensor) 
     """Write `rows`, [N, part.num_bytes] on the part's device, into these blocks or window blocks. No id comes twice."""
     held = pool.groups[part.window].named()
     pool.groups[part.window].use(1 + max(ids, default=-1))
-    transfer = Transfer()
-    index = transfer.on(part.device, transfer.add(ids))
+    index = numbers_on(ids, part.device)
     for piece in part.pieces:
-        assert not isinstance(piece.key, StateKey)  # a tensor of the pool
         held[piece.key].index_copy_(0, index, _field(rows, piece).view(-1, *piece.shape))
 
 
@@ -128,7 +124,6 @@ def rows_of_states(part: Part, states: Sequence[States]) -> Tensor:
     rows = new_rows(len(states), part.num_bytes, part.device)
     for number, held in enumerate(states):
         for piece in part.pieces:
-            assert isinstance(piece.key, StateKey)  # a tensor of states
             _field(rows[number : number + 1], piece).copy_(held[piece.key].flatten(1))
     return rows
 
@@ -142,7 +137,6 @@ def states_of_row(parts: Iterable[tuple[Part, Tensor]]) -> dict[StateKey, Tensor
     for part, row in parts:
         on_device = row.to(part.device, non_blocking=True)[None]
         for piece in part.pieces:
-            assert isinstance(piece.key, StateKey)  # a tensor of states
             states[piece.key] = _field(on_device, piece).view(1, *piece.shape).clone()
     return states
 

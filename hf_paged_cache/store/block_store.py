@@ -338,68 +338,51 @@ class BlockStore:
         with self.lock:
             return self.windows.sight_of
 
-    def follow_windows(self, sight_of: Mapping[int, Sight]) -> bool:
+    def follow_windows(self, sight_of: Mapping[int, Sight]) -> None:
         """Use these windows of the layers, as rows begin. What is cached under other windows is forgotten.
 
-        Returns:
-            Whether the rows can run: not while other calls hold blocks of layers with other windows.
+        While calls hold blocks, nothing changes: `windows_now` says so.
         """
-        if not self.windows.may_change or self.windows.sight_of == sight_of:
-            return True
-        if not self._forget_all():
-            return False
-        self.windows.regroup(sight_of)
-        self.pool.regroup(sight_of, self.windows.groups)
-        self.tiers.watch_windows()
-        self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
-        return True
+        if self.windows.may_change and self.windows.sight_of != sight_of and self._is_idle:
+            self.reset_prefix_cache()
+            self.windows.regroup(sight_of)
+            self.pool.regroup(sight_of, self.windows.groups)
+            self.tiers.watch_windows()
+            self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
 
-    def follow_dtype(self, dtype: torch.dtype) -> bool:
+    def follow_dtype(self, dtype: torch.dtype) -> None:
         """Use this dtype of the model, as rows begin.
 
-        Where it takes more bytes than the budget has counted with, what is cached is forgotten, and there can be fewer
-        blocks.
-
-        Returns:
-            Whether the rows can run: not while other calls hold blocks.
+        Where it is wider than those before, what is cached is forgotten, and a budget in bytes holds fewer blocks.
+        While calls hold blocks, nothing changes.
         """
-        before, promised = self._dtype.itemsize, self._promised_num_blocks
-        if not self.has_budget or dtype.itemsize <= before:
-            return True
-        if promised is not None:
-            self._promised_num_blocks = max(_LEAST_NUM_BLOCKS, promised * before // dtype.itemsize)
-        if not self._forget_all(keep_tiers=True):
-            self._promised_num_blocks = promised
-            return False
-        self.states.limit(self._promised_num_blocks)
-        self._measured, self._dtype = {}, dtype
-        return True
+        if dtype.itemsize > self._dtype.itemsize and self._is_idle:
+            self._reset_for(self._dtype.itemsize, dtype.itemsize)
+            self._measured, self._dtype = {}, dtype
 
-    def begin_wider(self, bytes_per_block: int) -> bool:
-        """Forget all and allow fewer blocks, if nobody holds a block.
-
-        Blocks take more bytes from here on than the budget has counted with.
+    def begin_anew(self, bytes_per_block: int) -> bool:
+        """Forget all if nobody holds a block: keys and values have another dtype, shape or device from here on.
 
         Returns:
             Whether nobody holds a block; if somebody does, nothing has changed.
         """
         if self.allocator.num_blocks_in_use:
             return False
-        if self._promised_num_blocks is not None:
-            before = self.pool.all.bytes_per_block
-            self._promised_num_blocks = max(
-                _LEAST_NUM_BLOCKS, self._promised_num_blocks * before // max(1, bytes_per_block)
-            )
-        self.reset_prefix_cache(keep_tiers=True)
-        self.states.limit(self._promised_num_blocks)
+        self._reset_for(sum(group.bytes_per_block for group in self.pool.groups.values()), bytes_per_block)
         return True
 
-    def _forget_all(self, *, keep_tiers: bool = False) -> bool:
-        """Do `reset_prefix_cache` if no call holds blocks, and return whether it was done."""
-        if len(self.pins.block_ids()) < self.allocator.num_blocks_in_use:
-            return False
-        self.reset_prefix_cache(keep_tiers=keep_tiers)
-        return True
+    def _reset_for(self, before: int, bytes_per_block: int) -> None:
+        """Forget what is cached; of blocks larger than before a budget in bytes holds fewer."""
+        if self.has_budget and self._promised_num_blocks is not None and bytes_per_block > before:
+            fitting = self._promised_num_blocks * before // bytes_per_block
+            self._promised_num_blocks = max(_LEAST_NUM_BLOCKS, fitting)
+        self.reset_prefix_cache(keep_tiers=True)
+        self.states.limit(self._promised_num_blocks)
+
+    @property
+    def _is_idle(self) -> bool:
+        """True if no call holds blocks; pins may."""
+        return len(self.pins.block_ids()) >= self.allocator.num_blocks_in_use
 
     def make_way(self) -> None:
         """Let the pool grow no more after a model's forward ran out of memory.
