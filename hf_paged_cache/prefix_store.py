@@ -26,7 +26,7 @@ from .integration.image_inputs import ImageInputs
 from .integration.token_input import are_several, one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
-from .model.probing import input_device, measure_bytes_per_token, measure_layers, measure_states
+from .model.probing import input_device, measure_bytes_per_token, measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
     attention_of,
@@ -135,8 +135,6 @@ class PrefixStore:
             states,
             bytes_per_block,
             has_budget=options.max_bytes is not None,
-            dtype=model.dtype,
-            measure_layers=lambda: measure_layers(model),
             tiers=tiers,
             eviction=options.eviction,
         )

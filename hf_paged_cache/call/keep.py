@@ -300,9 +300,9 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     if not store.is_settled:
         store.settle_budget()
     with store.lock:
-        if all(_can_hold(store, stream, states) for stream, states in streams.items()):
+        if all(_can_hold(store, stream, states) for stream, states in streams.items()) and store.fits_budget():
             return True
-        is_empty = store.begin_anew(sum(_bytes_of_block(store, states) for states in streams.values()))
+        is_empty = store.begin_anew()
     return is_empty and lay_out(store, rows)
 
 
@@ -323,11 +323,6 @@ def _has_tensors(store: BlockStore, rows: Rows) -> bool:
     """Return whether the pool has tensors for all streams of the rows. The store's lock is held."""
     layers = [layer for layer in rows.layers if getattr(layer, "held", None) is not None]
     return all(name in store.pool.layer(layer.layer_idx) for layer in layers for name, _ in layer.named())
-
-
-def _bytes_of_block(store: BlockStore, states: torch.Tensor) -> int:
-    """Return the bytes that a block has of a stream."""
-    return states.shape[1] * states.shape[3] * store.block_size * states.dtype.itemsize
 
 
 def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:

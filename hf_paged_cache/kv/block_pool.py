@@ -106,18 +106,6 @@ class GroupTensors:
         """Return the bytes that a block takes of each device, in the layers written so far."""
         return self._bytes_on(lambda held: 1)
 
-    def bytes_to_grow(self, num_blocks: int) -> dict[torch.device, int]:
-        """Return the bytes that `ensure_capacity` needs free on each device.
-
-        They are the bytes of the new blocks, and those of the largest slab, which is there twice for a moment.
-        """
-        new = self._bytes_on(lambda held: max(0, num_blocks - held.shape[2]))
-        twice: dict[torch.device, int] = {}
-        for slab in self._slabs:
-            device, num_held = slab.tensor.device, self.num_blocks_used if slab.tensor.is_cpu else slab.tensor.shape[2]
-            twice[device] = max(twice.get(device, 0), num_held * slab.bytes_per_block)
-        return {device: extra + twice[device] for device, extra in new.items()}
-
     def _bytes_on(self, num_blocks_of: Callable[[Tensor], int]) -> dict[torch.device, int]:
         total: Counter[torch.device] = Counter()
         for slab in self._slabs:

@@ -37,11 +37,6 @@ class Leases:
     """`Leases` leases blocks: a leased block is neither evicted nor written by others.
 
     The caller holds the store's lock.
-
-    Args:
-        allocator: allocator of the blocks.
-        windows: groups whose window blocks are held with the blocks.
-        states: snapshots beside the blocks.
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, states: StateSnapshots) -> None:

@@ -21,7 +21,6 @@ class Pins:
     """`Pins` holds the pinned prefixes of one store.
 
     Args:
-        windows: groups that say whether there are as many window blocks as pins and calls need.
         new_table: returns an empty table of a root and a salt.
         groups: returns the groups of layers that need more to resume than blocks.
     """
@@ -33,19 +32,9 @@ class Pins:
         new_table: Callable[[bytes, bytes], BlockTable],
         groups: Callable[[], Sequence[Group]],
     ) -> None:
-        self._allocator = allocator
-        self._windows = windows
-        self._new_table = new_table
-        self._groups = groups
+        self._allocator, self._windows = allocator, windows
+        self._new_table, self._groups = new_table, groups
         self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table with their blocks
-
-    def __repr__(self) -> str:
-        return f"Pins({len(self._tables)} prefixes, {self.num_blocks} blocks)"
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of distinct blocks that are pinned."""
-        return len(self._counts())
 
     def block_ids(self, salt: bytes | None = None) -> set[int]:
         """Return the blocks that are pinned, of one salt or of all."""
@@ -59,19 +48,13 @@ class Pins:
     @property
     def num_blocks_held_alone(self) -> int:
         """Number of pinned blocks that no row holds: unpinning everything would give them back."""
-        ref_count = self._allocator.ref_count
-        return sum(ref_count(block_id) == count for block_id, count in self._counts().items())
+        counts = Counter(chain.from_iterable(table.block_ids for table in self._tables.values()))
+        return sum(self._allocator.ref_count(block_id) == count for block_id, count in counts.items())
 
     def pin(self, salt: bytes, root: bytes, token_ids: TokenIds) -> int:
-        """Hold the longest cached prefix of `token_ids` from which a prompt can resume.
+        """Hold the longest cached prefix of `token_ids` from which a prompt can resume; return its number of tokens.
 
         It takes the place of what was pinned for these tokens and this salt.
-
-        Args:
-            root: root of the blocks' hashes.
-
-        Returns:
-            The number of tokens pinned, a multiple of the block size, at least one block.
 
         Raises:
             CacheArgumentError: there is no such prefix in the cache; nothing has changed.
@@ -100,10 +83,7 @@ class Pins:
     def unpin(self, salt: bytes, token_ids: TokenIds | None) -> int:
         """Give back what is pinned for these tokens and this salt, or without tokens for the salt.
 
-        The blocks stay cached.
-
-        Returns:
-            The number of tokens that were pinned.
+        The blocks stay cached. Returns the number of tokens that were pinned.
         """
         wanted = None if token_ids is None else token_ids.tobytes()
         return sum(self._release(key) for key in list(self._tables) if key[0] == salt and wanted in (None, key[1]))
@@ -119,18 +99,9 @@ class Pins:
         table.free()
         return num_tokens
 
-    def _counts(self) -> Counter[int]:
-        """Return block id -> number of pins that hold the block."""
-        return Counter(chain.from_iterable(table.block_ids for table in self._tables.values()))
-
 
 def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
-    """Say why nothing of a prefix can be pinned, and what to do.
-
-    Args:
-        num_tokens: tokens of the prefix.
-        num_cached: tokens of the prefix in cached blocks.
-    """
+    """Say why nothing can be pinned of a prefix with `num_cached` tokens in cached blocks, and what to do."""
     if num_tokens < block_size:
         return (
             f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks are "
