@@ -96,10 +96,7 @@ class GroupTensors:
         self.num_blocks_used = max(self.num_blocks_used, num_blocks)
 
     def bytes_on(self) -> dict[torch.device, int]:
-        """Return the bytes taken of each device.
-
-        On a host these are the bytes of the blocks used so far, as untouched pages cost nothing.
-        """
+        """Return the bytes taken of each device; on a host of the blocks used so far, as untouched pages cost nothing."""
         return self._bytes_on(lambda held: self.num_blocks_used if held.is_cpu else held.shape[2])
 
     def bytes_per_block_on(self) -> dict[torch.device, int]:
@@ -113,11 +110,9 @@ class GroupTensors:
         return dict(total)
 
     def ensure_capacity(self, num_blocks: int) -> None:
-        """Hold at least `num_blocks` blocks, and keep the content of all blocks used so far.
+        """Hold at least `num_blocks` blocks, and keep the content of all blocks used so far, by copying it.
 
         The slabs grow one after the other; each gives its old memory back before the next one grows.
-
-        Cost: a copy of the blocks used so far, when the slabs must grow.
 
         Raises:
             torch.OutOfMemoryError: the content and `capacity` are as before; slabs that had grown stay large.
@@ -147,17 +142,14 @@ class GroupTensors:
 class BlockPool:
     """`BlockPool` holds named tensors of each layer, on the layer's device.
 
-    Their shape is `[num_blocks, num_heads, block_size, head_dim]`. In memory the heads come first, so the tokens of a
-    head lie side by side over blocks that follow one another: a run of blocks is one slice. Shapes, dtypes and devices
-    are those of a layer's first write, not of a config: key and value may differ in head size, layers in anything. New
-    tensors are zeroed: masked attention multiplies what was not written by zero, and what was not written must not be a
-    NaN.
+    Shapes, dtypes and devices are those of a layer's first write, not of a config: key and value may differ in head
+    size, layers in anything. New tensors are zeroed: masked attention multiplies what was not written by zero, and what
+    was not written must not be a NaN.
 
     Callers name blocks by the allocator's ids; layers with a window keep the blocks where their `WindowBlocks` say.
 
     Args:
         first_device: function that returns where the first write will be; called as long as there was no write.
-        sight_of, windows: see `regroup`.
 
     Attributes:
         groups: name of a group, or None -> tensors of the group's layers.
@@ -192,12 +184,7 @@ class BlockPool:
         self.regroup(sight_of, windows)
 
     def regroup(self, sight_of: Mapping[int, Sight], windows: Iterable[WindowBlocks]) -> None:
-        """Give the layers these windows from now on. Nothing may be in the pool.
-
-        Args:
-            sight_of: layer index -> window of the layer, for the layers that have one.
-            windows: window blocks of each window.
-        """
+        """Give the layers with these indices these windows from now on. Nothing may be in the pool."""
         self.num_layouts += 1
         self.groups: dict[int | str | None, GroupTensors] = {None: self.all}
         self.groups |= {blocks.name: GroupTensors(self._streams) for blocks in windows}
@@ -237,10 +224,7 @@ class BlockPool:
         return all(device.type == "cpu" for device in devices)
 
     def join_streams(self) -> None:
-        """Let what this thread launches come after what other calls have launched.
-
-        Blocks may have passed from one call to another.
-        """
+        """Let what this thread launches come after what other calls have launched: blocks pass from call to call."""
         if self.accelerators:
             self._streams.join(self.accelerators)
 

@@ -87,7 +87,7 @@ class BlockStore:
         self.leases = Leases(self.allocator, self.windows, self.states)
         self.first_device = first_device
         self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
-        self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
+        self.pins = Pins(self.allocator, self.windows, self.leases)
         self.tiers = LowerTiers(self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
@@ -144,12 +144,7 @@ class BlockStore:
                 group.grow(managed)
 
     def forget_other_weights(self, digest: bytes, num_blocks: int, roots: Callable[[], Collection[bytes]]) -> None:
-        """Forget blocks under other weights before the pool grows, if fewer than `num_blocks` blocks are free.
-
-        Args:
-            digest: digest of the model as it is.
-            roots: returns the roots of rows under other weights.
-        """
+        """Forget blocks under these roots, of other weights than the digest's, before the pool grows for more blocks."""
         if digest != self._weights_seen and num_blocks > self.allocator.num_free_blocks:
             self.allocator.forget_under(roots())
             self._weights_seen = digest
@@ -158,10 +153,7 @@ class BlockStore:
         """Make tensors large enough for the blocks managed, and for as many of the missing blocks as there can be.
 
         On an accelerator they grow by at least an eighth, so that all growth copies at most 8 times what the pool ends
-        with.
-
-        Returns:
-            The number of blocks that can be managed now.
+        with. Returns the number of blocks that can be managed now.
         """
         on_host, wanted = self.pool.is_on_host, managed
         if missing > 0 and managed != most:
@@ -229,8 +221,8 @@ class BlockStore:
             if not budget or self.is_settled:
                 return
             fitting = min(budget[device] // num_bytes for device, num_bytes in bytes_per_block.items())
-            managed = [group.num_blocks for group in self.windows.groups] if self.windows.are_all else []
-            promised = max(_LEAST_NUM_BLOCKS, int(fitting), *managed, 0 if managed else self.allocator.num_blocks)
+            managed = self.windows.groups if self.windows.are_all else [self.allocator]
+            promised = max(_LEAST_NUM_BLOCKS, int(fitting), *(each.num_blocks for each in managed))
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
@@ -239,17 +231,8 @@ class BlockStore:
             self._promised_num_blocks = promised  # set last: this makes the store settled
 
     def fits_budget(self) -> bool:
-        """Return whether blocks take no more bytes than the budget counts with.
-
-        If they do, fewer are allowed from when the pool is begun anew.
-        """
-        taken, before = sum(self._bytes_per_block_on().values()), self._promised_num_blocks
-        if not self._has_budget or before is None or taken <= self._counted_bytes:
-            return True
-        self._promised_num_blocks = max(_LEAST_NUM_BLOCKS, int(before * self._counted_bytes / taken))
-        self._counted_bytes = taken
-        self.states.limit(self._promised_num_blocks)
-        return False
+        """Return whether blocks take no more bytes than a budget in bytes counts with."""
+        return not self._has_budget or sum(self._bytes_per_block_on().values()) <= self._counted_bytes
 
     def kv_bytes_in_use(self, salt: bytes = b"") -> int:
         """Return the bytes of the blocks that somebody holds; given a salt, of its blocks alone."""
@@ -300,20 +283,24 @@ class BlockStore:
             self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
 
     def begin_anew(self) -> bool:
-        """Forget all, with pins, if no call holds blocks: keys and values have another dtype, shape or device now.
+        """Forget all, with pins, if no call holds blocks; return whether that was done.
 
-        Returns:
-            Whether no call holds blocks; if one does, nothing has changed.
+        Keys and values have another dtype, shape or device from here on, or the budget holds fewer blocks.
         """
         if not self._is_idle:
             return False
+        if not self.fits_budget() and self._promised_num_blocks is not None:
+            taken = sum(self._bytes_per_block_on().values())
+            fitting = int(self._promised_num_blocks * self._counted_bytes / taken)
+            self._promised_num_blocks, self._counted_bytes = max(_LEAST_NUM_BLOCKS, fitting), taken
+            self.states.limit(self._promised_num_blocks)
         self.reset_prefix_cache(keep_tiers=True)
         return True
 
     @property
     def _is_idle(self) -> bool:
         """True if no call holds blocks; pins may."""
-        return len(self.pins.block_ids()) >= self.allocator.num_blocks_in_use
+        return self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone
 
     def make_way(self) -> None:
         """Let the pool grow no more after a model's forward ran out of memory.
@@ -344,10 +331,9 @@ class BlockStore:
         """Give back the blocks held by threads that are not there, as in a forked child."""
         for current in self.currents:
             current.lose_threads(idents)
-        over = (rows for rows in self.sharing if not rows.is_lost(idents))
-        self.leases.lose_threads(
-            idents, {lease for rows in over if rows.shared is not None for lease in rows.shared.leases}
-        )
+        over = [rows for rows in self.sharing if not rows.is_lost(idents) and rows.shared is not None]
+        used = {lease for rows in over for lease in rows.shared.leases}
+        self.leases.lose_threads(idents, used.union(self.pins.allocations()))
 
     def begin_to_forget(self, salt: bytes | None = None) -> None:
         """Count a reset of a salt, or of all: what was computed before it is not to be kept after it.
@@ -387,7 +373,7 @@ class BlockStore:
         Raises:
             BlockStateError: rows hold blocks; nothing has changed.
         """
-        if self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone:
+        if self._is_idle:
             self.pins.clear()
         num_blocks = self._first_num_blocks
         self.allocator.reset_prefix_cache(num_blocks)

@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 
 from ..kv.block_pool import BlockPool
-from ..kv.contents import Part, lay_out_pool, parts_of_pool, parts_of_states, rows_of_blocks, rows_of_states
+from ..kv.contents import (
+    BLOCKS,
+    STATES,
+    Kind,
+    Part,
+    lay_out_pool,
+    parts_of_pool,
+    parts_of_states,
+    rows_of_blocks,
+    rows_of_states,
+)
 from ..kv.states import States
-from ..tiers.base import BLOCKS, STATES, Kind
 from ..tiers.saved_file import SavedFile
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
@@ -55,9 +64,7 @@ class ContentLayout:
     def parts(self) -> dict[Kind, list[Part]]:
         """Return kind -> parts of its rows now."""
         if self._looked_at != self._pool.num_layouts:
-            self._parts = {STATES: self._state_parts} if self._state_parts else {}
-            for part in parts_of_pool(self._pool):
-                self._parts.setdefault(BLOCKS if part.window is None else part.window, []).append(part)
+            self._parts = parts_of_pool(self._pool) | ({STATES: self._state_parts} if self._state_parts else {})
             self._looked_at = self._pool.num_layouts
         return self._parts
 
@@ -84,22 +91,15 @@ class ContentLayout:
         return [rows_of_blocks(self._pool, part, contents) for part in self.parts()[kind]]
 
     def learn(self, file: SavedFile, make_room: Callable[[int], None]) -> None:
-        """Make the tensors of layers into which nothing was written yet, as a file shows them.
-
-        Args:
-            make_room: `make_room` of the store.
-        """
+        """Make the tensors of layers into which nothing was written yet, as a file shows them."""
         if not self._pool.layer_indices:
             make_room(0)
         lay_out_pool(self._pool, [part for each in file.contents if each.kind != STATES for part in each.parts])
 
     def parts_here(self, file: SavedFile, first_device: torch.device) -> dict[Kind, tuple[Part, ...] | None]:
-        """Return kind -> parts of what a file holds, on this model's devices.
+        """Return kind -> parts of what a file holds, on this model's devices; snapshots lie on the first device.
 
         A kind's parts are None if its layers lie on other devices than they did where the file was written.
-
-        Args:
-            first_device: device for snapshots.
         """
         parts: dict[Kind, tuple[Part, ...] | None] = {}
         for kind, saved in ((content.kind, content.parts) for content in file.contents):

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from ..blocks import BlockHash
 from ..blocks.hashing import tokens_of
-from ..tiers.base import STATES, Name
+from ..kv.contents import STATES
+from ..tiers.base import Name
 from ..tiers.disk import DiskTier
 from ..tiers.run_files import Run
 from ..tiers.saved_file import SavedFile
@@ -52,31 +53,23 @@ class Loaded(NamedTuple):
     not_loaded: dict[str, int]
 
 
-def load_blocks(
-    blocks: BlockStore,
-    model: Model,
-    folder: Path,
-    *,
-    progress: Callable[[int, int], None],
-) -> Loaded:
+def load_blocks(blocks: BlockStore, model: Model, folder: Path, *, progress: Callable[[int, int], None]) -> Loaded:
     """Load the blocks of a folder's files, as far as they are of this model and there is room.
 
     Args:
         progress: called with the number of sequences of blocks that are done, and with the number of all sequences.
-
-    Raises:
-        OSError: there is no such folder, or it cannot be read.
     """
     tier = DiskTier(folder, 0, model.roots, lambda: [model.identity])
     runs = [(run, run.file) for run in tier.look() if run.file is not None]
     not_loaded = dict.fromkeys(tier.problems.values(), 0)
     if not runs and not not_loaded:
         not_loaded[f"{folder} holds no saved blocks"] = 0
-    left_out = Counter[str]()
-    for _, file in runs:
-        if (why := file.why_not(blocks.block_size, [model.identity])) is not None:
+    left_out, ours = Counter[str](), []
+    for run, file in runs:
+        if (why := file.why_not(blocks.block_size, [model.identity])) is None:
+            ours.append((run, file))
+        else:
             left_out[why] += len(file.blocks)
-    ours = [(run, file) for run, file in runs if file.why_not(blocks.block_size, [model.identity]) is None]
     files, found = _adopt(blocks, model, tier, ours)
     left_out[_OTHERWISE] = sum(len(file.blocks) for _, file in ours) - sum(len(file.blocks) for file in files)
     left_out[_NO_PARENT] = len({block.digest for file in files for block in file.blocks}) - len(found)
@@ -113,17 +106,17 @@ def _adopt(
         blocks.settle_budget()
     with blocks.lock:
         blocks.settle()
-        parts_of = [layout.parts_here(file, blocks.first_device()) for _, file in runs]
-        usable = [
-            (run, file, parts) for (run, file), parts in zip(runs, parts_of, strict=True) if None not in parts.values()
-        ]
-        files = [file for _, file, _ in usable]
+        parts_of = {run: layout.parts_here(file, blocks.first_device()) for run, file in runs}
+        usable = [run for run, _ in runs if None not in parts_of[run].values()]
+        files = [file for run, file in runs if run in usable]
         roots = {
             root.root(): model.roots.of(root._replace(digest=model.digest)) for each in files for root in each.roots
         }
         found = renamed((block for file in files for block in file.blocks), roots)
-        for run, _, parts in usable:
-            tier.adopt(run, parts, lambda saved: Name(found[saved.digest], b"") if saved.digest in found else None)
+        for run in usable:
+            tier.adopt(
+                run, parts_of[run], lambda saved: Name(found[saved.digest], b"") if saved.digest in found else None
+            )
     return files, found
 
 
@@ -141,13 +134,8 @@ def _sequences(
     """
     here = {block_hash.digest: block_hash for block_hash in found.values()}
     num_children = Counter(block_hash.parent for block_hash in found.values())
-    with_states = {
-        file.blocks[number].digest
-        for file in files
-        for content in file.contents
-        if content.kind == STATES
-        for number in content.blocks
-    }
+    contents = [(file, content) for file in files for content in file.contents if content.kind == STATES]
+    with_states = {file.blocks[number].digest for file, content in contents for number in content.blocks}
     sequences = []
     for saved, end in found.items():
         number = num_children[end.digest]

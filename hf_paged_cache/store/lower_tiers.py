@@ -13,11 +13,11 @@ import torch
 
 from ..blocks import BlockHash, PrefixCachingBlockAllocator
 from ..kv.block_pool import BlockPool
+from ..kv.contents import BLOCKS, STATES, Kind
 from ..kv.states import States
 from ..stats import TierStats
-from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
+from ..tiers.base import Name, Tier
 from ..tiers.disk import DiskTier
-from ..tiers.run_files import Run
 from .content_layout import ContentLayout
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
@@ -33,18 +33,12 @@ class _Evicted(NamedTuple):
 
 
 class LowerTiers:
-    """`LowerTiers` has the tiers below a store's pool. Without tiers it is false, and nothing is noted.
+    """`LowerTiers` has the tiers below a store's pool, the nearest first. Without tiers it is false, and notes nothing.
 
     The caller holds the store's lock.
 
-    Args:
-        tiers: tiers from the nearest to the furthest. What is evicted goes into the first one.
-
     Attributes:
-        layout: layout of contents.
         disk: the tier that keeps files, if there is one.
-        strangers: files that are not of this model, as far as is known.
-        num_models: number of identities of the model when `strangers` were looked at last.
     """
 
     def __init__(
@@ -58,8 +52,6 @@ class LowerTiers:
         self.tiers = list(tiers)
         self.layout = ContentLayout(pool, windows, states)
         self.disk = next((tier for tier in self.tiers if isinstance(tier, DiskTier)), None)
-        self.strangers: list[Run] = []
-        self.num_models = 0
         self._allocator, self._windows = allocator, windows
         self._roots: dict[bytes, bytes] = {}  # digest of a block -> root of its sequence
         self._evicted: list[_Evicted] = []  # evictions whose contents are still where they were
@@ -92,10 +84,7 @@ class LowerTiers:
             self._evicted.append(_Evicted(STATES, self._name(*found), states))
 
     def _name(self, block_hash: BlockHash, namespace: bytes) -> Name:
-        """Return the name by which a content is found.
-
-        The name has the root of the content's sequence if the content may be written into a file.
-        """
+        """Return the name by which a content is found, with the root of its sequence if a file may have it."""
         if self.disk is None or namespace:
             return Name(block_hash, namespace)
         if len(self._roots) > _MOST_ROOTS:
@@ -162,7 +151,7 @@ class LowerTiers:
 
     def reset(self) -> None:
         """Forget all contents, and give memory and files back."""
-        self._evicted, self.strangers = [], []
+        self._evicted = []
         for tier in self.tiers:
             tier.reset()
         self.layout.forget()
@@ -176,8 +165,7 @@ class LowerTiers:
         found = []
         for tier in self.tiers:
             num_blocks = next((number for kind in self.layout.kinds if (number := tier.num_of(kind, salt or None))), 0)
-            counts = tier.counts
-            moved = (counts.num_down, counts.num_up, counts.num_dropped, counts.num_refused)
+            moved = (tier.num_down, tier.num_up, tier.num_dropped, tier.num_refused)
             of_all = () if salt else (tier.num_bytes, tier.max_bytes, *moved)
             found.append(TierStats(tier.name, num_blocks, *of_all))
         return tuple(found)

@@ -4,7 +4,7 @@ What other stores were promised does not count as free. Keeps the promises of th
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 import psutil
@@ -23,24 +23,17 @@ _CONTROL_GROUPS = (
 _CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-class Promised(Protocol):
-    """`Promised` is a store that was promised memory."""
-
-    def bytes_to_come(self, device: torch.device) -> int:
-        """Return the bytes of `device` that the store was promised and has not taken. Takes the store's lock."""
-
-
-_stores: WeakSet[Promised] = WeakSet()
+_stores: WeakSet[Any] = WeakSet()  # stores of blocks that were promised memory
 _lock = new_lock()  # guards `_stores`
 
 
-def add_store(store: Promised) -> None:
+def add_store(store: object) -> None:
     """Keep what the store may still take from being promised to others, as long as the store lives."""
     with _lock:
         _stores.add(store)
 
 
-def default_budget_bytes(device: torch.device, store: Promised | None = None) -> int:
+def default_budget_bytes(device: torch.device, store: object = None) -> int:
     """Return `DEFAULT_SHARE` of what `device` has free now and no other store in this process was promised.
 
     Of several stores each gets at least an equal part of `DEFAULT_SHARE`, whatever the others were promised: most

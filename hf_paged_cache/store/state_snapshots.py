@@ -40,12 +40,8 @@ class StateRules(NamedTuple):
 class StateSnapshots:
     """`StateSnapshots` has the snapshots of a store's blocks. It is false if no layer carries states.
 
-    Snapshots may take as many bytes as the most blocks. If a number of blocks was given, there may be 8 in any case.
-
-    Args:
-        rules: rules of the model's states; None: no layer carries states.
-        bytes_per_block: bytes of keys and values of a block.
-        has_least: True if a number of blocks was given.
+    Snapshots may take as many bytes as the most blocks. If a number of blocks was given (`has_least`), there may be 8
+    in any case.
 
     Attributes:
         bytes_beside_a_block: bytes of snapshots for each block that there can be.

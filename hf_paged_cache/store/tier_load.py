@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ..blocks import Allocation, BlockHash, Group, HashChain, resumable_where
-from ..blocks.allocation import Resumption
 from ..blocks.tokens import TokenIds
 from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
-from ..kv.contents import Part, states_of_row, to_device, write_blocks
-from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
+from ..kv.contents import BLOCKS, STATES, Kind, Part, states_of_row, to_device, write_blocks
+from ..tiers.base import Name, Tier
 from ..tiers.disk import DiskTier
 from .block_store import BlockStore
 
@@ -106,22 +105,16 @@ def look_up(store: BlockStore, row: Wanted) -> tuple[int, str | None] | None:
 
 def _find_files(store: BlockStore, disk: DiskTier) -> None:
     """Find what other processes have written. The caller holds the store's lock."""
-    tiers, models = store.tiers, disk.identities()
-    new = disk.look()
-    if len(models) != tiers.num_models:
-        tiers.num_models = len(models)
-        new, tiers.strangers = [*tiers.strangers, *new], []
-    for run in new:
+    layout = store.tiers.layout
+    for run in disk.look():
         assert run.file is not None  # `look` has read it
-        why = run.file.why_not(store.block_size, models)
+        why = run.file.why_not(store.block_size, disk.identities())
         if why is None:
-            tiers.layout.learn(run.file, store.make_room)
-            parts = tiers.layout.parts_here(run.file, store.first_device())
+            layout.learn(run.file, store.make_room)
+            parts = layout.parts_here(run.file, store.first_device())
             disk.adopt(run, parts, lambda block: Name(block, b""))
             if None in parts.values():
                 why = "layers lie on other devices, or have other tensors, than where it was computed"
-        else:
-            tiers.strangers.append(run)
         if why is not None:
             _say_once(run.path.parent, why)
 
@@ -132,11 +125,7 @@ def _say_once(folder: Path, why: str) -> None:
 
 
 class TierLoad:
-    """`TierLoad` loads contents of some tiers into a store.
-
-    Args:
-        tiers: tiers from the nearest to the furthest.
-    """
+    """`TierLoad` loads contents of some tiers, the nearest first, into a store."""
 
     def __init__(self, store: BlockStore, tiers: Sequence[Tier]) -> None:
         self._store, self._tiers = store, tiers
@@ -238,54 +227,46 @@ class TierLoad:
     def _take_in(self, prefix: _Prefix, read: _Read) -> dict[int, str]:
         """Take blocks for what was read, fill them, and commit them, unless others have changed what is cached.
 
-        Returns:
-            block id -> name of the tier from which the block came.
+        Returns block id -> name of the tier from which the block came.
         """
         self._store.pool.join_streams()
         has = {(found.kind, name) for found, _ in read for name in found.places}
         hashes, namespace = [name.block_hash for name in prefix.names], prefix.names[0].namespace
         now = self._reach(lambda start: hashes[start:], namespace, len(hashes), lambda *content: content in has)
-        if now != prefix or not self._make_room(prefix):
+        if now != prefix:
             return {}
-        allocation, groups = self._allocator.allocate(namespace=namespace), self._store.windows.groups
+        self._make_room(prefix)
+        lease = self._store.leases.take((), namespace)
         try:
-            return self._load_into(allocation, prefix, read)
+            return self._load_into(lease, prefix, read)
         finally:
-            with Changing(groups):
-                block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
-                allocation.free()
-                for group in groups:
-                    group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
+            self._store.leases.give_back(lease)
 
-    def _make_room(self, prefix: _Prefix) -> bool:
-        """Make room for what a prefix needs beside what is cached; return whether all of it can be had."""
+    def _make_room(self, prefix: _Prefix) -> None:
+        """Make room for what a prefix needs beside what is cached, or raise OutOfBlocksError."""
         num_lacking = Counter(kind for kind, _ in prefix.missing)
         groups = self._store.windows.groups
         self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.name] for group in groups)]))
         for group in groups:
             ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * self._allocator.block_size)]
             held = [at for at in ids if at is not None and at in group.places]
-            num_needed = group.num_to_take(held) + num_lacking[group.name]
-            if num_needed > min(group.num_spare, group.num_free + group.num_idle):
-                return False
-        return True
+            group.require(group.num_to_take(held) + num_lacking[group.name])
 
-    def _load_into(self, allocation: Allocation, prefix: _Prefix, read: _Read) -> dict[int, str]:
-        """Let `allocation`, which is empty, hold a prefix, and fill its new blocks with their contents.
+    def _load_into(self, lease: Allocation, prefix: _Prefix, read: _Read) -> dict[int, str]:
+        """Let `lease`, which is empty, hold a prefix, and fill its new blocks with their contents.
 
         If interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
         """
         allocator, groups = self._allocator, self._store.windows.groups
         with Changing(groups):
             # holds cached blocks before it takes others
-            allocator.allocate_immutable(allocation, [name.block_hash for name in prefix.names])
-            block_ids = allocation.block_ids
+            allocator.allocate_immutable(lease, [name.block_hash for name in prefix.names])
+            block_ids = lease.block_ids
             fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
-            allocation.resumption = Resumption.at(len(block_ids) * allocator.block_size)
+            self._store.leases.resume(lease, len(block_ids) * allocator.block_size)
             # content to load -> block, or window block
             targets = {(kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS}
             for group in groups:
-                group.hold(block_ids[index] for index in group.seen(allocation.resumption.start))
                 lacking = [content for content in prefix.missing if content[0] == group.name]
                 targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)
             self._store.offload()

@@ -3,21 +3,12 @@
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..blocks.hashing import BlockHash
-from ..kv.contents import Part
-
-BLOCKS, STATES = "blocks", "states"
-Kind = str | int
-"""Kind of content that a block has.
-
-BLOCKS stands for the layers that see all tokens, a window for the layers that see it, STATES for a snapshot at the
-block's end.
-"""
+from ..kv.contents import Kind, Part
 
 
 class Name(NamedTuple):
@@ -34,34 +25,19 @@ class Name(NamedTuple):
         return hash(self[0][0])
 
 
-@dataclass(slots=True)
-class TierCounts:
-    """`TierCounts` counts the contents that a tier was given, gave back, dropped, and did not take."""
-
-    num_down: int = 0
-    num_up: int = 0
-    num_dropped: int = 0
-    num_refused: int = 0
-
-
 class Tier(ABC):
-    """`Tier` keeps contents of blocks by name, within a budget.
+    """`Tier` keeps contents of blocks by name, within a budget, and counts them as `TierStats` says.
 
     The caller holds the store's lock, but for `load`.
-
-    Attributes:
-        name: "host" or "disk".
-        max_bytes: most bytes that the tier may take.
-        parts: kind -> parts of which a row of this kind is made.
-        entries: kind and digest -> name of a content, and its place.
     """
 
     name: str
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.counts = TierCounts()
-        self.parts: dict[Kind, tuple[Part, ...]] = {}
+        self.num_down = self.num_up = self.num_dropped = self.num_refused = 0
+        self.parts: dict[Kind, tuple[Part, ...]] = {}  # parts of which a row is made
+        # kind and digest -> name of a content, and its place
         self.entries: OrderedDict[tuple[Kind, bytes], tuple[Name, Any]] = OrderedDict()
 
     @property
@@ -70,10 +46,7 @@ class Tier(ABC):
         """Bytes that the tier takes now."""
 
     def place_of(self, kind: Kind, name: Name) -> Any:
-        """Return the place of a content, by which `load` reads it; what lies there does not change.
-
-        Returns None if the content is not here, or if the digest stands for other tokens or another namespace.
-        """
+        """Return the place of a content, by which `load` reads it; None if it is not here. Places do not change."""
         entry = self.entries.get((kind, name.block_hash.digest))
         return entry[1] if entry is not None and entry[0] == name else None
 

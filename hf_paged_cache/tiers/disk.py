@@ -23,8 +23,8 @@ from torch import Tensor
 from ..blocks.hashing import BlockHash, digest_behind
 from ..blocks.roots import RootFacts, Roots
 from ..errors import CacheArgumentError, SavedBlocksError
-from ..kv.contents import Part, events_on, host_rows
-from .base import Kind, Name, Tier
+from ..kv.contents import Kind, Part, events_on, host_rows
+from .base import Name, Tier
 from .folders import Folder, remove
 from .run_files import Run
 from .saved_file import DamagedFileError, Identity, new_path, read_saved_file, saved_paths
@@ -51,7 +51,6 @@ class DiskTier(Tier):
         folder: folder of the files; it is made if it is not there.
         max_bytes: most bytes of all files, also of those that other processes write. None: half of what is free there
             now. 0: files are only read, and what is wrong with one is noted and not logged.
-        roots: roots of the store's rows.
         identities: returns what states of the model mean to other processes; states that mean nothing are left out.
 
     Attributes:
@@ -96,6 +95,8 @@ class DiskTier(Tier):
         self._runs: dict[Path, Run] = {}  # runs that are files or become one; nothing is found of a run with a problem
         self._open: dict[bytes, Run] = {}  # digest of a model -> the run that gathers what it has computed
         self._waiting: list[Run] = []  # runs in memory
+        self._adopted: set[Run] = set()  # others' files whose contents are found
+        self._num_models = 0  # identities of the model at the last look
         self._writer = ThreadPoolExecutor(1, "hf_paged_cache tiers")
         self._end = finalize(self, _write_rest, self._pid, self._open, self._folder)
 
@@ -139,14 +140,14 @@ class DiskTier(Tier):
             origin, row = origins[name.root], [of_part[at : at + 1] for of_part in on_host]
             left -= sum(of_part.nbytes for of_part in row)
             if origin is None or name.namespace or left < 0 or not _depends_on_tokens_alone(name.block_hash):
-                self.counts.num_refused += 1
+                self.num_refused += 1
             elif not self.has(kind, name):
                 model, root = origin
                 run = self._open_run(model)
                 run.note([root], arrival)
                 number = run.add(kind, parts, name.block_hash, row)
                 self.entries[kind, name.block_hash.digest] = name, _Place(run, number)
-                self.counts.num_down += 1
+                self.num_down += 1
                 if run.num_bytes >= self.run_bytes:
                     del self._open[model.digest]
                     with suppress(RuntimeError):  # raised where the process ends
@@ -169,29 +170,31 @@ class DiskTier(Tier):
         return run
 
     def look(self) -> list[Run]:
-        """Return the files, of whatever model, that have come since the last call.
+        """Return others' files that were not adopted, if files have come or gone, or the model has other identities.
 
         Files that have gone are found no more.
         """
         self._settle()
+        num_models, self._num_models = self._num_models, len(self.identities())
         written = [run for run in self._runs.values() if not run.is_in_memory]  # the files of other runs are there soon
         try:
             paths = self._folder.changed_paths()
         except OSError as error:
             _warn_once(self._folder.path, f"cannot be read, so nothing in it is found: {error.strerror or error}")
             paths = []
-        if paths is None:
+        if paths is None and num_models == self._num_models:
             return []
-        self._forget({run for run in written if run.path not in {*paths}})
-        new = [Run(path) for path in paths if path not in self._runs]
-        for run in new:
+        if paths is not None:
+            self._forget({run for run in written if run.path not in {*paths}})
+        for run in [Run(path) for path in paths or () if path not in self._runs]:
             self._runs[run.path] = run
             try:
                 run.file = read_saved_file(run.path)
                 run.num_bytes = run.file.num_bytes
             except (SavedBlocksError, OSError) as error:
                 self._lose(run, error)
-        return [run for run in new if run.file is not None]
+        left = [run for run in self._runs.values() if not run.is_ours and run not in self._adopted]
+        return [run for run in left if run.file is not None]
 
     def adopt(
         self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[BlockHash], Name | None]
@@ -203,6 +206,7 @@ class DiskTier(Tier):
             name_of: returns the name of a block in this process; None: the block is not to be found.
         """
         assert run.file is not None  # `look` has found the file
+        self._adopted.add(run)
         for content in run.file.contents:
             if (parts := parts_of[content.kind]) is not None:
                 self.lay_out(content.kind, parts)
@@ -222,7 +226,7 @@ class DiskTier(Tier):
             for fragments, of_part in zip(loaded, found, strict=True):
                 fragments.append(of_part)
                 self.num_read_bytes += of_part.nbytes
-        self.counts.num_up += len(places)
+        self.num_up += len(places)
         return loaded
 
     def _lose(self, run: Run, error: Exception) -> None:
@@ -240,9 +244,10 @@ class DiskTier(Tier):
         """Forget these runs and all their contents."""
         keys = [key for key, (_, place) in self.entries.items() if place.run in gone] if gone else []
         self.drop(keys)
-        self.counts.num_dropped += len(keys)
+        self.num_dropped += len(keys)
         for run in gone:
             del self._runs[run.path]
+        self._adopted -= {*gone}
 
     def forget_namespace(self, namespace: bytes) -> None:
         if not namespace:  # no file has contents with a salt

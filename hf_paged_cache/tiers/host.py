@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ..kv.contents import Part, host_rows
-from .base import Kind, Name, Tier
+from ..kv.contents import Kind, Part, host_rows
+from .base import Name, Tier
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -58,8 +58,8 @@ class HostTier(Tier):
         except BaseException:  # such as an interrupt between a content and its count
             self._derive()
             raise
-        self.counts.num_down += len(new) - len(refused)
-        self.counts.num_refused += len(refused)
+        self.num_down += len(new) - len(refused)
+        self.num_refused += len(refused)
         if refused and self._below is not None:
             self._below.put(kind, parts, [names[at] for at in refused], [of_part[refused] for of_part in rows])
 
@@ -90,12 +90,12 @@ class HostTier(Tier):
     def _give_up_oldest(self) -> None:
         (kind, _), (name, row) = self.entries.popitem(last=False)
         self._num_bytes -= _bytes_of(self.parts[kind])
-        self.counts.num_dropped += 1
+        self.num_dropped += 1
         if self._below is not None:
             self._below.put(kind, self.parts[kind], [name], row)
 
     def load(self, kind: Kind, places: Sequence[list[Tensor]]) -> list[list[Tensor]]:
-        self.counts.num_up += len(places)
+        self.num_up += len(places)
         return [[*of_part] for of_part in zip(*places, strict=True)]
 
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ..blocks.hashing import TOKEN_BYTES, BlockHash
 from ..blocks.roots import RootFacts
-from ..kv.contents import Part
-from .base import Kind
+from ..kv.contents import Kind, Part
 from .folders import Folder, remove
 from .saved_file import Identity, SavedContents, SavedFile, encoded, read_rows
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from hf_paged_cache.blocks import BlockHash, root_hash
-from hf_paged_cache.kv.contents import Part, Piece
+from hf_paged_cache.kv.contents import BLOCKS, STATES, Part, Piece
 from hf_paged_cache.tiers import host as host_module
-from hf_paged_cache.tiers.base import BLOCKS, STATES, Name, Tier
+from hf_paged_cache.tiers.base import Name, Tier
 from hf_paged_cache.tiers.host import HostTier
 
 CPU = torch.device("cpu")
-PART = Part("blocks", None, CPU, 64, (Piece((0, "key"), 0, 64, (64,), torch.uint8),))
-OTHER = Part("states", None, CPU, 128, (Piece((1, "key"), 0, 128, (128,), torch.uint8),))
+PART = Part(BLOCKS, CPU, 64, (Piece((0, "key"), 0, 64, (64,), torch.uint8),))
+OTHER = Part(STATES, CPU, 128, (Piece((1, "key"), 0, 128, (128,), torch.uint8),))
 
 
 def name(number: int, namespace: bytes = b"") -> Name:
@@ -59,7 +59,7 @@ def test_the_least_recently_used_goes_first_and_one_that_was_touched_stays() -> 
     put(tier, 2)  # is there, and is used
     put(tier, 5, 6)
     assert held(tier) == [2, 4, 5, 6]
-    assert tier.counts.num_dropped == 3
+    assert tier.num_dropped == 3
 
 
 def test_what_was_found_can_be_read_also_after_it_has_made_room() -> None:
