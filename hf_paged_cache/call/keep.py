@@ -302,8 +302,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     with store.lock:
         if all(_can_hold(store, stream, states) for stream, states in streams.items()) and store.fits_budget():
             return True
-        is_empty = store.begin_anew()
-    return is_empty and lay_out(store, rows)
+        return store.begin_anew() and lay_out(store, rows)
 
 
 def _lies_alike(store: BlockStore, rows: Rows) -> bool:

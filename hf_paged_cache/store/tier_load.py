@@ -265,7 +265,9 @@ class TierLoad:
             fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
             self._store.leases.resume(lease, len(block_ids) * allocator.block_size)
             # content to load -> block, or window block
-            targets = {(kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS}
+            targets: dict[tuple[Kind, int], int] = {
+                (kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS
+            }
             for group in groups:
                 lacking = [content for content in prefix.missing if content[0] == group.name]
                 targets |= zip(lacking, group.take_places(fresh, len(lacking)), strict=True)

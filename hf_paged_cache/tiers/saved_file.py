@@ -225,7 +225,8 @@ def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
             content = next(content for content in file.contents if content.kind == kind)
             for number, checksums in enumerate(content.checksums):
                 span = opened.get_slice(f"{kind}.{number}")[first : max(rows) + 1]
-                loaded.append(span[[at - first for at in rows]])
+                is_span = [*rows] == [*range(first, first + len(rows))]
+                loaded.append(span if is_span else span[[at - first for at in rows]])
                 if any(_checksum(row) != checksums[at] for row, at in zip(loaded[-1], rows, strict=True)):
                     raise DamagedFileError(f"{file.path} is damaged: blocks are not what was written")
     except SafetensorError as error:
