@@ -26,7 +26,6 @@ if TYPE_CHECKING:
         NotPortableError,
         OutOfBlocksError,
         PagedCacheError,
-        PoolArgumentError,
         SavedBlocksError,
         UnsupportedModelError,
     )
@@ -73,7 +72,6 @@ __all__ = [
     "OutOfBlocksError",
     "PagedCacheError",
     "PagedPrefixCache",
-    "PoolArgumentError",
     "Prefilled",
     "PrefixStore",
     "Prompts",

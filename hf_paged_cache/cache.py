@@ -218,11 +218,10 @@ class PagedPrefixCache(Cache):
                 self.layers = self._without_rows if rows is None else rows.layers
 
     def _follow_model(self) -> None:
-        """Fit the store to the model as rows begin: a wider dtype allows fewer blocks, and windows may be others."""
+        """Fit the store to the model as rows begin: windows may be others."""
         blocks = self.store.blocks
-        with blocks.lock:
-            blocks.follow_dtype(self.store.model.dtype)
-            if blocks.windows.may_change and not self._ranks.are_several:
+        if blocks.windows.may_change and not self._ranks.are_several:
+            with blocks.lock:
                 blocks.follow_windows(self.store.conditioning.sights_now())
 
     def adopt(self, rows: Rows, before: Rows) -> None:

@@ -93,22 +93,6 @@ class CacheArgumentError(PagedCacheError, ValueError):
     """
 
 
-class PoolArgumentError(PagedCacheError, ValueError):
-    """`PoolArgumentError` is raised when the pool is given a tensor of the wrong shape or type.
-
-    The message says what was expected.
-
-    Examples:
-        >>> from hf_paged_cache.kv.block_pool import BlockPool
-        >>> pool = BlockPool(block_size=16)
-        >>> try:
-        ...     pool.tensor_for(7, "key", torch.zeros(2, 3))
-        ... except PoolArgumentError as error:
-        ...     print(error)
-        layer 7 key: expected [rows, heads, tokens, head_dim], got (2, 3)
-    """
-
-
 class NotPortableError(PagedCacheError):
     """`NotPortableError` is raised when keys and values cannot leave their process.
 

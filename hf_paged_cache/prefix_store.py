@@ -26,7 +26,7 @@ from .integration.image_inputs import ImageInputs
 from .integration.token_input import are_several, one_sequence
 from .model.conditioning import Conditioning
 from .model.placeholders import Placeholders
-from .model.probing import input_device, layers_after_a_token, measure_bytes_per_token, measure_layers
+from .model.probing import input_device, layers_after_a_token, measure_bytes_per_token
 from .model.state_traits import StateTraits
 from .model.support import (
     attention_of,
@@ -56,7 +56,6 @@ from .store_options import StoreOptions, StoreSizes, given_sizes, shows_store_op
 from .tiers.base import Tier
 from .tiers.disk import DiskTier
 from .tiers.host import HostTier
-from .tiers.sharing import Sharing
 
 
 class PrefixStore:
@@ -139,8 +138,6 @@ class PrefixStore:
             states,
             bytes_per_block,
             has_budget=options.max_bytes is not None,
-            dtype=model.dtype,
-            measure_layers=lambda: measure_layers(model),
             tiers=tiers,
             eviction=options.eviction,
         )
@@ -374,8 +371,7 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
     below = None
     if disk_folder is not None:
         conditioning.is_shared = True
-        sharing = Sharing(conditioning.roots, conditioning.shared_identities)
-        below = DiskTier(disk_folder, options.disk_bytes, sharing)
+        below = DiskTier(disk_folder, options.disk_bytes, conditioning.roots, conditioning.shared_identities)
     above = [HostTier(host_bytes, below)] if host_bytes else []
     return [*above, *([] if below is None else [below])]
 

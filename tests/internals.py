@@ -194,8 +194,8 @@ def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> in
     """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
     pool, size, sight = store.pool, store.block_size, store.windows.sight_of.get(layer_idx)
     written = written_slots(store)
-    if (placing := pool.groups[None if sight is None else sight.name].placing) is not None:
-        places = placing.places
+    if sight is not None:
+        places = next(group.places for group in store.windows.groups if group.name == sight.name)
         written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
     empty: list[int] = []
     for held in pool.layer(layer_idx).values():
@@ -428,18 +428,17 @@ def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
     """Put zeros in place of all that lower tiers have, in memory and in files. The pool's content stays."""
     for tier in _blocks(cache_or_store).tiers.tiers:
         if isinstance(tier, HostTier):
-            for shelf in tier._shelves.values():
-                for slab in shelf._slabs:
-                    for rows in slab.rows:
-                        rows.zero_()
+            for _, row in tier.entries.values():
+                for of_part in row:
+                    of_part.zero_()
         elif isinstance(tier, DiskTier):
             tier.join()
             for run in tier._runs.values():
-                for chunk in (chunk for of_kind in (run._chunks or {}).values() for chunk in of_kind):
-                    for event in chunk.arrival:
-                        event.synchronize()
-                    for rows in chunk.rows:
-                        rows.zero_()
+                run._wait()
+                for gathered in (run._gathered or {}).values():
+                    for _, row in gathered.contents:
+                        for of_part in row:
+                            of_part.zero_()
                 if run.file is not None:  # with checksums that are right
                     zeros = {
                         content.kind: [

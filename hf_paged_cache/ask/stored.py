@@ -35,18 +35,13 @@ def read_blocks(store: BlockStore, block_ids: Sequence[int], start: int, stop: i
 
 
 def _read(
-    slabs: Sequence[Slab],
-    block_ids: Sequence[int],
-    size: int,
-    start: int,
-    stop: int,
+    slabs: Sequence[Slab], block_ids: Sequence[int], size: int, start: int, stop: int
 ) -> dict[int, dict[str, Tensor]]:
-    first = start // size
     made: list[Streams] = memory.make(memory.shapes_of_slabs(slabs), 1, max(0, stop - start))
     if stop > start:
-        memory.load_blocks(
-            made, slabs, [0], 0, block_ids[first : -(-stop // size)], stop - first * size, start - first * size
-        )
+        first, skipped = divmod(start, size)
+        of_tokens = block_ids[first : -(-stop // size)]
+        memory.load_blocks(made, slabs, [0], 0, of_tokens, stop - first * size, skipped)
     found: dict[int, dict[str, Tensor]] = {}
     for tensor, names in made:
         for (layer_idx, name), part in zip(names, tensor, strict=True):

@@ -223,7 +223,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
         for group, missing, before in wanted:
             passed = before[: max(0, group.num_free - len(missing))]
             taken.append((group, missing, passed, group.take_places(len(missing) + len(passed))))
-        store.make_copies()
+        store.offload()
         for group, missing, passed, places in taken:
             tensors = store.pool.groups[group.name]
             tensors.use(1 + max(places, default=0))
@@ -262,7 +262,7 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
     allocator.allocate_immutable(held, hashes[:num])
     block_ids, fresh = held.block_ids[before:], list[tuple[int, list[int]]]()
     store.pool.all.use(1 + max(block_ids))
-    store.make_copies()
+    store.offload()
     for at, (block_id, is_known) in enumerate(zip(block_ids, known, strict=False)):
         if is_known:
             continue
@@ -279,7 +279,7 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
     Returns:
-        whether the pool can hold the streams. It cannot hold streams of a dtype for which it has too many blocks.
+        whether the pool can hold the streams. It cannot where it holds others, and somebody needs its blocks.
     """
     pool = store.pool
     with store.lock:
@@ -298,14 +298,11 @@ def lay_out(store: BlockStore, rows: Rows) -> bool:
                 return False  # there was no memory for a block
             pool.lay_out_together(streams)
     if not store.is_settled:
-        store.read_budget()
-        with store.lock:
-            store.settle_budget()
-    with store.lock:  # tensors are made anew for a wider dtype, or on the model's device if it has moved
-        if all(_can_hold(store, stream, states) for stream, states in streams.items()):
+        store.settle_budget()
+    with store.lock:
+        if all(_can_hold(store, stream, states) for stream, states in streams.items()) and store.fits_budget():
             return True
-        is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))
-    return is_empty and lay_out(store, rows)
+        return store.begin_anew() and lay_out(store, rows)
 
 
 def _lies_alike(store: BlockStore, rows: Rows) -> bool:
@@ -327,21 +324,9 @@ def _has_tensors(store: BlockStore, rows: Rows) -> bool:
     return all(name in store.pool.layer(layer.layer_idx) for layer in layers for name, _ in layer.named())
 
 
-def _bytes_of_block(store: BlockStore, stream: Stream, states: torch.Tensor) -> int:
-    """Return the bytes that a block has of a stream, in a dtype that takes what the pool holds as well."""
-    held = store.pool.layer(stream[0]).get(stream[1])
-    dtype = states.dtype if held is None else torch.promote_types(held.dtype, states.dtype)
-    return states.shape[1] * states.shape[3] * store.block_size * dtype.itemsize
-
-
 def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:
-    """Return whether the pool can hold such numbers; where it counts blocks alone, its tensor takes a wider dtype."""
+    """Return whether the pool can hold such numbers: there, of this shape, and in this dtype or a wider one."""
     held = store.pool.layer(stream[0]).get(stream[1])
-    if held is None:
+    if held is None or held.device != states.device or held.shape[1::2] != states.shape[1::2]:
         return False
-    is_wider = torch.promote_types(held.dtype, states.dtype) != held.dtype
-    if is_wider and store.has_budget:
-        return False
-    if is_wider or held.device != states.device:
-        store.pool.tensor_for(*stream, states)  # widens or moves it
-    return True
+    return torch.promote_types(held.dtype, states.dtype) == held.dtype

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ..blocks import BlockTable, Group, HashChain, resumable
 from ..blocks.image_tokens import WholeImages, end_of_image, filled_up, hold_images, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
+from ..store import tier_load
 from ..store.block_store import BlockStore
 from ..store.tier_load import Wanted
 from .found import Found, PreviousRows, why_stopped
@@ -35,7 +36,7 @@ def look_up(store: BlockStore, new: RowInput, last: Sequence[PreviousRow], num_n
         found = Found(num_common, why_stopped(num_common, new.token_ids, store.block_size, closest.num_true_tokens))
     elif begins_otherwise and not found.num_tokens:
         found = found._replace(stopped=found.stopped + ", and the last call's begin otherwise")
-    below = store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
+    below = tier_load.look_up(store, Wanted(new.root, new.salt, new.token_ids, most))
     if below is None or below[0] <= found.num_tokens:
         return found, None
     return Found(below[0], why_stopped(below[0], new.token_ids, store.block_size, None)), below[1]

@@ -10,7 +10,7 @@ from ..call.match import Known, match, previous_rows
 from ..call.request import RowInput
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
-from ..store.tier_load import Wanted
+from ..store.tier_load import Wanted, load
 
 
 class Finding:
@@ -24,7 +24,7 @@ class Finding:
         if not self._store.tiers or latest <= 0:
             return {}
         below = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in rows if row.pad < latest]
-        return self._store.tiers.load(below)
+        return load(self._store, below)
 
     def known(
         self,

@@ -77,7 +77,6 @@ class Prefill:
                 meanwhile, earlier prompts are cached.
         """
         if self._looks:
-            self._blocks.measure_for(sum(len(prompt.token_ids) for prompt in prompts))
             with self._blocks.lock:
                 self._blocks.settle()
                 self._require_room(prompts)

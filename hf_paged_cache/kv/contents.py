@@ -1,30 +1,35 @@
 """Copies what blocks hold, as rows of bytes, out of a pool's tensors and back into them.
 
 A row has all layers of one block, so that many blocks are copied at once, whatever the number of layers. Knows nothing
-of hashes or tokens. Where a model lies on several devices, and where layers have windows or states, a block has a row
-in each *part*.
+of hashes or tokens. Where a model lies on several devices, a block has a row in each *part*.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .block_pool import BlockPool
+from .block_pool import BlockPool, GroupTensors
 from .states import StateKey, States
-from .transfers import Transfer
+from .transfers import to_device as numbers_on
+
+BLOCKS, STATES = "blocks", "states"
+Kind = str | int
+"""Kind of content that a block has.
+
+BLOCKS stands for the layers that see all tokens, a window for the layers that see it, STATES for a snapshot at the
+block's end.
+"""
 
 _ALIGNMENT = 16  # bytes; a view of any dtype must begin at a multiple of its size
 _UNPINNED = ("cpu", "meta", "mps")
-
-Key = tuple[int, str] | StateKey  # key of a tensor: layer index and name, or the key of a state
 
 
 class Piece(NamedTuple):
     """`Piece` says where the bytes of one tensor lie in a row."""
 
-    key: Key
+    key: Any  # layer index and name of a tensor in the pool, or the `StateKey` of a state
     offset: int
     num_bytes: int
     shape: tuple[int, ...]  # shape of one block, or of one row's state
@@ -34,130 +39,117 @@ class Piece(NamedTuple):
 class Part(NamedTuple):
     """`Part` lists the tensors of one kind on one device, of which the part's rows are made."""
 
-    kind: Literal["blocks", "window", "states"]
-    window: int | str | None  # name of the layers' group; None: the layers see all tokens
+    kind: Kind
     device: torch.device
     num_bytes: int  # bytes of a row
     pieces: tuple[Piece, ...]
 
 
-def parts_of_pool(pool: BlockPool) -> list[Part]:
-    """Return the parts of a pool's blocks and window blocks, as far as layers were written."""
-    parts = []
+def parts_of_pool(pool: BlockPool) -> dict[Kind, list[Part]]:
+    """Return kind -> parts of a pool's blocks and window blocks, as far as layers were written."""
+    parts = {}
     for name, group in pool.groups.items():
-        kind: Literal["blocks", "window"] = "blocks" if name is None else "window"
+        kind = BLOCKS if name is None else name
         shapes = [(key, tensor.device, tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in group.named().items()]
-        parts += laid_out(kind, name, shapes)
+        if shapes:
+            parts[kind] = laid_out(kind, shapes)
     return parts
 
 
 def parts_of_states(states: States) -> list[Part]:
     """Return the parts of the states of one row."""
-    shapes = [(key, held.device, tuple(held.shape[1:]), held.dtype) for key, held in states.items()]
-    return laid_out("states", None, shapes)
+    return laid_out(STATES, ((key, held.device, tuple(held.shape[1:]), held.dtype) for key, held in states.items()))
 
 
-def laid_out(
-    kind: Literal["blocks", "window", "states"],
-    window: int | str | None,
-    shapes: Iterable[tuple[Key, torch.device, tuple[int, ...], torch.dtype]],
-) -> list[Part]:
-    """The parts of tensors, given by name, device, shape of a block or a row's state, and dtype: one for each device."""
+def laid_out(kind: Kind, shapes: Iterable[tuple[Any, torch.device, tuple[int, ...], torch.dtype]]) -> list[Part]:
+    """Return the parts of tensors: one for each device.
+
+    Args:
+        shapes: key, device, shape of a block or of a row's state, and dtype of each tensor.
+    """
     pieces: dict[torch.device, list[Piece]] = {}
     ends: dict[torch.device, int] = {}
     for key, device, shape, dtype in shapes:
         offset, num_bytes = ends.get(device, 0), torch.Size(shape).numel() * dtype.itemsize
         pieces.setdefault(device, []).append(Piece(key, offset, num_bytes, shape, dtype))
         ends[device] = -(-(offset + num_bytes) // _ALIGNMENT) * _ALIGNMENT
-    return [Part(kind, window, device, ends[device], tuple(made)) for device, made in pieces.items()]
+    return [Part(kind, device, ends[device], tuple(made)) for device, made in pieces.items()]
 
 
 def lay_out_pool(pool: BlockPool, parts: Iterable[Part]) -> None:
-    """Make the tensors that these parts of blocks and window blocks are made of, where the pool has none yet."""
-    for part in parts:
-        for piece in part.pieces:
-            if not isinstance(piece.key, StateKey):
-                (layer_idx, name), (heads, _, head_dim) = piece.key, piece.shape
-                pool.lay_out(layer_idx, name, heads, head_dim, piece.dtype)
+    """Make the tensors that these parts of blocks and window blocks are made of, where the pool has none yet.
+
+    They lie where the first keys and values will be.
+    """
+    streams = {}
+    for piece in (piece for part in parts for piece in part.pieces):
+        heads, _, head_dim = piece.shape
+        streams[piece.key] = torch.empty((0, heads, 0, head_dim), dtype=piece.dtype, device=pool.first_device())
+    pool.lay_out_together(streams)
 
 
-def new_rows(num_rows: int, num_bytes: int, device: torch.device | None) -> Tensor:
-    """Return [num_rows, num_bytes] uint8 with unspecified values, on `device`, or in pinned host memory for None.
+def host_rows(part: Part, num_rows: int) -> Tensor:
+    """Return rows of host memory that this part's device copies to and from without a wait, with unspecified values.
 
     Raises:
         torch.OutOfMemoryError, RuntimeError: there is no such memory.
     """
     with torch.inference_mode(False), torch.no_grad():
-        if device is None:
-            return torch.empty((num_rows, num_bytes), dtype=torch.uint8, device="cpu", pin_memory=True)
-        return torch.empty((num_rows, num_bytes), dtype=torch.uint8, device=device)
+        is_pinned = part.device.type not in _UNPINNED
+        return torch.empty((num_rows, part.num_bytes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
 
 
-def host_rows(part: Part, num_rows: int) -> Tensor:
-    """Return rows of host memory that this part's device copies to and from, if possible without a wait."""
-    if part.device.type in _UNPINNED:
-        return new_rows(num_rows, part.num_bytes, torch.device("cpu"))
-    try:
-        return new_rows(num_rows, part.num_bytes, None)
-    except RuntimeError:  # no memory can be pinned: the host waits
-        return new_rows(num_rows, part.num_bytes, torch.device("cpu"))
+def _new_rows(part: Part, num_rows: int) -> Tensor:
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.empty((num_rows, part.num_bytes), dtype=torch.uint8, device=part.device)
 
 
-def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int], transfer: Transfer | None = None) -> Tensor:
-    """Return what these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device.
-
-    Effects: none.
-    """
-    held, rows = pool.groups[part.window].named(), new_rows(len(ids), part.num_bytes, part.device)
-    transfer = Transfer() if transfer is None else transfer
-    index = transfer.on(part.device, transfer.add(ids))
+def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int]) -> Tensor:
+    """Return what these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device."""
+    held, rows = _group(pool, part).named(), _new_rows(part, len(ids))
+    index = numbers_on(ids, part.device)
     for piece in part.pieces:
-        assert not isinstance(piece.key, StateKey)  # a tensor of the pool
         _field(rows, piece).copy_(held[piece.key].index_select(0, index).flatten(1))
     return rows
 
 
 def write_blocks(pool: BlockPool, part: Part, ids: Sequence[int], rows: Tensor) -> None:
     """Write `rows`, [N, part.num_bytes] on the part's device, into these blocks or window blocks. No id comes twice."""
-    held = pool.groups[part.window].named()
-    pool.groups[part.window].use(1 + max(ids, default=-1))
-    transfer = Transfer()
-    index = transfer.on(part.device, transfer.add(ids))
+    held = _group(pool, part).named()
+    _group(pool, part).use(1 + max(ids, default=-1))
+    index = numbers_on(ids, part.device)
     for piece in part.pieces:
-        assert not isinstance(piece.key, StateKey)  # a tensor of the pool
         held[piece.key].index_copy_(0, index, _field(rows, piece).view(-1, *piece.shape))
+
+
+def _group(pool: BlockPool, part: Part) -> GroupTensors:
+    return pool.groups[None if part.kind == BLOCKS else part.kind]
 
 
 def rows_of_states(part: Part, states: Sequence[States]) -> Tensor:
     """Return the states of single rows as rows of bytes, on the part's device."""
-    rows = new_rows(len(states), part.num_bytes, part.device)
+    rows = _new_rows(part, len(states))
     for number, held in enumerate(states):
         for piece in part.pieces:
-            assert isinstance(piece.key, StateKey)  # a tensor of states
             _field(rows[number : number + 1], piece).copy_(held[piece.key].flatten(1))
     return rows
 
 
 def states_of_row(parts: Iterable[tuple[Part, Tensor]]) -> dict[StateKey, Tensor]:
-    """Return the states that rows of bytes hold: one row of each part, [part.num_bytes].
-
-    The states have memory of their own on the part's device.
-    """
+    """Return the states that rows of bytes hold, one row of each part, in memory of their own on the part's device."""
     states = {}
     for part, row in parts:
         on_device = row.to(part.device, non_blocking=True)[None]
         for piece in part.pieces:
-            assert isinstance(piece.key, StateKey)  # a tensor of states
             states[piece.key] = _field(on_device, piece).view(1, *piece.shape).clone()
     return states
 
 
-def to_device(part: Part, fragments: Iterable[Tensor]) -> Tensor:
+def to_device(part: Part, fragments: Sequence[Tensor]) -> Tensor:
     """Copy rows of the host, in some number of tensors, to the part's device: one transfer for each tensor."""
-    fragments = list(fragments)
     if part.device.type == "cpu":
-        return fragments[0] if len(fragments) == 1 else torch.cat(fragments)
-    rows, start = new_rows(sum(map(len, fragments)), part.num_bytes, part.device), 0
+        return fragments[0] if len(fragments) == 1 else torch.cat([*fragments])
+    rows, start = _new_rows(part, sum(map(len, fragments))), 0
     for fragment in fragments:
         rows[start : start + len(fragment)].copy_(fragment, non_blocking=True)
         start += len(fragment)
@@ -165,22 +157,13 @@ def to_device(part: Part, fragments: Iterable[Tensor]) -> Tensor:
 
 
 def events_on(devices: Iterable[torch.device]) -> list[torch.Event]:
-    """Events that come when all that was launched so far on these devices is done; none of a host."""
+    """Return events that come when all that was launched so far on these devices is done; none of a host."""
     events = []
     for device in dict.fromkeys(device for device in devices if device.type not in _UNPINNED):
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))
         events.append(event)
     return events
-
-
-def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Iterate over (first index, length) of the stretches of `numbers` in which each is one more than the last."""
-    start = 0
-    for index in range(1, len(numbers) + 1 if numbers else 0):
-        if index == len(numbers) or numbers[index] != numbers[index - 1] + 1:
-            yield start, index - start
-            start = index
 
 
 def _field(rows: Tensor, piece: Piece) -> Tensor:

@@ -26,10 +26,7 @@ States = Mapping[StateKey, Tensor]
 
 
 class StateLayer(Protocol):
-    """`StateLayer` is a layer of transformers with states, each by its index.
-
-    A state that is not there yet is None, or unspecified.
-    """
+    """`StateLayer` is a layer of transformers with states, each by its index; one that is not there yet is None."""
 
     number_of_states: int
     conv_states: dict[int, Tensor | None]
@@ -44,9 +41,7 @@ class StateLayer(Protocol):
 
 
 class ConvRecorder:
-    """`ConvRecorder` takes states of convolutions at some columns out of a running forward.
-
-    The state of a convolution at a column is its last inputs before the column.
+    """`ConvRecorder` takes states of convolutions, their last inputs before some columns, out of a running forward.
 
     Attributes:
         places: (row, tokens) after which a state is wanted.
@@ -62,20 +57,13 @@ class ConvRecorder:
     def start_forward(
         self, num_columns: int = 0, places: Sequence[tuple[int, int]] = (), columns: Sequence[int] = ()
     ) -> None:
-        """Begin another forward, of `num_columns` columns.
-
-        Args:
-            columns: column of the forward before which each place is.
-        """
+        """Begin another forward, of `num_columns` columns; before each of `columns` is a place."""
         self.places, self.recorded, self._columns, self._num_columns = places, {}, columns, num_columns
 
     def record(self, key: StateKey, inputs: Tensor, width: int) -> None:
-        """Record the states that are wanted of a convolution that runs.
+        """Record the states, of `width` inputs, that are wanted of a convolution that runs.
 
         Shapes: inputs [R, ..., past + columns of the forward].
-
-        Args:
-            width: number of inputs in a state.
         """
         past = inputs.shape[-1] - self._num_columns
         if missing := max(0, width - past):
@@ -116,10 +104,9 @@ class LiveStates:
         return bool(self._layers)
 
     def read(self) -> dict[StateKey, Tensor]:
-        """Return the states that the layers hold now, uncopied; empty where they hold none.
+        """Return the states that the layers hold now, uncopied: the next forward overwrites them.
 
-        The next forward overwrites these states. Of the inputs that convolutions keep for `crop`, only those that they
-        need are returned.
+        Of the inputs that convolutions keep for `crop`, only those that they need are returned.
         """
         return {key: self._needed(key, held) for key, held in self._held()}
 
@@ -168,11 +155,7 @@ class LiveStates:
             layer.device = layer.dtype = None
 
     def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
-        """Let row `i` resume from a copy of the state of row `sources[i]`.
-
-        Args:
-            index: the sources as a tensor on some device, if there is one.
-        """
+        """Let row `i` resume from a copy of the state of row `sources[i]`; `index` has the same numbers, if given."""
         held = dict(self._held())
         if held and list(sources) != list(range(len(next(iter(held.values()))))):
             self._replace(select_rows(held, sources, index))
@@ -192,10 +175,7 @@ class LiveStates:
             layer.record_past = records
 
     def can_crop(self, num_columns: int) -> bool:
-        """Return whether the last columns can be taken back.
-
-        They can if convolutions alone have states, and these have kept their inputs.
-        """
+        """Return whether the last columns can be taken back: of convolutions alone that have kept their inputs."""
         is_held = False
         for (layer_idx, name, state_idx), held in self._held():
             layer, is_held = self._layers[layer_idx], True
@@ -206,15 +186,11 @@ class LiveStates:
 
     def crop(self, num_columns: int) -> bool:
         """Take the last columns back; return whether that could be done."""
-        can = self.can_crop(num_columns)
-        held = dict(self._held()) if can else {}
-        self._replace(
-            {
-                key: self._needed(key, each[..., : each.shape[-1] - num_columns]).contiguous()
-                for key, each in held.items()
-            }
-        )
-        return can
+        if not self.can_crop(num_columns):
+            return False
+        kept = {key: held[..., : held.shape[-1] - num_columns] for key, held in self._held()}
+        self._replace({key: self._needed(key, held).contiguous() for key, held in kept.items()})
+        return True
 
 
 def select_rows(states: States, sources: Sequence[int], index: Tensor | None = None) -> dict[StateKey, Tensor]:

@@ -23,7 +23,7 @@ def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
     """Return the values of tensors of integers or booleans, as int64 of their shapes; floats are cut.
 
-    Arrays of tensors in host memory are views of these where they may be.  Cost: one wait for each accelerator.
+    Cost: one wait for each accelerator.
     """
     found = [np.empty(0, np.int64)] * len(tensors)
     together: dict[torch.device, list[int]] = {}

@@ -20,8 +20,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     On a host, large memory is mapped, not written: a page costs nothing until it is used.
 
     Raises:
-        torch.OutOfMemoryError: memory runs out on any device, also on a host and on accelerators for which torch raises
-            another error.
+        torch.OutOfMemoryError: memory runs out, also where torch raises another error for that.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
@@ -39,11 +38,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _mapped(num_bytes: int) -> mmap.mmap:
-    """Return zeroed memory of this process alone: a forked process gets a copy.
-
-    Raises:
-        OSError: there is no address space.
-    """
+    """Return zeroed memory of this process alone; a forked one gets a copy. Raises OSError without address space."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows, which has no forks
         return mmap.mmap(-1, num_bytes)
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

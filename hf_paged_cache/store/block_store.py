@@ -15,15 +15,14 @@ from weakref import WeakSet
 import torch
 
 from ..blocks import BlockTable, Group, PrefixCachingBlockAllocator, Sight
-from ..errors import CacheArgumentError, CacheBusyError
+from ..errors import CacheBusyError
 from ..kv.block_pool import BlockPool, GroupTensors, Slab
-from ..kv.transfers import Transfer
 from ..locks import new_lock
 from ..tiers.base import Tier
 from .call_totals import CallTotals
 from .leases import Leases
 from .lower_tiers import LowerTiers
-from .memory_budget import add_store, default_budget_bytes, lacks_room
+from .memory_budget import add_store, default_budget_bytes
 from .pins import Pins
 from .state_snapshots import StateRules, StateSnapshots
 from .window_groups import WindowGroups
@@ -35,29 +34,22 @@ _CAPACITY_FACTOR_ON_HOST = 64  # capacity for each block managed
 _SPARE_PART_ON_ACCELERATOR = 8  # a pool there grows by an eighth, or by what is missing
 _FIRST_NUM_BLOCKS = 64  # blocks managed before the first call says how many it needs
 _LEAST_NUM_BLOCKS = 2  # the null block and one more
-_MOST_UNMEASURED_TOKENS = 1024  # tokens of a first call that may run before anybody knows what a token takes
 
 
 class BlockStore:
     """`BlockStore` has one pool of blocks, and decides how many blocks there can be.
 
-    Pool and allocator grow up to `max_num_blocks`: the number given, or what the memory budget holds. What the budget
-    holds is known after the first forward, or before it where a long call comes first. The pool never holds fewer
-    blocks than the allocator manages.
+    Pool and allocator grow up to `max_num_blocks`: the number given, or what the memory budget holds, which is known
+    after the first forward. The pool never holds fewer blocks than the allocator manages.
 
     Args:
-        block_size: tokens of a block, at least 1.
         num_blocks: most blocks that there can be, with the null block; None: as many as `memory_budget` allows.
         first_device: returns the device on which the model's first keys and values will be.
         sight_of: layer index -> the layer's window, for the layers that have one.
         layers: indices of all layers that have keys and values, with a window or without.
         window_share: number of window blocks for each block; see `WindowGroups`.
-        states, bytes_per_block: see `StateSnapshots`.
+        bytes_per_block: bytes of keys and values of a block, if it was measured; window blocks count by their share.
         has_budget: True if `num_blocks` is what a budget in bytes holds, beside as many bytes of snapshots.
-        dtype: dtype of the model for which `num_blocks` was computed; see `follow_dtype`.
-        measure_layers: runs a forward; returns layer index -> device of the layer's keys and values, and their bytes
-            for one token.
-        tiers: see `LowerTiers`.
 
     Attributes:
         max_num_blocks: most blocks that there can be. None until a forward shows what the budget holds. Where memory
@@ -77,35 +69,26 @@ class BlockStore:
         bytes_per_block: int = 0,
         *,
         has_budget: bool = False,
-        dtype: torch.dtype = torch.float32,
-        measure_layers: Callable[[], Mapping[int, tuple[torch.device, int]]] = dict,
         tiers: Sequence[Tier] = (),
         eviction: str = "reuse",
     ) -> None:
-        if num_blocks is not None and num_blocks < 2:
-            raise CacheArgumentError(
-                f"num_blocks is {num_blocks}; it must be at least 2: block 0 is reserved, and a call needs at least one"
-            )
         self.lock = new_lock(self)
         self.block_size = block_size
         self.max_num_blocks = num_blocks
         self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # most blocks, as given or settled
-        self._dtype = dtype  # dtype that a budget in bytes counts with
-        self.has_budget = has_budget or num_blocks is None
+        self._has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
         self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
+        self._counted_bytes = float(bytes_per_block + self.states.bytes_beside_a_block)  # of a block, by the budget
         self.leases = Leases(self.allocator, self.windows, self.states)
         self.first_device = first_device
         self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
-        self._measure_layers = measure_layers
-        self._measured: Mapping[int, tuple[torch.device, int]] = {}  # counts until the pool has the measured layers
-        self._budget_bytes: dict[torch.device, int] = {}  # device -> bytes for keys and values, by what was free
-        self.pins = Pins(self.allocator, self.windows, self.new_table, lambda: self.groups)
-        self.tiers = LowerTiers(self, tiers)
+        self.pins = Pins(self.allocator, self.windows, self.leases)
+        self.tiers = LowerTiers(self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # salt -> resets; None: resets of all salts
@@ -126,16 +109,6 @@ class BlockStore:
     def is_settled(self) -> bool:
         """True if the most blocks were given, or a forward has shown what the budget holds."""
         return self._promised_num_blocks is not None
-
-    @property
-    def num_free_blocks(self) -> int | None:
-        """Number of blocks that hold nothing, managed already or not; None if the most blocks are not known yet."""
-        if self.max_num_blocks is None:
-            return None
-        if self.windows.are_all:
-            group = self.windows.groups[0]
-            return group.num_free + self.max_num_blocks - group.num_blocks
-        return self.allocator.num_free_blocks + self.max_num_blocks - self.allocator.num_blocks
 
     @property
     def _most_beside_rows(self) -> int | None:
@@ -171,12 +144,7 @@ class BlockStore:
                 group.grow(managed)
 
     def forget_other_weights(self, digest: bytes, num_blocks: int, roots: Callable[[], Collection[bytes]]) -> None:
-        """Forget blocks under other weights before the pool grows, if fewer than `num_blocks` blocks are free.
-
-        Args:
-            digest: digest of the model as it is.
-            roots: returns the roots of rows under other weights.
-        """
+        """Forget blocks under these roots, of other weights than the digest's, before the pool grows for more blocks."""
         if digest != self._weights_seen and num_blocks > self.allocator.num_free_blocks:
             self.allocator.forget_under(roots())
             self._weights_seen = digest
@@ -184,45 +152,22 @@ class BlockStore:
     def _grow(self, tensors: GroupTensors, managed: int, missing: int, most: int | None) -> int:
         """Make tensors large enough for the blocks managed, and for as many of the missing blocks as there can be.
 
-        Returns:
-            The number of blocks that can be managed now.
+        On an accelerator they grow by at least an eighth, so that all growth copies at most 8 times what the pool ends
+        with. Returns the number of blocks that can be managed now.
         """
-        wanted = managed
+        on_host, wanted = self.pool.is_on_host, managed
         if missing > 0 and managed != most:
-            wanted += self._growth(managed, missing)
-            if most is not None:
-                wanted = min(wanted, most)
-        if tensors.capacity < wanted:
-            capacity = wanted
-            if most is not None and self.pool.is_on_host:
-                capacity = max(wanted, min(most, wanted * _CAPACITY_FACTOR_ON_HOST))  # growing again would copy
-            if not any(self._grow_tensors(tensors, number) for number in dict.fromkeys((capacity, wanted))):
-                self.stop_growing()
-                return managed
-        return wanted
-
-    def _growth(self, managed: int, missing: int) -> int:
-        """Return how many blocks to manage more where `missing` blocks are missing.
-
-        On an accelerator they are at least an eighth of the pool, so that all growth copies at most 8 times what the
-        pool ends with.
-        """
-        if self.pool.is_on_host:
-            return max(missing, managed * (_GROWTH_ON_HOST - 1))
-        return max(managed // _SPARE_PART_ON_ACCELERATOR, missing)
-
-    def _grow_tensors(self, tensors: GroupTensors, num_blocks: int) -> bool:
-        """Grow tensors to `num_blocks` blocks, and return whether there was memory for that.
-
-        Free memory is looked at first: if one tensor could not grow, the tensors grown before it might stay large.
-        """
-        if lacks_room(tensors.bytes_to_grow(num_blocks)):
-            return False
-        try:
-            tensors.ensure_capacity(num_blocks)
-        except torch.OutOfMemoryError:
-            return False
-        return True
+            spare = managed * (_GROWTH_ON_HOST - 1) if on_host else managed // _SPARE_PART_ON_ACCELERATOR
+            wanted += max(missing, spare)
+        if most is not None:
+            wanted = max(managed, min(wanted, most))
+        capacities = [wanted]
+        if most is not None and on_host:  # growing again would copy
+            capacities = [max(wanted, min(most, wanted * _CAPACITY_FACTOR_ON_HOST)), wanted]
+        if tensors.capacity >= wanted or any(_can_grow(tensors, capacity) for capacity in capacities):
+            return wanted
+        self.stop_growing()
+        return managed
 
     def stop_growing(self) -> None:
         """Allow no more blocks than are managed now, until `grow_anew`: there is no memory for more, or beside them."""
@@ -236,33 +181,15 @@ class BlockStore:
         self.windows.limit(self.max_num_blocks)
         self.ran_out_of_memory = False
 
-    def affordable_blocks(self) -> float:
-        """Return the most blocks there can be: the number given, or what the memory budget holds.
-
-        It is infinite before any block was written. Each device holds its own layers.
-        """
-        if self._promised_num_blocks is not None and self.max_num_blocks is not None:
-            return self.max_num_blocks
-        fitting = (
-            self._budget_bytes.get(device, math.inf) // num_bytes
-            for device, num_bytes in self._bytes_per_block_on().items()
-        )
-        return max(_LEAST_NUM_BLOCKS, min(fitting, default=math.inf))
-
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Return the bytes that a block takes of each device.
 
         Its part of the window blocks counts, and as many bytes of snapshots.
         """
         total: dict[torch.device, float] = {}
-        if not self._measured.keys() <= {*self.pool.layer_indices}:
-            for layer_idx, (device, num_bytes) in self._measured.items():
-                share = self.windows.share if layer_idx in self.windows.sight_of else 1
-                total[device] = total.get(device, 0) + num_bytes * self.block_size * share
-        else:
-            for window, tensors in self.pool.groups.items():
-                for device, num_bytes in tensors.bytes_per_block_on().items():
-                    total[device] = total.get(device, 0) + num_bytes * (1 if window is None else self.windows.share)
+        for window, tensors in self.pool.groups.items():
+            for device, num_bytes in tensors.bytes_per_block_on().items():
+                total[device] = total.get(device, 0) + num_bytes * (1 if window is None else self.windows.share)
         if self.states:
             return self.states.with_snapshots(total, None if self.windows.layers else self.first_device())
         return total
@@ -280,40 +207,32 @@ class BlockStore:
         with self.lock:
             return max(0, budget - self.pool.pool_bytes)
 
-    def measure_for(self, num_tokens: int) -> None:
-        """Measure what a block takes and settle the budget, if many tokens may come and no forward has shown it yet.
-
-        The caller holds no lock: this runs a forward.
-        """
-        if self._promised_num_blocks is not None or num_tokens <= _MOST_UNMEASURED_TOKENS:
-            return
-        measured = self._measure_layers()
-        with self.lock:
-            self._measured = measured
-        self.read_budget()
-        with self.lock:
-            self.settle_budget()
-
-    def read_budget(self) -> None:
-        """Look how much memory is free on the devices of the blocks. The caller holds no lock: this reads files."""
-        with self.lock:
-            devices = list(self._bytes_per_block_on()) if not self.is_settled else []
-        budget = {device: default_budget_bytes(device, self) for device in devices}
-        with self.lock:
-            self._budget_bytes = budget
-
     def settle_budget(self) -> None:
-        """Fix the most blocks there can be, once it is known how large a block is. `read_budget` comes before."""
-        if not self.is_settled and (affordable := self.affordable_blocks()) < math.inf:
-            admitted = self.allocator.num_blocks
-            if self.windows.are_all:
-                admitted = max(group.num_blocks for group in self.windows.groups)
-            promised = max(admitted, int(affordable))
+        """Fix the most blocks there can be, once it is known how large a block is.
+
+        The caller holds no lock: this reads how much memory is free on the devices of the blocks.
+        """
+        if self.is_settled:
+            return
+        with self.lock:
+            bytes_per_block = self._bytes_per_block_on()
+        budget = {device: default_budget_bytes(device, self) for device in bytes_per_block}
+        with self.lock:
+            if not budget or self.is_settled:
+                return
+            fitting = min(budget[device] // num_bytes for device, num_bytes in bytes_per_block.items())
+            managed = self.windows.groups if self.windows.are_all else [self.allocator]
+            promised = max(_LEAST_NUM_BLOCKS, int(fitting), *(each.num_blocks for each in managed))
             if not self.ran_out_of_memory:
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
             self.states.limit(promised)
+            self._counted_bytes = sum(bytes_per_block.values())
             self._promised_num_blocks = promised  # set last: this makes the store settled
+
+    def fits_budget(self) -> bool:
+        """Return whether blocks take no more bytes than a budget in bytes counts with."""
+        return not self._has_budget or sum(self._bytes_per_block_on().values()) <= self._counted_bytes
 
     def kv_bytes_in_use(self, salt: bytes = b"") -> int:
         """Return the bytes of the blocks that somebody holds; given a salt, of its blocks alone."""
@@ -330,10 +249,7 @@ class BlockStore:
         return [*self.windows.groups, self.states.kept] if self.states else [*self.windows.groups]
 
     def slabs(self) -> list[Slab]:
-        """Return the slabs in which blocks of layers without a window lie now.
-
-        A block that is held can still be read there after the pool has grown.
-        """
+        """Return the slabs in which blocks of layers without a window lie now; blocks that are held stay there."""
         return self.pool.all.slabs()
 
     def window_slabs(self) -> dict[Sight, list[Slab]]:
@@ -354,68 +270,37 @@ class BlockStore:
         with self.lock:
             return self.windows.sight_of
 
-    def follow_windows(self, sight_of: Mapping[int, Sight]) -> bool:
+    def follow_windows(self, sight_of: Mapping[int, Sight]) -> None:
         """Use these windows of the layers, as rows begin. What is cached under other windows is forgotten.
 
-        Returns:
-            Whether the rows can run: not while other calls hold blocks of layers with other windows.
+        While calls hold blocks, nothing changes: `windows_now` says so.
         """
-        if not self.windows.may_change or self.windows.sight_of == sight_of:
-            return True
-        if not self._forget_all():
-            return False
-        self.windows.regroup(sight_of)
-        self.pool.regroup(sight_of, self.windows.groups)
-        self.tiers.watch_windows()
-        self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
-        return True
+        if self.windows.may_change and self.windows.sight_of != sight_of and self._is_idle:
+            self.reset_prefix_cache()
+            self.windows.regroup(sight_of)
+            self.pool.regroup(sight_of, self.windows.groups)
+            self.tiers.watch_windows()
+            self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
 
-    def follow_dtype(self, dtype: torch.dtype) -> bool:
-        """Use this dtype of the model, as rows begin.
+    def begin_anew(self) -> bool:
+        """Forget all, with pins, if no call holds blocks; return whether that was done.
 
-        Where it takes more bytes than the budget has counted with, what is cached is forgotten, and there can be fewer
-        blocks.
-
-        Returns:
-            Whether the rows can run: not while other calls hold blocks.
+        Keys and values have another dtype, shape or device from here on, or the budget holds fewer blocks.
         """
-        before, promised = self._dtype.itemsize, self._promised_num_blocks
-        if not self.has_budget or dtype.itemsize <= before:
-            return True
-        if promised is not None:
-            self._promised_num_blocks = max(_LEAST_NUM_BLOCKS, promised * before // dtype.itemsize)
-        if not self._forget_all(keep_tiers=True):
-            self._promised_num_blocks = promised
+        if not self._is_idle:
             return False
-        self.states.limit(self._promised_num_blocks)
-        self._measured, self._dtype = {}, dtype
-        return True
-
-    def begin_wider(self, bytes_per_block: int) -> bool:
-        """Forget all and allow fewer blocks, if nobody holds a block.
-
-        Blocks take more bytes from here on than the budget has counted with.
-
-        Returns:
-            Whether nobody holds a block; if somebody does, nothing has changed.
-        """
-        if self.allocator.num_blocks_in_use:
-            return False
-        if self._promised_num_blocks is not None:
-            before = self.pool.all.bytes_per_block
-            self._promised_num_blocks = max(
-                _LEAST_NUM_BLOCKS, self._promised_num_blocks * before // max(1, bytes_per_block)
-            )
+        if not self.fits_budget() and self._promised_num_blocks is not None:
+            taken = sum(self._bytes_per_block_on().values())
+            fitting = int(self._promised_num_blocks * self._counted_bytes / taken)
+            self._promised_num_blocks, self._counted_bytes = max(_LEAST_NUM_BLOCKS, fitting), taken
+            self.states.limit(self._promised_num_blocks)
         self.reset_prefix_cache(keep_tiers=True)
-        self.states.limit(self._promised_num_blocks)
         return True
 
-    def _forget_all(self, *, keep_tiers: bool = False) -> bool:
-        """Do `reset_prefix_cache` if no call holds blocks, and return whether it was done."""
-        if len(self.pins.block_ids()) < self.allocator.num_blocks_in_use:
-            return False
-        self.reset_prefix_cache(keep_tiers=keep_tiers)
-        return True
+    @property
+    def _is_idle(self) -> bool:
+        """True if no call holds blocks; pins may."""
+        return self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone
 
     def make_way(self) -> None:
         """Let the pool grow no more after a model's forward ran out of memory.
@@ -431,48 +316,27 @@ class BlockStore:
             self.max_num_blocks = max(managed - managed // 4, self.max_num_blocks or 0)
             self.windows.limit(self.max_num_blocks)
 
-    def make_copies(self, transfer: Transfer | None = None, *, may_wait: bool = True, are_filled: bool = False) -> None:
-        """Copy out what was evicted, and make the pending copies of copy on write. To be called before the next write.
-
-        Args:
-            transfer: see `BlockPool.copy_blocks`.
-            may_wait: see `LowerTiers.offload`.
-            are_filled: True if the copied blocks will be filled from elsewhere. Window blocks are copied all the same.
-        """
-        if self.tiers.tiers:
-            self.tiers.offload(may_wait=may_wait)
-        copies = self.allocator.pending_copies
-        if copies:
-            if not are_filled:
-                self.pool.all.copy_blocks(copies, transfer)
-            self.allocator.drop_copies(len(copies))
-        for group in self.windows.groups:
-            if group.copies:
-                copies = tuple(group.copies)
-                self.pool.groups[group.name].copy_blocks(copies, transfer)
-                del group.copies[: len(copies)]
+    def offload(self) -> None:
+        """Copy out what was evicted, before anything is written."""
+        if self.tiers:
+            self.tiers.offload()
 
     def check(self) -> None:
         """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
         self.allocator.check()
         self.windows.check()
         self.states.kept.check()
-        self.tiers.check()
 
     def lose_threads(self, idents: frozenset[int]) -> None:
         """Give back the blocks held by threads that are not there, as in a forked child."""
         for current in self.currents:
             current.lose_threads(idents)
-        over = (rows for rows in self.sharing if not rows.is_lost(idents))
-        self.leases.lose_threads(
-            idents, {lease for rows in over if rows.shared is not None for lease in rows.shared.leases}
-        )
+        over = [rows for rows in self.sharing if not rows.is_lost(idents) and rows.shared is not None]
+        used = {lease for rows in over for lease in rows.shared.leases}
+        self.leases.lose_threads(idents, used.union(self.pins.allocations()))
 
     def begin_to_forget(self, salt: bytes | None = None) -> None:
-        """Count a reset: what was computed before it is not to be kept after it.
-
-        Args:
-            salt: salt of what is to be forgotten; None: all.
+        """Count a reset of a salt, or of all: what was computed before it is not to be kept after it.
 
         Raises:
             CacheBusyError: a call holds blocks of it; nothing has changed.
@@ -489,37 +353,27 @@ class BlockStore:
         self._num_resets[salt] += 1
 
     def resets_of(self, salt: bytes) -> tuple[int, int]:
-        """Return how often all was forgotten, and how often the blocks of this salt were.
-
-        What was computed before such a reset is not to be kept after it.
-        """
+        """Return how often all was forgotten, and how often the blocks of this salt were."""
         return self._num_resets[None], self._num_resets[salt]
 
     def forget(self, salt: bytes) -> None:
-        """Forget every cached block of a salt and drop its pins; if nobody has a block then, give the memory back.
-
-        Rows of this salt hold no block any more.
-        """
+        """Forget every cached block of a salt and drop its pins; if nobody has a block then, give the memory back."""
         self.pins.unpin(salt, None)
         self.allocator.forget_cached_blocks(salt)
         self.states.kept.settle()
         self.tiers.forget_namespace(salt)
-        is_empty = self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0
-        if is_empty:
+        if self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0:
             self.reset_prefix_cache(keep_tiers=True)
 
     def reset_prefix_cache(self, *, keep_tiers: bool = False) -> None:
         """Forget every cached block, drop all pins and give the pool's memory back.
 
-        The pool may grow anew where memory ran out.
-
-        Args:
-            keep_tiers: keep what lower tiers have.
+        The pool may grow anew where memory ran out. Tiers keep what they have if they are to.
 
         Raises:
             BlockStateError: rows hold blocks; nothing has changed.
         """
-        if self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone:
+        if self._is_idle:
             self.pins.clear()
         num_blocks = self._first_num_blocks
         self.allocator.reset_prefix_cache(num_blocks)
@@ -528,3 +382,12 @@ class BlockStore:
         self.tiers.lose_pool() if keep_tiers else self.tiers.reset()
         self.pool.clear()
         self.grow_anew()
+
+
+def _can_grow(tensors: GroupTensors, num_blocks: int) -> bool:
+    """Grow tensors to `num_blocks` blocks, and return whether there was memory for that."""
+    try:
+        tensors.ensure_capacity(num_blocks)
+    except torch.OutOfMemoryError:
+        return False
+    return True

@@ -15,7 +15,6 @@ class CallTotals:
     """`CallTotals` counts calls, their prompt tokens, and why tokens were computed.
 
     Attributes:
-        metrics: prompt tokens, reused ones and shared ones, of all calls and of the last forwards.
         num_calls: number of calls that computed something.
         num_bypassed_calls: number of calls of which a part ran without the store.
     """

@@ -1,38 +1,38 @@
 """Describes what the contents of a store's blocks look like now: for each kind, the parts of a row of bytes.
 
 It is read off the pool, and read again when the pool's layers have other tensors. If nothing was written into the pool
-yet, it is read off files of the same model. It also gives each kind its part of a tier's budget. The caller holds the
-store's lock.
+yet, it is read off files of the same model. The caller holds the store's lock.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kv.block_pool import BlockPool
-from ..kv.contents import Part, lay_out_pool, parts_of_pool, parts_of_states, rows_of_blocks, rows_of_states
+from ..kv.contents import (
+    BLOCKS,
+    STATES,
+    Kind,
+    Part,
+    lay_out_pool,
+    parts_of_pool,
+    parts_of_states,
+    rows_of_blocks,
+    rows_of_states,
+)
 from ..kv.states import States
-from ..tiers.base import BLOCKS, STATES, Kind, Tier
-from ..tiers.host import HostTier, shares_of
 from ..tiers.saved_file import SavedFile
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
 
 class ContentLayout:
-    """`ContentLayout` knows the parts of each kind of content.
+    """`ContentLayout` knows the parts of each kind of content."""
 
-    Args:
-        tiers: tiers of the store; the host tier is told when the parts have changed.
-    """
-
-    def __init__(self, pool: BlockPool, windows: WindowGroups, states: StateSnapshots, tiers: Sequence[Tier]) -> None:
-        self._pool = pool
-        self._windows = windows
-        self._states = states
-        self._tiers = tiers
+    def __init__(self, pool: BlockPool, windows: WindowGroups, states: StateSnapshots) -> None:
+        self._pool, self._windows, self._states = pool, windows, states
         self.forget()
 
     def forget(self) -> None:
@@ -51,6 +51,11 @@ class ContentLayout:
         """True if any layer holds all tokens; if none does, blocks have nothing but window blocks and snapshots."""
         return bool(self.parts().get(BLOCKS))
 
+    @property
+    def has_all_layers(self) -> bool:
+        """True if the pool has the tensors of all layers that have keys and values."""
+        return {*self._windows.layers} <= {*self._pool.layer_indices}
+
     def see_states(self, states: States) -> None:
         """Note how the states of a row look, unless that is known."""
         if not self._state_parts:
@@ -58,17 +63,9 @@ class ContentLayout:
 
     def parts(self) -> dict[Kind, list[Part]]:
         """Return kind -> parts of its rows now."""
-        pool = self._pool
-        if self._looked_at != pool.num_layouts:
-            parts: dict[Kind, list[Part]] = {}
-            for part in parts_of_pool(pool):
-                parts.setdefault(BLOCKS if part.window is None else part.window, []).append(part)
-            if self._state_parts:
-                parts[STATES] = self._state_parts
-            for tier in self._tiers:
-                if isinstance(tier, HostTier):
-                    tier.lay_out(parts, self._shares(parts))
-            self._looked_at, self._parts = pool.num_layouts, parts
+        if self._looked_at != self._pool.num_layouts:
+            self._parts = parts_of_pool(self._pool) | ({STATES: self._state_parts} if self._state_parts else {})
+            self._looked_at = self._pool.num_layouts
         return self._parts
 
     def is_now(self, kind: Kind, parts: Sequence[Part]) -> bool:
@@ -83,6 +80,7 @@ class ContentLayout:
             if (place := group.places.get(block_id)) is not None:
                 yield group.name, place
         if (states := self._states.kept.of_digest(digest)) is not None:
+            self.see_states(states)
             yield STATES, states
 
     def rows_of(self, kind: Kind, contents: Sequence[Any]) -> list[Tensor]:
@@ -92,30 +90,16 @@ class ContentLayout:
             return [rows_of_states(part, contents) for part in self.parts()[kind]]
         return [rows_of_blocks(self._pool, part, contents) for part in self.parts()[kind]]
 
-    def learn(self, file: SavedFile, make_room: Callable[[int], None]) -> bool:
-        """Make the tensors of layers into which nothing was written yet, as a file shows them.
-
-        A file need not have all kinds of content.
-
-        Args:
-            make_room: `make_room` of the store.
-
-        Returns:
-            Whether this file has shown layers, and all layers are known now.
-        """
-        pool, before = self._pool, self._pool.num_layouts
-        if not pool.layer_indices:
+    def learn(self, file: SavedFile, make_room: Callable[[int], None]) -> None:
+        """Make the tensors of layers into which nothing was written yet, as a file shows them."""
+        if not self._pool.layer_indices:
             make_room(0)
-        lay_out_pool(pool, [part for content in file.contents if content.kind != STATES for part in content.parts])
-        return pool.num_layouts != before and set(self._windows.layers) <= set(pool.layer_indices)
+        lay_out_pool(self._pool, [part for each in file.contents if each.kind != STATES for part in each.parts])
 
     def parts_here(self, file: SavedFile, first_device: torch.device) -> dict[Kind, tuple[Part, ...] | None]:
-        """Return kind -> parts of what a file holds, on this model's devices.
+        """Return kind -> parts of what a file holds, on this model's devices; snapshots lie on the first device.
 
         A kind's parts are None if its layers lie on other devices than they did where the file was written.
-
-        Args:
-            first_device: device for snapshots.
         """
         parts: dict[Kind, tuple[Part, ...] | None] = {}
         for kind, saved in ((content.kind, content.parts) for content in file.contents):
@@ -125,16 +109,3 @@ class ContentLayout:
             anywhere = [part._replace(device=torch.device("cpu")) for part in here]
             parts[kind] = tuple(here) if anywhere == [*saved] else None
         return parts
-
-    def _shares(self, parts: Mapping[Kind, Sequence[Part]]) -> dict[Kind, float]:
-        """Return kind -> its share of a tier's budget, as the pool divides its own.
-
-        There are window blocks beside blocks, and as many bytes for snapshots.
-        """
-        num_bytes = {kind: sum(part.num_bytes for part in made) for kind, made in parts.items()}
-        weights: dict[Kind, float] = {kind: 1.0 if kind == BLOCKS else self._windows.share for kind in parts}
-        if self._states:
-            of_blocks = sum(num_bytes[kind] * weights[kind] for kind in parts if kind != STATES)
-            num_bytes[STATES] = num_bytes.get(STATES, 1)
-            weights[STATES] = of_blocks / num_bytes[STATES] if of_blocks else 1.0
-        return shares_of(num_bytes, weights)

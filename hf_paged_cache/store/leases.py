@@ -18,30 +18,18 @@ from .window_groups import WindowGroups
 
 
 class Resumable(NamedTuple):
-    """`Resumable` says what is known of a row whose layers have windows or carry states.
+    """`Resumable` says what is known of a row whose layers have windows or carry states."""
 
-    Attributes:
-        lease: lease of the blocks up to where the row resumes.
-        num_tokens: number of tokens after which the row resumes.
-        num_whole: number of tokens after which the row could resume if it might do so anywhere.
-        num_matched: number of tokens in known blocks, whether the row could resume after them or not.
-    """
-
-    lease: Allocation
-    num_tokens: int
-    num_whole: int
-    num_matched: int
+    lease: Allocation  # of the blocks up to where the row resumes
+    num_tokens: int  # number of tokens after which the row resumes
+    num_whole: int  # number of tokens after which the row could resume if it might do so anywhere
+    num_matched: int  # number of tokens in known blocks, whether the row could resume after them or not
 
 
 class Leases:
     """`Leases` leases blocks: a leased block is neither evicted nor written by others.
 
     The caller holds the store's lock.
-
-    Args:
-        allocator: allocator of the blocks.
-        windows: groups whose window blocks are held with the blocks.
-        states: snapshots beside the blocks.
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, states: StateSnapshots) -> None:
@@ -75,10 +63,7 @@ class Leases:
         return Resumable(lease, num_tokens, num_whole, num_matched)
 
     def resume(self, lease: Allocation, num_tokens: int) -> None:
-        """Note that rows resume after `num_tokens` tokens of a lease.
-
-        What layers with a window see from there is held, as far as it is kept.
-        """
+        """Note that rows resume after `num_tokens` tokens of a lease, and hold what windows see there, as far as kept."""
         lease.resumption = Resumption.at(num_tokens)
         for group in self._windows.groups:
             group.hold(lease.block_ids[index] for index in group.seen(num_tokens))

@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 from ..blocks import BlockHash
 from ..blocks.hashing import tokens_of
-from ..tiers.base import STATES, Name
+from ..kv.contents import STATES
+from ..tiers.base import Name
 from ..tiers.disk import DiskTier
+from ..tiers.run_files import Run
 from ..tiers.saved_file import SavedFile
-from ..tiers.sharing import Sharing, renamed, why_not
 from .block_store import BlockStore
-from .saving import Model
+from .saving import Model, renamed
 from .tier_load import TierLoad, Wanted
 
 _NO_ROOM = "there is no room for them in the pool"
@@ -52,57 +53,36 @@ class Loaded(NamedTuple):
     not_loaded: dict[str, int]
 
 
-def load_blocks(
-    blocks: BlockStore,
-    model: Model,
-    folder: Path,
-    *,
-    progress: Callable[[int, int], None],
-) -> Loaded:
+def load_blocks(blocks: BlockStore, model: Model, folder: Path, *, progress: Callable[[int, int], None]) -> Loaded:
     """Load the blocks of a folder's files, as far as they are of this model and there is room.
 
     Args:
         progress: called with the number of sequences of blocks that are done, and with the number of all sequences.
-
-    Raises:
-        OSError: there is no such folder, or it cannot be read.
     """
-    tier = DiskTier(folder, 0, Sharing(model.roots, lambda: [model.identity]))
-    runs = {run: run.file for run in tier.look() if run.file is not None}
+    tier = DiskTier(folder, 0, model.roots, lambda: [model.identity])
+    runs = [(run, run.file) for run in tier.look() if run.file is not None]
     not_loaded = dict.fromkeys(tier.problems.values(), 0)
     if not runs and not not_loaded:
         not_loaded[f"{folder} holds no saved blocks"] = 0
-    layout, left_out = blocks.tiers.layout, Counter[str]()
-    for run, file in [*runs.items()]:
-        if (why := why_not(file, blocks.block_size, [model.identity])) is not None:
-            left_out[why] += len(runs.pop(run).blocks)
+    left_out, ours = Counter[str](), []
+    for run, file in runs:
+        if (why := file.why_not(blocks.block_size, [model.identity])) is None:
+            ours.append((run, file))
+        else:
+            left_out[why] += len(file.blocks)
+    files, found = _adopt(blocks, model, tier, ours)
+    left_out[_OTHERWISE] = sum(len(file.blocks) for _, file in ours) - sum(len(file.blocks) for file in files)
+    left_out[_NO_PARENT] = len({block.digest for file in files for block in file.blocks}) - len(found)
     with blocks.lock:
-        are_known = [layout.learn(file, blocks.make_room) for file in runs.values()]
-    if any(are_known):
-        blocks.read_budget()
-    with blocks.lock:
-        blocks.settle()
-        blocks.settle_budget()
-        parts_of = {run: layout.parts_here(file, blocks.first_device()) for run, file in runs.items()}
-        for run, parts in parts_of.items():
-            if None in parts.values():
-                left_out[_OTHERWISE] += len(runs.pop(run).blocks)
-        found = _named_here(model, [*runs.values()])
-        for run in runs:
-            tier.adopt(
-                run, parts_of[run], lambda saved: Name(found[saved.digest], b"") if saved.digest in found else None
-            )
-        known = _cached(blocks, found)
-        num_left = blocks.num_obtainable_blocks()
-    left_out[_NO_PARENT] = len({block.digest for file in runs.values() for block in file.blocks}) - len(found)
-    sequences = _sequences(blocks, [*runs.values()], found)
+        known, num_left = _cached(blocks, found), blocks.num_obtainable_blocks()
+    sequences = _sequences(blocks, files, found)
     for number, sequence in enumerate(sequences):
         num_left -= _load_path(blocks, tier, sequence, num_left)
         progress(number + 1, len(sequences))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
     num_new = len(found) - len(known) - len(missing)
-    for file in runs.values():
+    for file in files:
         if (problem := tier.problems.get(str(file.path))) is not None:
             lost = missing & {block.digest for block in file.blocks}
             not_loaded[problem] = len(lost)
@@ -111,13 +91,33 @@ def load_blocks(
     return Loaded(num_new, len(known), tier.num_read_bytes, not_loaded | +left_out)
 
 
-def _named_here(model: Model, files: Sequence[SavedFile]) -> dict[bytes, BlockHash]:
-    """Return digest in files -> block as named here, of all blocks that begin from a root.
+def _adopt(
+    blocks: BlockStore, model: Model, tier: DiskTier, runs: Sequence[tuple[Run, SavedFile]]
+) -> tuple[list[SavedFile], dict[bytes, BlockHash]]:
+    """Let the blocks of files of this model be found in a tier; return the files, and their blocks.
 
-    Parents come before their children.
+    Blocks are named by their digest in the files, and by their hash here. Those that begin from no root are left out.
     """
-    roots = {root.root(): model.roots.of(root._replace(digest=model.digest)) for file in files for root in file.roots}
-    return renamed((block for file in files for block in file.blocks), roots)
+    layout = blocks.tiers.layout
+    with blocks.lock:
+        for _, file in runs:
+            layout.learn(file, blocks.make_room)
+    if layout.has_all_layers:
+        blocks.settle_budget()
+    with blocks.lock:
+        blocks.settle()
+        parts_of = {run: layout.parts_here(file, blocks.first_device()) for run, file in runs}
+        usable = [run for run, _ in runs if None not in parts_of[run].values()]
+        files = [file for run, file in runs if run in usable]
+        roots = {
+            root.root(): model.roots.of(root._replace(digest=model.digest)) for each in files for root in each.roots
+        }
+        found = renamed((block for file in files for block in file.blocks), roots)
+        for run in usable:
+            tier.adopt(
+                run, parts_of[run], lambda saved: Name(found[saved.digest], b"") if saved.digest in found else None
+            )
+    return files, found
 
 
 def _cached(blocks: BlockStore, found: Mapping[bytes, BlockHash]) -> set[bytes]:
@@ -134,13 +134,8 @@ def _sequences(
     """
     here = {block_hash.digest: block_hash for block_hash in found.values()}
     num_children = Counter(block_hash.parent for block_hash in found.values())
-    with_states = {
-        file.blocks[number].digest
-        for file in files
-        for content in file.contents
-        if content.kind == STATES
-        for number in content.blocks
-    }
+    contents = [(file, content) for file in files for content in file.contents if content.kind == STATES]
+    with_states = {file.blocks[number].digest for file, content in contents for number in content.blocks}
     sequences = []
     for saved, end in found.items():
         number = num_children[end.digest]
@@ -160,9 +155,4 @@ def _load_path(blocks: BlockStore, tier: DiskTier, path: Sequence[BlockHash], nu
     if not length:
         return 0
     tokens = tokens_of(b"".join(block_hash.token_bytes for block_hash in path[:length]))
-    row = Wanted(path[0].parent, b"", tokens, len(tokens))
-    num_problems = -1
-    while len(tier.problems) > num_problems:  # after a problem, what is left of the sequence is looked for again
-        num_problems = len(tier.problems)
-        loaded = TierLoad(blocks, blocks.tiers.layout, [tier]).load([row])
-    return len(loaded)
+    return len(TierLoad(blocks, [tier]).load(Wanted(path[0].parent, b"", tokens, len(tokens))))

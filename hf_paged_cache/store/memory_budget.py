@@ -3,9 +3,8 @@
 What other stores were promised does not count as free. Keeps the promises of the stores that live. Refuses nothing.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 import psutil
@@ -24,32 +23,21 @@ _CONTROL_GROUPS = (
 _CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-class Promised(Protocol):
-    """`Promised` is a store that was promised memory."""
-
-    def bytes_to_come(self, device: torch.device) -> int:
-        """Return the bytes of `device` that the store was promised and has not taken. Takes the store's lock."""
-
-
-_stores: WeakSet[Promised] = WeakSet()
+_stores: WeakSet[Any] = WeakSet()  # stores of blocks that were promised memory
 _lock = new_lock()  # guards `_stores`
 
 
-def add_store(store: Promised) -> None:
+def add_store(store: object) -> None:
     """Keep what the store may still take from being promised to others, as long as the store lives."""
     with _lock:
         _stores.add(store)
 
 
-def default_budget_bytes(device: torch.device, store: Promised | None = None) -> int:
+def default_budget_bytes(device: torch.device, store: object = None) -> int:
     """Return `DEFAULT_SHARE` of what `device` has free now and no other store in this process was promised.
 
     Of several stores each gets at least an equal part of `DEFAULT_SHARE`, whatever the others were promised: most
-    stores never take all of it. In a container, it is at most a share of what the container's limit leaves.
-
-    Args:
-        store: store whose budget it is. The caller holds no store's lock: other stores' locks are taken, one after the
-            other.
+    stores never take all of it. The caller holds no store's lock: other stores' locks are taken, one after the other.
     """
     free = free_bytes(device)
     with _lock:
@@ -70,15 +58,6 @@ def free_bytes(device: torch.device) -> int:
     available = int(psutil.virtual_memory().available)
     in_container = _free_bytes_in_container()
     return available if in_container is None else min(available, in_container)
-
-
-def lacks_room(needed: Mapping[torch.device, int]) -> bool:
-    """Return whether an accelerator tells that less is free than is needed of it.
-
-    A host gives memory where it is touched.
-    """
-    free = ((_free_bytes_of_accelerator(device), num_bytes) for device, num_bytes in needed.items())
-    return any(num_free is not None and num_free < num_bytes for num_free, num_bytes in free)
 
 
 def _free_bytes_of_accelerator(device: torch.device) -> int | None:

@@ -1,4 +1,4 @@
-"""Owns the block tables that keep pinned prefixes from being evicted. Refuses prefixes for which there is no room.
+"""Owns the leases that keep pinned prefixes from being evicted. Refuses prefixes for which there is no room.
 
 Computes nothing: only what is cached is pinned. A pinned block is in use, so nothing evicts it. Pins belong to the
 store and outlive the cache that asked for them. The caller holds the store's lock.
@@ -7,130 +7,90 @@ store and outlive the cache that asked for them. The caller holds the store's lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
 from itertools import chain
 
-from ..blocks import Allocation, BlockTable, Group, PrefixCachingBlockAllocator, resumable
+from ..blocks import Allocation, HashChain, PrefixCachingBlockAllocator
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..wording import counted
+from .leases import Leases
 from .window_groups import WindowGroups
 
 
 class Pins:
-    """`Pins` holds the pinned prefixes of one store.
+    """`Pins` holds the pinned prefixes of one store."""
 
-    Args:
-        windows: groups that say whether there are as many window blocks as pins and calls need.
-        new_table: returns an empty table of a root and a salt.
-        groups: returns the groups of layers that need more to resume than blocks.
-    """
-
-    def __init__(
-        self,
-        allocator: PrefixCachingBlockAllocator,
-        windows: WindowGroups,
-        new_table: Callable[[bytes, bytes], BlockTable],
-        groups: Callable[[], Sequence[Group]],
-    ) -> None:
-        self._allocator = allocator
-        self._windows = windows
-        self._new_table = new_table
-        self._groups = groups
-        self._tables: dict[tuple[bytes, bytes], BlockTable] = {}  # (salt, token ids) -> table with their blocks
-
-    def __repr__(self) -> str:
-        return f"Pins({len(self._tables)} prefixes, {self.num_blocks} blocks)"
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of distinct blocks that are pinned."""
-        return len(self._counts())
+    def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, leases: Leases) -> None:
+        self._allocator, self._windows, self._leases = allocator, windows, leases
+        # (salt, token ids) -> lease of their blocks, and number of tokens pinned
+        self._pinned: dict[tuple[bytes, bytes], tuple[Allocation, int]] = {}
 
     def block_ids(self, salt: bytes | None = None) -> set[int]:
         """Return the blocks that are pinned, of one salt or of all."""
-        tables = (table for (of_pin, _), table in self._tables.items() if salt in (None, of_pin))
-        return set(chain.from_iterable(table.block_ids for table in tables))
+        return set(chain.from_iterable(lease.block_ids for lease in self.allocations(salt)))
 
     def allocations(self, salt: bytes | None = None) -> list[Allocation]:
-        """Return the allocations that hold pinned blocks, of one salt or of all."""
-        return [table.allocation for (of_pin, _), table in self._tables.items() if salt in (None, of_pin)]
+        """Return the leases of pinned blocks, of one salt or of all."""
+        return [lease for (of_pin, _), (lease, _) in self._pinned.items() if salt in (None, of_pin)]
 
     @property
     def num_blocks_held_alone(self) -> int:
         """Number of pinned blocks that no row holds: unpinning everything would give them back."""
-        ref_count = self._allocator.ref_count
-        return sum(ref_count(block_id) == count for block_id, count in self._counts().items())
+        counts = Counter(chain.from_iterable(lease.block_ids for lease in self.allocations()))
+        return sum(self._allocator.ref_count(block_id) == count for block_id, count in counts.items())
 
     def pin(self, salt: bytes, root: bytes, token_ids: TokenIds) -> int:
-        """Hold the longest cached prefix of `token_ids` from which a prompt can resume.
+        """Hold the longest cached prefix of `token_ids` from which a prompt can resume; return its number of tokens.
 
         It takes the place of what was pinned for these tokens and this salt.
-
-        Args:
-            root: root of the blocks' hashes.
-
-        Returns:
-            The number of tokens pinned, a multiple of the block size, at least one block.
 
         Raises:
             CacheArgumentError: there is no such prefix in the cache; nothing has changed.
             OutOfBlocksError: there is no room for its window blocks; nothing has changed.
         """
-        table = self._new_table(root, salt)
-        num_cached = table.hold_prefix(token_ids)
-        num_tokens = resumable(self._groups(), table.block_ids, num_cached)
-        table.truncate(num_tokens)
-        if not self._windows.have_room:
-            table.free()
+        hashes = HashChain(root, self._allocator.block_size)
+        hashes.extend(token_ids)
+        found = self._leases.take_resumable(
+            hashes.hashes_of(0, hashes.num_full_blocks), salt, token_ids, len(token_ids)
+        )
+        has_room = self._windows.have_room
+        if not has_room or not found.num_tokens:
+            self._leases.give_back(found.lease)
+        if not has_room:
             raise OutOfBlocksError(
-                f"pinning {num_tokens} tokens takes more blocks of layers with a window than there can be; pin fewer tokens, or build "
-                "the cache with a larger num_blocks or max_bytes"
+                f"pinning {found.num_tokens} tokens takes more blocks of layers with a window than there can be; pin fewer tokens, or "
+                "build the cache with a larger num_blocks or max_bytes"
             )
-        if not num_tokens:
-            table.free()
-            raise CacheArgumentError(_why_nothing(len(token_ids), num_cached, self._allocator.block_size))
+        if not found.num_tokens:
+            raise CacheArgumentError(_why_nothing(len(token_ids), found.num_matched, self._allocator.block_size))
         key = (salt, token_ids.tobytes())
-        replaced = self._tables.get(key)
-        self._tables[key] = table  # if interrupted before or after this line, the other table is collected
+        replaced = self._pinned.get(key)
+        self._pinned[key] = found.lease, found.num_tokens  # if interrupted here, the other lease is collected
         if replaced is not None:
-            replaced.free()
-        return num_tokens
+            self._leases.give_back(replaced[0])
+        return found.num_tokens
 
     def unpin(self, salt: bytes, token_ids: TokenIds | None) -> int:
         """Give back what is pinned for these tokens and this salt, or without tokens for the salt.
 
-        The blocks stay cached.
-
-        Returns:
-            The number of tokens that were pinned.
+        The blocks stay cached. Returns the number of tokens that were pinned.
         """
         wanted = None if token_ids is None else token_ids.tobytes()
-        return sum(self._release(key) for key in list(self._tables) if key[0] == salt and wanted in (None, key[1]))
+        return sum(self._release(key) for key in list(self._pinned) if key[0] == salt and wanted in (None, key[1]))
 
     def clear(self) -> None:
         """Give back the pins of all salts."""
-        for key in list(self._tables):
+        for key in list(self._pinned):
             self._release(key)
 
     def _release(self, key: tuple[bytes, bytes]) -> int:
-        table = self._tables.pop(key)
-        num_tokens = table.num_tokens
-        table.free()
+        lease, num_tokens = self._pinned.pop(key)
+        self._leases.give_back(lease)
         return num_tokens
-
-    def _counts(self) -> Counter[int]:
-        """Return block id -> number of pins that hold the block."""
-        return Counter(chain.from_iterable(table.block_ids for table in self._tables.values()))
 
 
 def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
-    """Say why nothing of a prefix can be pinned, and what to do.
-
-    Args:
-        num_tokens: tokens of the prefix.
-        num_cached: tokens of the prefix in cached blocks.
-    """
+    """Say why nothing can be pinned of a prefix with `num_cached` tokens in cached blocks, and what to do."""
     if num_tokens < block_size:
         return (
             f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks are "

@@ -8,17 +8,17 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..blocks import BlockHash, HashChain
+from ..blocks.hashing import digest_behind
 from ..blocks.roots import RootFacts, Roots
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, SavedBlocksError
-from ..tiers.base import STATES, Kind, Name
+from ..kv.contents import Kind
 from ..tiers.folders import Folder, remove
 from ..tiers.run_files import Run
 from ..tiers.saved_file import DamagedFileError, Identity, new_path, read_saved_file, read_to_the_end, saved_paths
-from ..tiers.sharing import renamed
 from .block_store import BlockStore
 
 logger = logging.getLogger("hf_paged_cache")
@@ -27,17 +27,11 @@ _FILE_BYTES = 2**26  # bytes of rows in a file, about
 
 
 class Model(NamedTuple):
-    """`Model` identifies the model that computed the blocks.
+    """`Model` identifies the model that computed the blocks."""
 
-    Attributes:
-        digest: digest of the model in this process's roots.
-        identity: the model as other processes know it.
-        roots: roots of the model's rows.
-    """
-
-    digest: bytes
-    identity: Identity
-    roots: Roots
+    digest: bytes  # digest of the model in this process's roots
+    identity: Identity  # the model as other processes know it
+    roots: Roots  # roots of the model's rows
 
 
 class Saved(NamedTuple):
@@ -71,18 +65,11 @@ def save_blocks(
     mode: int,
     progress: Callable[[int, int], None],
 ) -> Saved:
-    """Write blocks without a salt into a folder, which is made if it is not there.
-
-    Files of the folder that have some of these blocks are read to their end; damaged ones are removed.
+    """Write blocks without a salt into a folder; see `PrefixStore.save`.
 
     Args:
-        prefixes: prefixes whose blocks are written; None: all blocks.
-        pinned: write only blocks that pins hold.
-        mode: permissions of files, and of the folder if it is made.
+        prefixes: prefixes whose blocks are written; None: all blocks, or those that pins hold.
         progress: called with the number of blocks that are done, and with the number of all blocks.
-
-    Raises:
-        OSError: the folder or a file cannot be written. Files written before are whole.
     """
     home = Folder(folder, mode=mode)
     home.make()
@@ -97,7 +84,8 @@ def save_blocks(
         some, run = chosen[num_done : num_done + step], Run(new_path(folder), model.identity)
         with blocks.lock:
             blocks.settle()
-            num_gone += len(some) - _copy_out(blocks, some, run, roots, known)
+            num_gone += len(some) - _copy_out(blocks, some, run, known)
+        run.note(roots)
         run.write(home)
         if run.file is not None:
             num_written += len(run.file.blocks)
@@ -110,9 +98,9 @@ def save_blocks(
 
 
 def _known_in(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes]) -> set[tuple[Kind, bytes]]:
-    """Return kind and digest of all that a folder's whole files of a model have. Damaged files are removed.
+    """Return kind and digest of all that is in a folder's files of a model, as far as they have wanted blocks.
 
-    Only files that have some of the wanted blocks count.
+    These files are read to their end, and damaged ones are removed.
     """
     known: set[tuple[Kind, bytes]] = set()
     for path in saved_paths(folder) if wanted else ():
@@ -145,12 +133,10 @@ def _choose(
         wanted = {by_id[block_id].digest for block_id in blocks.pins.block_ids(b"") if block_id in by_id}
     elif prefixes is not None:
         wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
-    nothing = (
-        "nothing is pinned"
-        if pinned
-        else f"no such block is cached: compute it first, with cache.prefill; blocks have {blocks.block_size} tokens, and what is shorter has none"
-    )
-    not_saved = {} if wanted else {nothing: 0}
+    not_saved = {}
+    if not wanted:
+        none_cached = f"no such block is cached: compute it first, with cache.prefill; blocks have {blocks.block_size} tokens, and what is shorter has none"
+        not_saved["nothing is pinned" if pinned else none_cached] = 0
     roots = {
         here: facts._replace(digest=model.identity.digest)
         for here in {block_hash.parent for block_hash in by_digest.values()}
@@ -172,30 +158,48 @@ def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterab
 
 
 def _copy_out(
-    blocks: BlockStore,
-    some: Sequence[tuple[BlockHash, BlockHash]],
-    run: Run,
-    roots: Collection[RootFacts],
-    known: Collection[tuple[Kind, bytes]],
+    blocks: BlockStore, some: Sequence[tuple[BlockHash, BlockHash]], run: Run, known: Collection[tuple[Kind, bytes]]
 ) -> int:
     """Add to a run what is cached of these blocks and not known; return how many of the blocks are cached.
 
     The caller holds the store's lock.
     """
     layout, num_here = blocks.tiers.layout, 0
-    new: dict[Kind, dict[Name, Any]] = {}
+    new: dict[Kind, list[tuple[BlockHash, object]]] = {}
     for block_hash, saved in some:
         at = blocks.allocator.match_prefix((block_hash,), b"")
         num_here += len(at)
         for kind, content in layout.contents_of(at[0], block_hash.digest) if at else ():
             if (kind, saved.digest) not in known:
-                new.setdefault(kind, {})[Name(saved, b"")] = content
-            if kind == STATES:
-                layout.see_states(content)
+                new.setdefault(kind, []).append((saved, content))
     for kind, contents in new.items():
         if parts := layout.parts().get(kind):
-            run.add(kind, parts, [*contents], layout.rows_of(kind, [*contents.values()]), roots)
+            rows = layout.rows_of(kind, [content for _, content in contents])
+            for number, (saved, _) in enumerate(contents):
+                run.add(kind, parts, saved, [of_part[number : number + 1] for of_part in rows])
     return num_here
+
+
+def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[bytes, BlockHash]:
+    """Rename blocks whose roots have other names: return digest -> renamed block, parents before their children.
+
+    Blocks are left out that do not descend from one of the roots, or that depend on more than tokens.
+
+    Args:
+        roots: name of a root here -> its name there.
+    """
+    children: dict[bytes, list[BlockHash]] = {}
+    for block in dict.fromkeys(blocks):
+        if digest_behind(block.parent, block.token_bytes) == block.digest:
+            children.setdefault(block.parent, []).append(block)
+    found: dict[bytes, BlockHash] = {}
+    waiting = [(block, there) for here, there in roots.items() for block in children.get(here, ())]
+    while waiting:
+        block, parent = waiting.pop()
+        there = digest_behind(parent, block.token_bytes)
+        found[block.digest] = BlockHash(there, block.token_bytes, parent)
+        waiting += [(child, there) for child in children.get(block.digest, ())]
+    return found
 
 
 def folder_of(folder: str | os.PathLike[str]) -> Path:

@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -39,15 +40,11 @@ class StateRules(NamedTuple):
 class StateSnapshots:
     """`StateSnapshots` has the snapshots of a store's blocks. It is false if no layer carries states.
 
-    Snapshots may take as many bytes as the most blocks. If a number of blocks was given, there may be 8 in any case.
-
-    Args:
-        allocator: allocator of the blocks.
-        rules: rules of the model's states; None: no layer carries states.
-        bytes_per_block: bytes of keys and values of a block.
-        has_least: True if a number of blocks was given.
+    Snapshots may take as many bytes as the most blocks. If a number of blocks was given (`has_least`), there may be 8
+    in any case.
 
     Attributes:
+        bytes_beside_a_block: bytes of snapshots for each block that there can be.
         kept: group of the layers with states.
         align: number of tokens; snapshots are kept at multiples of it.
         grid: number of tokens; prompts that are long enough keep snapshots at multiples of it, if there is room.
@@ -63,8 +60,7 @@ class StateSnapshots:
     ) -> None:
         self.rules = rules or StateRules(0)
         self._is_needed = rules is not None
-        self._allocator = allocator
-        self._block_size = allocator.block_size
+        self._allocator, self._block_size = allocator, allocator.block_size
         self._least = _LEAST_BESIDE_BLOCKS if has_least else 0
         self.align = math.lcm(self._block_size, self.rules.chunk)
         num_bytes = max(1, self.rules.num_bytes)
@@ -90,8 +86,6 @@ class StateSnapshots:
     ) -> dict[torch.device, float]:
         """Return the bytes that a block takes of each device, with its part of the snapshots.
 
-        Snapshots may take as many bytes as blocks.
-
         Args:
             device: device of the snapshots if no layer has keys and values; else None.
         """
@@ -110,32 +104,12 @@ class StateSnapshots:
         """Return the states after `num_tokens` tokens, uncopied: they are not to be written."""
         return self.kept.use(block_ids[num_tokens // self._block_size - 1])
 
-    def has(self, block_ids: Sequence[int], num_tokens: int) -> bool:
-        """Return whether there is a snapshot after `num_tokens` tokens."""
-        index, rest = divmod(num_tokens, self._block_size)
-        return not rest and 0 < index <= len(block_ids) and self.kept.has(block_ids[index - 1])
-
-    def keep(self, block_ids: Sequence[int], num_tokens: int, states: States, *, may_evict: bool = True) -> bool:
-        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit.
-
-        If there is no memory for the copies, none are kept: a prompt that would resume there is computed.
-
-        Returns:
-            Whether there is a snapshot now that was not there before.
-        """
+    def keep(self, block_ids: Sequence[int], num_tokens: int, states: States) -> None:
+        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit, if there is memory."""
         index, rest = divmod(num_tokens, self._block_size)
         if rest or not 0 < index <= len(block_ids):
-            return False
+            return
         block_id = block_ids[index - 1]
-        if self.kept.has(block_id) or self._allocator.digest_of(block_id) is None:
-            return False
-        if not may_evict and self.kept.num_free < 1:
-            return False
-        try:
-            return self.kept.keep(block_id, copied(states), may_evict=may_evict)
-        except torch.OutOfMemoryError:
-            return False
-
-    def drop(self, block_ids: Sequence[int], num_tokens: int) -> None:
-        """Drop the snapshot after `num_tokens` tokens."""
-        self.kept.drop(block_ids[num_tokens // self._block_size - 1])
+        if not self.kept.has(block_id) and self._allocator.digest_of(block_id) is not None:
+            with suppress(torch.OutOfMemoryError):
+                self.kept.keep(block_id, copied(states))

@@ -1,27 +1,17 @@
 """Gathers the numbers of a store and of the calls on it. The caller holds the store's lock."""
 
-from typing import Protocol
+from typing import Any
 
 from ..stats import CacheStats
 from .block_store import BlockStore
 from .call_totals import CallTotals
 
 
-class Static(Protocol):
-    """`Static` is the memory of static rows."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def num_graphs(self) -> int: ...
-
-
 def stats_of(
     store: BlockStore,
     totals: CallTotals,
     salt: bytes,
-    static: Static,
+    static: Any,  # memory of static rows
     bytes_of_rows: int,
     peak_kv_bytes: int | None,
     backend: str | None,
@@ -35,6 +25,7 @@ def stats_of(
     num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
     num_pinned, num_evictions = len(store.pins.block_ids(salt or None)), allocator.num_evictions
     num_saved = metrics.num_hit_tokens + metrics.num_shared_tokens
+    num_free, num_managed = allocator.num_free_blocks, allocator.num_blocks
     num_snapshots = store.states.kept.num_of(salt) if salt else len(store.states.kept)
     if windows.are_all:
         group = windows.groups[0]
@@ -42,6 +33,7 @@ def stats_of(
         num_in_use = windows.num_needed(salt or None)[0]
         num_pinned = len(group.needed_by(store.pins.allocations(salt or None)))
         num_evictions += group.num_evictions
+        num_free, num_managed = group.num_free, group.num_blocks
     of_all = store.call_totals.metrics
     num_hit = min(of_all.num_hit_tokens + allocator.num_missed_blocks * store.block_size, of_all.num_queried_tokens)
     return CacheStats(
@@ -54,7 +46,7 @@ def stats_of(
         num_calls=totals.num_calls,
         num_bypassed_calls=totals.num_bypassed_calls,
         num_blocks=None if salt else store.max_num_blocks,
-        num_free_blocks=None if salt else store.num_free_blocks,
+        num_free_blocks=None if salt or store.max_num_blocks is None else num_free + store.max_num_blocks - num_managed,
         num_cached_blocks=num_cached,
         num_blocks_in_use=num_in_use,
         num_pinned_blocks=num_pinned,

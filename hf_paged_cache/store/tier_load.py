@@ -5,64 +5,33 @@ committed under its hash like any other; whatever holds for cached blocks holds 
 """
 
 import logging
-import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from itertools import accumulate, islice
-from threading import RLock
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..blocks import (
-    Allocation,
-    BlockHash,
-    Group,
-    HashChain,
-    PrefixCachingBlockAllocator,
-    resumable_where,
-)
-from ..blocks.allocation import Resumption
+from ..blocks import Allocation, BlockHash, Group, HashChain, resumable_where
 from ..blocks.tokens import TokenIds
 from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
-from ..kv.block_pool import BlockPool
-from ..kv.contents import states_of_row, to_device, write_blocks
-from ..tiers.base import BLOCKS, STATES, Kind, Name, Tier
-from ..tiers.host import HostTier
-from .content_layout import ContentLayout
-from .state_snapshots import StateSnapshots
-from .window_groups import WindowGroups
+from ..kv.contents import BLOCKS, STATES, Kind, Part, states_of_row, to_device, write_blocks
+from ..tiers.base import Name, Tier
+from ..tiers.disk import DiskTier
+from .block_store import BlockStore
 
 logger = logging.getLogger("hf_paged_cache")
 
 _MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
 
-
-class Room(Protocol):
-    """`Room` says what must be known of a store to take blocks of it."""
-
-    lock: RLock
-    allocator: PrefixCachingBlockAllocator
-    pool: BlockPool
-    windows: WindowGroups
-    states: StateSnapshots
-    first_device: Callable[[], torch.device]
-
-    @property
-    def groups(self) -> list[Group]: ...
-
-    def read_budget(self) -> None: ...
-
-    def settle_budget(self) -> None: ...
-
-    def num_obtainable_blocks(self) -> float: ...
-
-    def make_room(self, num_blocks: int) -> None: ...
-
-    def make_copies(self) -> None: ...
+Content = tuple[Kind, Name]
+_Rows = list[list[Tensor]]  # for each part some tensors, [N, bytes]
 
 
 class Wanted(NamedTuple):
@@ -77,78 +46,115 @@ class Wanted(NamedTuple):
 class _Prefix(NamedTuple):
     """`_Prefix` says how much of a row can be had: its leading blocks, and what of them is not in the pool."""
 
-    hashes: list[BlockHash]
-    namespace: bytes
+    names: list[Name]  # logical index -> name of the block
     ids: list[int | None]  # logical index -> cached block; None: not cached
     missing: list[tuple[Kind, int]]  # contents that are not in the pool: kind, and logical index of the block
 
     @property
-    def is_cached(self) -> bool:
-        return not self.missing and None not in self.ids
-
-    def name(self, index: int) -> Name:
-        return Name(self.hashes[index], self.namespace)
+    def contents(self) -> list[Content]:
+        """Contents that are not in the pool."""
+        return [(kind, self.names[index]) for kind, index in self.missing]
 
 
 class _Found(NamedTuple):
-    """`_Found` lists contents of a prefix that a tier has, as many as are copied at once."""
+    """`_Found` says where a tier has contents of one kind, as many as are copied at once."""
 
     tier: Tier
     kind: Kind
-    names: list[Name]  # names in the order in which the contents lie there
-    rows: list[list[Tensor]] | None = None  # rows read; None: they are read with the lock held, by the device alone
+    parts: tuple[Part, ...]
+    places: dict[Name, Any]
+
+
+_Read = Sequence[tuple[_Found, _Rows]]
+
+
+def load(store: BlockStore, rows: Sequence[Wanted]) -> dict[int, str]:
+    """Load the blocks that these rows begin with, as far as a tier has them and there is room.
+
+    If several rows have one prefix, it is loaded for the first row, and the others find it in the cache.
+
+    Returns:
+        block id -> name of the tier from which the block came.
+    """
+    if store.tiers.disk is not None:
+        with store.lock:
+            _find_files(store, store.tiers.disk)
+        if store.tiers.layout.has_all_layers:
+            store.settle_budget()
+    loader = TierLoad(store, store.tiers.tiers)
+    loaded: dict[int, str] = {}
+    for row in rows:
+        loaded |= loader.load(row)
+    return loaded
+
+
+def look_up(store: BlockStore, row: Wanted) -> tuple[int, str | None] | None:
+    """Return how many leading tokens of a row would be known if all were loaded, and the furthest tier needed.
+
+    Returns None if tiers have no more than is cached.  Effects: none.
+    """
+    if store.tiers.disk is not None:
+        _find_files(store, store.tiers.disk)
+    tiers = store.tiers.tiers
+    prefix = TierLoad(store, tiers).missing(row)
+    if prefix is None:
+        return None
+    at = [next(number for number, tier in enumerate(tiers) if tier.has(*content)) for content in prefix.contents]
+    return len(prefix.names) * store.block_size, tiers[max(at)].name if at else None
+
+
+def _find_files(store: BlockStore, disk: DiskTier) -> None:
+    """Find what other processes have written. The caller holds the store's lock."""
+    layout = store.tiers.layout
+    for run in disk.look():
+        assert run.file is not None  # `look` has read it
+        why = run.file.why_not(store.block_size, disk.identities())
+        if why is None:
+            layout.learn(run.file, store.make_room)
+            parts = layout.parts_here(run.file, store.first_device())
+            disk.adopt(run, parts, lambda block: Name(block, b""))
+            if None in parts.values():
+                why = "layers lie on other devices, or have other tensors, than where it was computed"
+        if why is not None:
+            _say_once(run.path.parent, why)
+
+
+@lru_cache
+def _say_once(folder: Path, why: str) -> None:
+    logger.info("files in disk_folder %s are not used: %s", folder, why)
 
 
 class TierLoad:
-    """`TierLoad` loads contents of tiers into one store. It is made for one call.
+    """`TierLoad` loads contents of some tiers, the nearest first, into a store."""
 
-    Args:
-        store: store of the pool.
-        layout: layout of contents.
-        tiers: tiers from the nearest to the furthest.
-    """
+    def __init__(self, store: BlockStore, tiers: Sequence[Tier]) -> None:
+        self._store, self._tiers = store, tiers
+        self._allocator, self._layout = store.allocator, store.tiers.layout
 
-    def __init__(self, store: Room, layout: ContentLayout, tiers: Sequence[Tier]) -> None:
-        self._store, self._layout, self._tiers = store, layout, tiers
-        self._allocator = store.allocator
+    def load(self, row: Wanted) -> dict[int, str]:
+        """Load the blocks that a row begins with; return block id -> name of the tier from which the block came.
 
-    def load(self, rows: Sequence[Wanted]) -> dict[int, str]:
-        """Load the blocks that these rows begin with, as far as a tier has them and there is room.
-
-        If several rows have one prefix, it is loaded for the first row, and the others find it in the cache. No lock is
-        held while files are read.
-
-        Returns:
-            block id -> name of the tier from which the block came.
+        No lock is held while files are read.
         """
-        loaded: dict[int, str] = {}
-        for row in rows:
+        while True:
             with self._store.lock:
-                prefix = self._missing(row)
-                found, holds = ([], []) if prefix is None else self._where(prefix)
-            if prefix is not None:
-                found = [self._read(each) for each in found]
-                # where there is no memory, not even for what is copied at once, the prompt is computed
-                with suppress(torch.OutOfMemoryError, OutOfBlocksError), self._store.lock:
-                    loaded |= self._take_in(prefix, found)
-            del holds
-        return loaded
+                prefix = self.missing(row)
+                found = [] if prefix is None else self._where(prefix)
+            if prefix is None:
+                return {}
+            try:
+                rows = [each.tier.load(each.kind, [*each.places.values()]) for each in found]
+            except OSError as error:  # nothing of the file is found from here on: look what is left
+                logger.warning("PagedPrefixCache: blocks could not be read back, and are computed: %s", error)
+                continue
+            # where there is no memory, not even for what is copied at once, the prompt is computed
+            with suppress(torch.OutOfMemoryError, OutOfBlocksError), self._store.lock:
+                return self._take_in(prefix, [*zip(found, rows, strict=True)])
+            return {}
 
-    def look_up(self, row: Wanted) -> tuple[int, str | None] | None:
-        """Return how many leading tokens of a row would be known if all were loaded, and the furthest tier needed.
-
-        Returns None if tiers have no more than is cached.  Effects: none.
-        """
-        prefix, tiers = self._missing(row), self._tiers
-        if prefix is None:
-            return None
-        names = [(kind, prefix.name(index)) for kind, index in prefix.missing]
-        at = max((next(n for n, tier in enumerate(tiers) if tier.has(*content)) for content in names), default=None)
-        return len(prefix.hashes) * self._allocator.block_size, None if at is None else tiers[at].name
-
-    def _missing(self, row: Wanted) -> _Prefix | None:
+    def missing(self, row: Wanted) -> _Prefix | None:
         """Return a row's prefix as the pool and the tiers have it; None if tiers have no more than is cached."""
-        tiers = [tier for tier in self._tiers if any(tier.num_of(kind) for kind in self._layout.kinds)]
+        tiers = [tier for tier in self._tiers if tier.entries]
         if not tiers or (self._store.windows.layers and not self._store.pool.layer_indices):
             return None
         size = self._allocator.block_size
@@ -159,7 +165,7 @@ class TierLoad:
             return any(tier.has(kind, name) for tier in tiers)
 
         prefix = self._reach(chain.hashes, row.namespace, row.most_tokens // size, is_below)
-        return None if prefix.is_cached else prefix
+        return prefix if prefix.missing or None in prefix.ids else None
 
     def _reach(
         self,
@@ -167,15 +173,13 @@ class TierLoad:
         namespace: bytes,
         most: int,
         is_below: Callable[[Kind, Name], bool],
-        num_left: float = math.inf,
     ) -> _Prefix:
-        """Return the longest prefix after which all layers can resume, with what can be loaded.
+        """Return the longest prefix after which all layers can resume, with what can be loaded and for which is room.
 
         Args:
             hashes: returns the hashes of the row's blocks, from a logical index on.
             most: most blocks after which layers with a state may resume.
             is_below: returns whether a content can be loaded.
-            num_left: number of blocks that can be taken; cached blocks that nobody holds count, too.
         """
         match, has_tensors, size = self._allocator.match_prefix, self._layout.has_tensors, self._allocator.block_size
         ids: list[int | None] = [*match(hashes(0), namespace)]
@@ -184,16 +188,16 @@ class TierLoad:
             if not at and has_tensors and not is_below(BLOCKS, Name(block_hash, namespace)):
                 break
             ids.append(at[0] if at else None)
-        if num_left < len(ids):
-            num_taken = accumulate(at is None or not self._allocator.ref_count(at) for at in ids)
-            ids = [at for at, taken in zip(ids, num_taken, strict=True) if taken <= num_left]
-        known = [*islice(hashes(0), len(ids))]
+        # cached blocks that nobody holds take room, too: they could be evicted for the others
+        num_taken = accumulate(at is None or not self._allocator.ref_count(at) for at in ids)
+        ids = ids[: bisect_right([*num_taken], self._store.num_obtainable_blocks())]
+        names = [Name(block_hash, namespace) for block_hash in islice(hashes(0), len(ids))]
 
         def is_held(group: Group, index: int) -> bool:
             return (at := ids[index]) is not None and group.has(at)
 
         def is_anywhere(group: Group, index: int) -> bool:
-            return is_held(group, index) or is_below(group.name, Name(known[index], namespace))
+            return is_held(group, index) or is_below(group.name, names[index])
 
         groups = self._store.groups
         end = min(len(ids), most) if self._store.states else len(ids)
@@ -202,127 +206,92 @@ class TierLoad:
         missing: list[tuple[Kind, int]] = [(group.name, at) for group, at in needed if not is_held(group, at)]
         if has_tensors:
             missing += [(BLOCKS, index) for index, at in enumerate(ids[:end]) if at is None]
-        return _Prefix(known[:end], namespace, ids[:end], missing)
+        return _Prefix(names[:end], ids[:end], missing)
 
-    def _where(self, prefix: _Prefix) -> tuple[list[_Found], list[object]]:
-        """Find the tier of each missing content.
-
-        Returns:
-            What was found, and objects that keep the contents there as long as the objects live.
-        """
+    def _where(self, prefix: _Prefix) -> list[_Found]:
+        """Find each missing content in the nearest tier that has it."""
         found: list[_Found] = []
-        holds: list[object] = []
         for kind in dict.fromkeys(kind for kind, _ in prefix.missing):
-            names = [prefix.name(index) for of_kind, index in prefix.missing if of_kind == kind]
+            names = [name for of_kind, name in prefix.contents if of_kind == kind]
             for tier in self._tiers:
-                here, parts = tier.in_order(kind, names), tier.parts_of(kind)
-                if here and self._layout.is_now(kind, parts):
+                places = {name: place for name in names if (place := tier.place_of(kind, name)) is not None}
+                parts = tier.parts.get(kind, ())
+                if places and self._layout.is_now(kind, parts):
+                    tier.touch(kind, places)
                     step = max(1, _MOST_STAGED_BYTES // sum(part.num_bytes for part in parts))
-                    found += [_Found(tier, kind, here[at : at + step]) for at in range(0, len(here), step)]
-                    holds.append(tier.hold(kind, here))
-                    names = [name for name in names if not tier.has(kind, name)]
-        return found, holds
+                    at = [*places.items()]
+                    found += [_Found(tier, kind, parts, dict(at[n : n + step])) for n in range(0, len(at), step)]
+                    names = [name for name in names if name not in places]
+        return found
 
-    def _read(self, found: _Found) -> _Found:
-        """Read contents that lie in files. Contents in memory stay where they are."""
-        if isinstance(found.tier, HostTier):
-            return found
-        try:
-            return found._replace(rows=found.tier.load(found.kind, found.names))
-        except OSError as error:
-            logger.warning("PagedPrefixCache: blocks could not be read back, and are computed: %s", error)
-            return found._replace(names=[], rows=[])
+    def _take_in(self, prefix: _Prefix, read: _Read) -> dict[int, str]:
+        """Take blocks for what was read, fill them, and commit them, unless others have changed what is cached.
 
-    def _take_in(self, prefix: _Prefix, found: Sequence[_Found]) -> dict[int, str]:
-        """Take blocks for what was found, as far as they can be had now, fill them, and commit them.
-
-        Returns:
-            block id -> name of the tier from which the block came.
+        Returns block id -> name of the tier from which the block came.
         """
-        has = {(each.kind, name) for each in found for name in each.names if each.tier.has(each.kind, name)}
         self._store.pool.join_streams()
-        hashes, most = prefix.hashes, self._store.num_obtainable_blocks()
-        now = self._reach(
-            lambda start: hashes[start:], prefix.namespace, len(hashes), lambda *content: content in has, most
-        )
-        if now.is_cached or not self._make_room(now):
+        has = {(found.kind, name) for found, _ in read for name in found.places}
+        hashes, namespace = [name.block_hash for name in prefix.names], prefix.names[0].namespace
+        now = self._reach(lambda start: hashes[start:], namespace, len(hashes), lambda *content: content in has)
+        if now != prefix:
             return {}
-        allocation, groups = self._allocator.allocate(namespace=prefix.namespace), self._store.windows.groups
+        self._make_room(prefix)
+        lease = self._store.leases.take((), namespace)
         try:
-            return self._load_into(allocation, now, found)
+            return self._load_into(lease, prefix, read)
         finally:
-            with Changing(groups):
-                block_ids, resumption = list(allocation.block_ids), allocation.resumption or Resumption.at(0)
-                allocation.free()
-                for group in groups:
-                    group.leave(block_ids, resumption)  # the end of a prefix is where others are likely to resume
+            self._store.leases.give_back(lease)
 
-    def _make_room(self, prefix: _Prefix) -> bool:
-        """Make room for what a prefix needs beside what is cached; return whether all of it can be had."""
+    def _make_room(self, prefix: _Prefix) -> None:
+        """Make room for what a prefix needs beside what is cached, or raise OutOfBlocksError."""
         num_lacking = Counter(kind for kind, _ in prefix.missing)
-        self._store.make_room(
-            max([prefix.ids.count(None), *(num_lacking[group.name] for group in self._store.windows.groups)])
-        )
-        for group in self._store.windows.groups:
+        groups = self._store.windows.groups
+        self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.name] for group in groups)]))
+        for group in groups:
             ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * self._allocator.block_size)]
             held = [at for at in ids if at is not None and at in group.places]
-            num_needed = group.num_to_take(held) + num_lacking[group.name]
-            if num_needed > min(group.num_spare, group.num_free + group.num_idle):
-                return False
-        return True
+            group.require(group.num_to_take(held) + num_lacking[group.name])
 
-    def _load_into(self, allocation: Allocation, prefix: _Prefix, found: Sequence[_Found]) -> dict[int, str]:
-        """Let `allocation`, which is empty, hold a prefix, and fill its new blocks with their contents.
+    def _load_into(self, lease: Allocation, prefix: _Prefix, read: _Read) -> dict[int, str]:
+        """Let `lease`, which is empty, hold a prefix, and fill its new blocks with their contents.
 
         If interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
         """
         allocator, groups = self._allocator, self._store.windows.groups
         with Changing(groups):
-            allocator.allocate_immutable(allocation, prefix.hashes)  # holds cached blocks before it takes others
-            block_ids = allocation.block_ids
+            # holds cached blocks before it takes others
+            allocator.allocate_immutable(lease, [name.block_hash for name in prefix.names])
+            block_ids = lease.block_ids
             fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
-            allocation.resumption = Resumption.at(len(block_ids) * allocator.block_size)
+            self._store.leases.resume(lease, len(block_ids) * allocator.block_size)
             # content to load -> block, or window block
             targets: dict[tuple[Kind, int], int] = {
                 (kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS
             }
             for group in groups:
-                group.hold(block_ids[index] for index in group.seen(allocation.resumption.start))
                 group.drop(fresh)  # what these blocks held before
                 lacking = [content for content in prefix.missing if content[0] == group.name]
                 targets |= zip(lacking, group.take_places(len(lacking)), strict=True)
-            self._store.make_copies()
-            tier_of = self._fill(found, {(kind, prefix.name(index)): to for (kind, index), to in targets.items()})
+            self._store.offload()
+            self._fill(read, {(kind, prefix.names[index]): to for (kind, index), to in targets.items()})
             allocator.mark_computed(fresh)
             for group in groups:
                 for (kind, index), place in targets.items():
                     if kind == group.name:
                         group.places[block_ids[index]] = place
-        if (STATES, len(block_ids) - 1) in prefix.missing:
-            tier_of |= self._fill(found, {(STATES, prefix.name(-1)): block_ids[-1]})
+        for found, rows in read:
+            if found.kind == STATES:  # one snapshot, at the end
+                states = states_of_row((part, row[0]) for part, (row,) in zip(found.parts, rows, strict=True))
+                self._store.states.kept.keep(block_ids[-1], states)
+        tier_of = {(found.kind, name): found.tier.name for found, _ in read for name in found.places}
         if self._layout.has_tensors:
-            return {block_ids[i]: tier_of[BLOCKS, prefix.name(i)] for kind, i in prefix.missing if kind == BLOCKS}
-        return {block_id: tier for tier in tier_of.values() for block_id in fresh}
+            return {block_ids[at]: tier_of[BLOCKS, prefix.names[at]] for kind, at in prefix.missing if kind == BLOCKS}
+        return dict.fromkeys(fresh, [*tier_of.values()][-1])
 
-    def _fill(self, found: Sequence[_Found], targets: Mapping[tuple[Kind, Name], int]) -> dict[tuple[Kind, Name], str]:
-        """Copy contents into blocks and window blocks, or keep a snapshot; return each content's tier by name."""
-        tier_of: dict[tuple[Kind, Name], str] = {}
-        for tier, kind, all_names, read in found:
-            at = [index for index, name in enumerate(all_names) if (kind, name) in targets]
-            if not at:
-                continue
-            names, parts = [all_names[index] for index in at], tier.parts_of(kind)
-            if read is None:
-                read = tier.load(kind, names)
-            elif len(at) < len(all_names):
-                read = [[torch.cat(fragments)[at]] for fragments in read]
-            ids = [targets[kind, name] for name in names]
-            if kind == STATES:
-                states = states_of_row((part, rows[0][0]) for part, rows in zip(parts, read, strict=True))
-                self._store.states.kept.keep(ids[0], states)
-            else:
-                for part, fragments in zip(parts, read, strict=True):
+    def _fill(self, read: _Read, targets: Mapping[Content, int]) -> None:
+        """Copy contents into blocks and window blocks."""
+        for found, rows in read:
+            if found.kind != STATES:
+                ids = [targets[found.kind, name] for name in found.places]
+                for part, fragments in zip(found.parts, rows, strict=True):
                     write_blocks(self._store.pool, part, ids, to_device(part, fragments))
-            tier.touch(kind, names)
-            tier_of.update({(kind, name): tier.name for name in names})
-        return tier_of

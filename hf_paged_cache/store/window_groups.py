@@ -17,7 +17,6 @@ class WindowGroups:
     """`WindowGroups` has the window blocks of a store, in one group for each window.
 
     Args:
-        allocator: allocator of the blocks.
         sight_of: layer index -> the layer's window; without any window there are no groups.
         layers: indices of all layers that hold keys and values.
         share: number of window blocks for each block that there can be, if some layers have no window.
@@ -37,12 +36,9 @@ class WindowGroups:
         share: float,
         most: int | None = None,
     ) -> None:
-        self._allocator = allocator
-        self.layers = layers
+        self._allocator, self.layers = allocator, layers
         self.may_change = bool(sight_of)
-        self._share = share
-        self._most = most
-        self._least: list[int] = []  # for each group, window blocks promised before the most blocks were known
+        self._share, self._most = share, most
         self.regroup(sight_of)
         self.sight_of = {**sight_of}
 
@@ -53,7 +49,6 @@ class WindowGroups:
         sights = sorted(set(sight_of.values()), key=lambda sight: -sight.size)
         first = self._share_of(self._allocator.num_blocks)
         self.groups = [WindowBlocks(self._allocator, sight, first) for sight in sights]
-        self._least = [2] * len(sights)
         self.limit(self._most)
         self.reset(self._allocator.num_blocks)
 
@@ -61,20 +56,11 @@ class WindowGroups:
         """Return the number of window blocks beside `num_blocks` blocks."""
         return max(2, int(num_blocks * self.share))
 
-    def __bool__(self) -> bool:
-        """Return whether any layer has a window."""
-        return bool(self.groups)
-
     def limit(self, num_blocks: int | None) -> None:
-        """Note how many blocks there can be; None: nobody knows yet.
-
-        What was admitted before the number is known can be had all the same.
-        """
-        if self._most is None and num_blocks is not None:
-            self._least = [max(g.num_blocks, 1 + g.num_needed) for g in self.groups]
+        """Note how many blocks there can be; None: nobody knows yet. What is managed already can be had all the same."""
         self._most = num_blocks
-        for group, least in zip(self.groups, self._least, strict=True):
-            group.most = math.inf if num_blocks is None else max(least, self._share_of(num_blocks))
+        for group in self.groups:
+            group.most = math.inf if num_blocks is None else max(group.num_blocks, self._share_of(num_blocks))
 
     def stop_growing(self) -> None:
         """Allow no more window blocks than there are: there is no memory."""

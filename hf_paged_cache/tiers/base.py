@@ -1,25 +1,14 @@
 """Defines what a tier is, wherever it keeps contents, and the names by which contents are found there."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from ..blocks.hashing import BlockHash
-from ..kv.contents import Part
-
-BLOCKS, STATES = "blocks", "states"
-Kind = str | int
-"""Kind of content that a block has.
-
-BLOCKS stands for the layers that see all tokens, a window for the layers that see it, STATES for a snapshot at the
-block's end.
-"""
-
-Rows = Sequence[Tensor]
-"""Contents of one kind: for each part of the kind a tensor [N, bytes], with what N blocks hold."""
+from ..kv.contents import Kind, Part
 
 
 class Name(NamedTuple):
@@ -35,48 +24,21 @@ class Name(NamedTuple):
     def __hash__(self) -> int:
         return hash(self[0][0])
 
-    @property
-    def digest(self) -> bytes:
-        """Digest of the block's hash."""
-        return self.block_hash.digest
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """`TierCounts` counts the contents that a tier was given, gave back, dropped, and did not take."""
-
-    num_down: int = 0
-    num_up: int = 0
-    num_dropped: int = 0
-    num_refused: int = 0
-
 
 class Tier(ABC):
-    """`Tier` keeps contents of blocks by name, within a budget.
+    """`Tier` keeps contents of blocks by name, within a budget, and counts them as `TierStats` says.
 
-    The caller holds the store's lock, but for `load` of files.
-
-    Attributes:
-        name: "host" or "disk".
-        max_bytes: most bytes that the tier may take.
+    The caller holds the store's lock, but for `load`.
     """
 
     name: str
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.counts = TierCounts()
-
-    @abstractmethod
-    def entries(self, kind: Kind) -> Mapping[bytes, tuple[Name, Any]]:
-        """Return digest -> name and place of each content of a kind.
-
-        Places have a `position`; sorted by it, they are in the order in which the contents lie.
-        """
-
-    @abstractmethod
-    def parts_of(self, kind: Kind) -> tuple[Part, ...]:
-        """Return the parts of which a row of this kind is made."""
+        self.num_down = self.num_up = self.num_dropped = self.num_refused = 0
+        self.parts: dict[Kind, tuple[Part, ...]] = {}  # parts of which a row is made
+        # kind and digest -> name of a content, and its place
+        self.entries: OrderedDict[tuple[Kind, bytes], tuple[Name, Any]] = OrderedDict()
 
     @property
     @abstractmethod
@@ -84,11 +46,8 @@ class Tier(ABC):
         """Bytes that the tier takes now."""
 
     def place_of(self, kind: Kind, name: Name) -> Any:
-        """Return the place of a content.
-
-        Returns None if the content is not here, or if the digest stands for other tokens or another namespace.
-        """
-        entry = self.entries(kind).get(name.digest)
+        """Return the place of a content, by which `load` reads it; None if it is not here. Places do not change."""
+        entry = self.entries.get((kind, name.block_hash.digest))
         return entry[1] if entry is not None and entry[0] == name else None
 
     def has(self, kind: Kind, name: Name) -> bool:
@@ -96,53 +55,46 @@ class Tier(ABC):
         return self.place_of(kind, name) is not None
 
     def num_of(self, kind: Kind, namespace: bytes | None = None) -> int:
-        """Return the number of contents of a kind, of one namespace or of all."""
-        entries = self.entries(kind)
-        return len(entries) if namespace is None else sum(name.namespace == namespace for name, _ in entries.values())
+        """Return the number of contents of a kind, of one namespace or of all.  Cost: a look at each content."""
+        return sum(of == kind and namespace in (None, name.namespace) for (of, _), (name, _) in self.entries.items())
 
-    def in_order(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
-        """Return the names whose contents are here, in the order in which the contents lie.
+    def lay_out(self, kind: Kind, parts: Sequence[Part]) -> None:
+        """Let rows of a kind be made of these parts from here on. Contents made of other parts are found no more."""
+        if self.parts.get(kind) != tuple(parts):
+            self.drop([key for key in self.entries if key[0] == kind])
+            self.parts[kind] = tuple(parts)
 
-        So few copies load many contents.
-        """
-        place_of = {name: place for name in names if (place := self.place_of(kind, name)) is not None}
-        return sorted(place_of, key=lambda name: place_of[name].position)
+    def drop(self, keys: Iterable[tuple[Kind, bytes]]) -> None:
+        """Find these contents no more."""
+        for key in keys:
+            del self.entries[key]
 
-    def hold(self, kind: Kind, names: Iterable[Name]) -> object:  # whoever reads a file has it open
-        """Keep these contents from being replaced as long as the returned object lives."""
-        return None
+    def forget_namespace(self, namespace: bytes) -> None:
+        """Keep no content of a namespace."""
+        self.drop([key for key, (name, _) in self.entries.items() if name.namespace == namespace])
+
+    def reset(self) -> None:
+        """Keep nothing, and give memory and files back."""
+        self.drop([*self.entries])
 
     @abstractmethod
     def touch(self, kind: Kind, names: Iterable[Name]) -> None:
         """Note that these contents are used, so that they are dropped last."""
 
     @abstractmethod
-    def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool) -> None:
+    def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Sequence[Tensor]) -> None:
         """Keep contents that are not here yet, as far as there is room. Copies are launched and not waited for.
 
         Args:
-            rows: rows of each part, on its device or on the host; rows on the host are kept as they are.
-            may_wait: True if the caller may wait for a content that goes from here to the next tier.
+            rows: for each part [N, bytes], on its device or on the host; rows on the host are kept as they are.
         """
 
     @abstractmethod
-    def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
-        """Return, for each part, the rows in the order of the names, in some tensors.
+    def load(self, kind: Kind, places: Sequence[Any]) -> list[list[Tensor]]:
+        """Return, for each part, the rows of these places in their order, in some tensors [N, bytes] of the host.
 
-        Args:
-            names: names as `in_order` returns them.
+        Copies to them may be on the way, so that the part's device alone reads them.
 
         Raises:
             OSError: a file is not there, or not what was written; nothing of this file is found from here on.
         """
-
-    @abstractmethod
-    def forget_namespace(self, namespace: bytes) -> None:
-        """Keep no content of a namespace."""
-
-    @abstractmethod
-    def reset(self) -> None:
-        """Keep nothing, and give memory and files back."""
-
-    def check(self) -> None:  # noqa: B027  # a tier of files has no invariants
-        """Prove the tier's invariants, or raise BlockStateError."""

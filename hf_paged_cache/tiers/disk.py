@@ -21,13 +21,13 @@ from weakref import finalize
 from torch import Tensor
 
 from ..blocks.hashing import BlockHash, digest_behind
+from ..blocks.roots import RootFacts, Roots
 from ..errors import CacheArgumentError, SavedBlocksError
-from ..kv.contents import Part, events_on, host_rows
-from .base import Kind, Name, Rows, Tier
+from ..kv.contents import Kind, Part, events_on, host_rows
+from .base import Name, Tier
 from .folders import Folder, remove
 from .run_files import Run
-from .saved_file import DamagedFileError, new_path, read_saved_file, saved_paths
-from .sharing import Origin, Sharing
+from .saved_file import DamagedFileError, Identity, new_path, read_saved_file, saved_paths
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -41,11 +41,7 @@ class _Place(NamedTuple):
     """`_Place` says where a content lies."""
 
     run: Run
-    row: int  # number of the content's row among the run's rows of its kind
-
-    @property
-    def position(self) -> tuple[str, int]:
-        return str(self.run.path), self.row
+    row: int  # number of the content among the run's contents of its kind
 
 
 class DiskTier(Tier):
@@ -55,7 +51,7 @@ class DiskTier(Tier):
         folder: folder of the files; it is made if it is not there.
         max_bytes: most bytes of all files, also of those that other processes write. None: half of what is free there
             now. 0: files are only read, and what is wrong with one is noted and not logged.
-        sharing: what other processes understand of the contents.
+        identities: returns what states of the model mean to other processes; states that mean nothing are left out.
 
     Attributes:
         num_read_bytes: bytes of rows read so far.
@@ -67,7 +63,13 @@ class DiskTier(Tier):
 
     name = "disk"
 
-    def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None, sharing: Sharing) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        max_bytes: int | None,
+        roots: Roots,
+        identities: Callable[[], Sequence[Identity]],
+    ) -> None:
         path = Path(folder).expanduser().absolute()
         self._folder = Folder(path)
         try:
@@ -81,7 +83,7 @@ class DiskTier(Tier):
             ) from error
         super().__init__(int(free * _DEFAULT_SHARE) if max_bytes is None else max_bytes)
         self._folder.max_bytes = self.max_bytes
-        self.sharing = sharing
+        self._roots, self.identities = roots, identities
         self.run_bytes = min(_RUN_BYTES, self.max_bytes // _LEAST_FILES)
         self.num_read_bytes = 0
         self._begin()
@@ -89,11 +91,12 @@ class DiskTier(Tier):
     def _begin(self) -> None:
         """Begin without any content."""
         self._pid = os.getpid()
-        self._entries: dict[Kind, dict[bytes, tuple[Name, _Place]]] = {}
-        self._parts: dict[Kind, tuple[Part, ...]] = {}
+        self.entries.clear()
         self._runs: dict[Path, Run] = {}  # runs that are files or become one; nothing is found of a run with a problem
         self._open: dict[bytes, Run] = {}  # digest of a model -> the run that gathers what it has computed
         self._waiting: list[Run] = []  # runs in memory
+        self._adopted: set[Run] = set()  # others' files whose contents are found
+        self._num_models = 0  # identities of the model at the last look
         self._writer = ThreadPoolExecutor(1, "hf_paged_cache tiers")
         self._end = finalize(self, _write_rest, self._pid, self._open, self._folder)
 
@@ -103,15 +106,6 @@ class DiskTier(Tier):
             self._end.detach()
             self._folder = Folder(self._folder.path, self.max_bytes)
             self._begin()
-
-    def __repr__(self) -> str:
-        return f"DiskTier({str(self._folder.path)!r}, {self.num_bytes} of {self.max_bytes} bytes)"
-
-    def entries(self, kind: Kind) -> Mapping[bytes, tuple[Name, _Place]]:
-        return self._entries.get(kind, {})
-
-    def parts_of(self, kind: Kind) -> tuple[Part, ...]:
-        return self._parts.get(kind, ())
 
     def place_of(self, kind: Kind, name: Name) -> _Place | None:
         place: _Place | None = super().place_of(kind, name)
@@ -133,88 +127,74 @@ class DiskTier(Tier):
             if run.file is not None:
                 self._folder.use(run.path)
 
-    def _entries_for(self, kind: Kind, parts: Sequence[Part]) -> dict[bytes, tuple[Name, _Place]]:
-        """Return the entries of a kind whose rows are made of these parts from here on.
-
-        Contents that are made of other parts are found no more.
-        """
-        if self._parts.get(kind) != tuple(parts):
-            self._parts[kind], self._entries[kind] = tuple(parts), {}
-        return self._entries[kind]
-
-    def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows, *, may_wait: bool) -> None:
+    def put(self, kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Sequence[Tensor]) -> None:
         self._settle()
-        self._entries_for(kind, parts)
+        self.lay_out(kind, parts)
         self.touch(kind, names)
-        origins = {root: self.sharing.origin_of(root) for root in {name.root for name in names}}
-        of_model: dict[bytes, list[int]] = {}
-        for at, name in enumerate(names):
-            origin, (digest, token_bytes, parent) = origins[name.root], name.block_hash
-            if name.namespace or origin is None or digest_behind(parent, token_bytes) != digest:
-                self.counts.num_refused += 1
-            elif not self.has(kind, name):
-                of_model.setdefault(origin.model.digest, []).append(at)
-        step = max(1, self.run_bytes // sum(part.num_bytes for part in parts))
-        for of_one in of_model.values():
-            for start in range(0, len(of_one), step):
-                some = of_one[start : start + step]
-                of_some = [origin for at in some if (origin := origins[names[at].root]) is not None]
-                self._gather(of_some, kind, parts, [names[at] for at in some], [_chosen(each, some) for each in rows])
-
-    def _gather(
-        self, origins: Sequence[Origin], kind: Kind, parts: Sequence[Part], names: Sequence[Name], rows: Rows
-    ) -> None:
-        """Keep contents of one model; a file is written when there are enough of them."""
         self._waiting = [run for run in self._waiting if run.is_in_memory]
-        num_bytes = sum(of_part.nbytes for of_part in rows)
-        if sum(run.num_bytes for run in self._waiting) + num_bytes > min(_MOST_WAITING_BYTES, self.max_bytes):
-            self.counts.num_refused += len(names)
-            return
-        on_host = [
-            of_part if of_part.device.type == "cpu" else host_rows(part, len(names)).copy_(of_part, non_blocking=True)
-            for part, of_part in zip(parts, rows, strict=True)
-        ]
-        arrival = events_on(of_part.device for of_part in rows)
-        model = origins[0].model
+        left = min(_MOST_WAITING_BYTES, self.max_bytes) - sum(run.num_bytes for run in self._waiting)
+        on_host = [_on_host(part, of_part) for part, of_part in zip(parts, rows, strict=True)]
+        arrival = events_on(part.device for part in parts)
+        origins = {root: self._origin_of(root) for root in {name.root for name in names}}
+        for at, name in enumerate(names):
+            origin, row = origins[name.root], [of_part[at : at + 1] for of_part in on_host]
+            left -= sum(of_part.nbytes for of_part in row)
+            if origin is None or name.namespace or left < 0 or not _depends_on_tokens_alone(name.block_hash):
+                self.num_refused += 1
+            elif not self.has(kind, name):
+                model, root = origin
+                run = self._open_run(model)
+                run.note([root], arrival)
+                number = run.add(kind, parts, name.block_hash, row)
+                self.entries[kind, name.block_hash.digest] = name, _Place(run, number)
+                self.num_down += 1
+                if run.num_bytes >= self.run_bytes:
+                    del self._open[model.digest]
+                    with suppress(RuntimeError):  # raised where the process ends
+                        self._writer.submit(_write, run, self._folder)
+
+    def _origin_of(self, root: bytes) -> tuple[Identity, RootFacts] | None:
+        """Return the model and the root that others know sequences of this root by; None: they know none."""
+        facts = self._roots.facts_of(root)
+        if facts is None or facts.salt:
+            return None
+        return next(((model, facts) for model in self.identities() if model.digest == facts.digest), None)
+
+    def _open_run(self, model: Identity) -> Run:
+        """Return the run that gathers what a model has computed."""
         run = self._open.get(model.digest)
         if run is None:
             run = self._open[model.digest] = Run(new_path(self._folder.path), model)
             self._runs[run.path] = run
             self._waiting.append(run)
-        first = run.add(kind, parts, names, on_host, {origin.root for origin in origins}, arrival)
-        for row, name in enumerate(names, first):
-            self._entries[kind][name.digest] = name, _Place(run, row)
-        self.counts.num_down += len(names)
-        if run.num_bytes >= self.run_bytes:
-            del self._open[model.digest]
-            with suppress(RuntimeError):  # raised where the process ends
-                self._writer.submit(_write, run, self._folder)
+        return run
 
     def look(self) -> list[Run]:
-        """Return the files, of whatever model, that have come since the last call.
+        """Return others' files that were not adopted, if files have come or gone, or the model has other identities.
 
         Files that have gone are found no more.
         """
         self._settle()
+        num_models, self._num_models = self._num_models, len(self.identities())
         written = [run for run in self._runs.values() if not run.is_in_memory]  # the files of other runs are there soon
         try:
             paths = self._folder.changed_paths()
         except OSError as error:
             _warn_once(self._folder.path, f"cannot be read, so nothing in it is found: {error.strerror or error}")
             paths = []
-        if paths is None:
+        if paths is None and num_models == self._num_models:
             return []
-        there = set(paths)
-        self._forget({run for run in written if run.path not in there})
-        new = [Run(path, is_there=True) for path in paths if path not in self._runs]
-        for run in new:
+        if paths is not None:
+            self._forget({run for run in written if run.path not in {*paths}})
+        for run in [Run(path) for path in paths or () if path not in self._runs]:
             self._runs[run.path] = run
             try:
                 run.file = read_saved_file(run.path)
                 run.num_bytes = run.file.num_bytes
             except (SavedBlocksError, OSError) as error:
                 self._lose(run, error)
-        return [run for run in new if run.file is not None]
+        left = [run for run in self._runs.values() if not run.is_ours and run not in self._adopted]
+        return [run for run in left if run.file is not None]
 
     def adopt(
         self, run: Run, parts_of: Mapping[Kind, Sequence[Part] | None], name_of: Callable[[BlockHash], Name | None]
@@ -222,25 +202,21 @@ class DiskTier(Tier):
         """Let the contents of a file be found from here on.
 
         Args:
-            parts_of: kind -> parts of which rows of this kind are made here; None: rows of this kind cannot be used
-                here.
+            parts_of: kind -> parts of which its rows are made here; None: they cannot be used here.
             name_of: returns the name of a block in this process; None: the block is not to be found.
         """
-        file = run.file
-        assert file is not None  # `look` has found the file
-        for content in file.contents:
+        assert run.file is not None  # `look` has found the file
+        self._adopted.add(run)
+        for content in run.file.contents:
             if (parts := parts_of[content.kind]) is not None:
-                entries = self._entries_for(content.kind, parts)
+                self.lay_out(content.kind, parts)
                 for row, number in enumerate(content.blocks):
-                    if (name := name_of(file.blocks[number])) is not None and not self.has(content.kind, name):
-                        entries[name.digest] = name, _Place(run, row)
+                    name = name_of(run.file.blocks[number])
+                    if name is not None and not self.has(content.kind, name):
+                        self.entries[content.kind, name.block_hash.digest] = name, _Place(run, row)
 
-    def load(self, kind: Kind, names: Sequence[Name]) -> list[list[Tensor]]:
-        """Load rows into host memory; see `Tier.load`. The caller need not hold the lock."""
-        places = [place for name in names if (place := self.place_of(kind, name)) is not None]
-        if len(places) < len(names):
-            raise OSError("contents were dropped that are to be read")
-        loaded: list[list[Tensor]] = [[] for _ in self.parts_of(kind)]
+    def load(self, kind: Kind, places: Sequence[_Place]) -> list[list[Tensor]]:
+        loaded: list[list[Tensor]] = [[] for _ in self.parts[kind]]
         for run, group in groupby(places, lambda place: place.run):
             try:
                 found = run.read(kind, [place.row for place in group])
@@ -250,7 +226,7 @@ class DiskTier(Tier):
             for fragments, of_part in zip(loaded, found, strict=True):
                 fragments.append(of_part)
                 self.num_read_bytes += of_part.nbytes
-        self.counts.num_up += len(names)
+        self.num_up += len(places)
         return loaded
 
     def _lose(self, run: Run, error: Exception) -> None:
@@ -266,11 +242,12 @@ class DiskTier(Tier):
 
     def _forget(self, gone: Collection[Run]) -> None:
         """Forget these runs and all their contents."""
-        for kind, entries in self._entries.items() if gone else ():
-            self._entries[kind] = {digest: each for digest, each in entries.items() if each[1].run not in gone}
-            self.counts.num_dropped += len(entries) - len(self._entries[kind])
+        keys = [key for key, (_, place) in self.entries.items() if place.run in gone] if gone else []
+        self.drop(keys)
+        self.num_dropped += len(keys)
         for run in gone:
             del self._runs[run.path]
+        self._adopted -= {*gone}
 
     def forget_namespace(self, namespace: bytes) -> None:
         if not namespace:  # no file has contents with a salt
@@ -285,19 +262,27 @@ class DiskTier(Tier):
         self._end.detach()
         self._begin()
         with suppress(OSError):
-            left = [Run(path, is_there=True) for path in saved_paths(self._folder.path)]
-            self._runs = {run.path: run for run in left}
-            for run in left:
-                run.problem = "it was there when all was forgotten"
+            for path in saved_paths(self._folder.path):
+                self._runs[path] = Run(path)
+                self._runs[path].problem = "it was there when all was forgotten"
 
     def join(self) -> None:
         """Wait until all runs are written that are to be. For tests."""
         self._writer.submit(int).result()
 
 
-def _chosen(rows: Tensor, at: Sequence[int]) -> Tensor:
-    """Return some rows, as a view if they lie side by side: a list of numbers would be sent to the device."""
-    return rows[at[0] : at[0] + len(at)] if at[-1] - at[0] + 1 == len(at) else rows[[*at]]
+def _on_host(part: Part, rows: Tensor) -> Tensor:
+    """Return rows as they are if they are on the host, else a copy, which arrives later where memory can be pinned."""
+    if rows.device.type == "cpu":
+        return rows
+    try:
+        return host_rows(part, len(rows)).copy_(rows, non_blocking=True)
+    except RuntimeError:  # no memory can be pinned: the host waits
+        return rows.cpu()
+
+
+def _depends_on_tokens_alone(block_hash: BlockHash) -> bool:
+    return digest_behind(block_hash.parent, block_hash.token_bytes) == block_hash.digest
 
 
 def _write(run: Run, folder: Folder) -> None:

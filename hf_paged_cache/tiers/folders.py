@@ -27,7 +27,6 @@ class Folder:
     """`Folder` holds the files of one folder.
 
     Args:
-        path: path of the folder.
         max_bytes: most bytes of all its files.
         mode: permissions of files that are written, whatever the umask is.
     """
@@ -38,13 +37,7 @@ class Folder:
         self._is_settled = False  # True if any later change shows in that time
 
     def make(self) -> None:
-        """Make the folder if it is not there. A folder that is there keeps its permissions.
-
-        Whoever may read the folder's files may enter it.
-
-        Raises:
-            OSError: the folder cannot be made.
-        """
+        """Make the folder if it is not there, for those who may read its files. A folder that is there stays as it is."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(mode=0o700)
@@ -55,9 +48,6 @@ class Folder:
         """Return all whole files; None if no file has come or gone since the last call.
 
         Cost: while others write, the names of all files; else one look at the folder.
-
-        Raises:
-            OSError: the folder cannot be read.
         """
         changed = self.path.stat().st_mtime_ns
         if changed == self._looked_at and self._is_settled:

@@ -1,10 +1,10 @@
-"""Owns runs: rows of contents that are one file, or become one.
+"""Owns runs: rows of contents of one model that are one file, or become one.
 
 The disk tier writes what was evicted as runs, and `save` what is cached. A run is found in memory until its file is
 written, and in the file from then on. A file that others have written is a run, too.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,27 +13,23 @@ from torch import Tensor
 
 from ..blocks.hashing import TOKEN_BYTES, BlockHash
 from ..blocks.roots import RootFacts
-from ..kv.contents import Part
-from .base import Kind, Name
+from ..kv.contents import Kind, Part
 from .folders import Folder, remove
 from .saved_file import Identity, SavedContents, SavedFile, encoded, read_rows
 
 
-class _Chunk(NamedTuple):
-    """`_Chunk` has rows of one kind that came in at once. Copies from a device may be on the way."""
+class _Gathered(NamedTuple):
+    """`_Gathered` has the contents of one kind that a file is to hold: the block of each, and its row of each part."""
 
-    names: Sequence[Name]
-    rows: Sequence[Tensor]  # rows of each part, [N, bytes]
-    arrival: Sequence[torch.Event]
+    parts: tuple[Part, ...]
+    contents: list[tuple[BlockHash, Sequence[Tensor]]]  # rows are [1, bytes] on the host
 
 
 class Run:
     """`Run` has rows of contents of one model.
 
     Args:
-        path: path of the file.
-        model: model that computed the contents.
-        is_there: True if others have written the file; else rows are added until it is written.
+        model: model that computed the contents; None: others have written the file.
 
     Attributes:
         file: what the file says of itself, once it is written.
@@ -42,47 +38,34 @@ class Run:
         problem: why nothing of the run is found; None: there is no problem.
     """
 
-    def __init__(self, path: Path, model: Identity | None = None, *, is_there: bool = False) -> None:
-        self.path, self.is_ours = path, not is_there
+    def __init__(self, path: Path, model: Identity | None = None) -> None:
+        self.path, self.is_ours = path, model is not None
         self.file: SavedFile | None = None
         self.problem: str | None = None
         self.num_bytes = 0
         self._model = model
-        self._parts: dict[Kind, tuple[Part, ...]] = {}
         self._roots: dict[RootFacts, None] = {}
-        self._chunks: dict[Kind, list[_Chunk]] | None = None if is_there else {}  # None: the run is not in memory
+        self._arrival: list[torch.Event] = []  # events of copies that are on the way
+        self._gathered: dict[Kind, _Gathered] | None = {} if self.is_ours else None  # None: not in memory
         self._is_dropped = False
 
     @property
     def is_in_memory(self) -> bool:
         """True if the run has not been written yet."""
-        return self._chunks is not None
+        return self._gathered is not None
 
-    def add(
-        self,
-        kind: Kind,
-        parts: Sequence[Part],
-        names: Sequence[Name],
-        rows: Sequence[Tensor],
-        roots: Collection[RootFacts],
-        arrival: Sequence[torch.Event] = (),
-    ) -> int:
-        """Add rows to a run that is not being written yet.
+    def add(self, kind: Kind, parts: Sequence[Part], block_hash: BlockHash, row: Sequence[Tensor]) -> int:
+        """Add a content to a run that is not being written yet; return its number among the contents of its kind."""
+        assert self._gathered is not None
+        contents = self._gathered.setdefault(kind, _Gathered(tuple(parts), [])).contents
+        contents.append((block_hash, row))
+        self.num_bytes += sum(of_part.nbytes for of_part in row)
+        return len(contents) - 1
 
-        Args:
-            rows: rows of each part, [N, bytes].
-            roots: roots of these contents' sequences.
-
-        Returns:
-            The number of the first row among the rows of its kind.
-        """
-        assert self._chunks is not None
-        self._parts.setdefault(kind, tuple(parts))
+    def note(self, roots: Iterable[RootFacts], arrival: Iterable[torch.Event] = ()) -> None:
+        """Note the roots of sequences whose contents are added, and when these contents have arrived."""
         self._roots.update(dict.fromkeys(roots))
-        self.num_bytes += sum(of_part.nbytes for of_part in rows)
-        before = self._chunks.get(kind, [])
-        self._chunks[kind] = [*before, _Chunk(names, rows, arrival)]
-        return sum(len(chunk.names) for chunk in before)
+        self._arrival += arrival
 
     def write(self, folder: Folder) -> None:
         """Write the rows into the file.
@@ -91,43 +74,48 @@ class Run:
             OSError: the file cannot be written; the rows are lost.
         """
         try:
-            if self._chunks and not self._is_dropped:
-                file, data = self._encoded(self._chunks)
+            if self._gathered and not self._is_dropped:
+                file, data = self._encoded(self._gathered)
                 folder.write(self.path, data)
                 self.file, self.num_bytes = file, len(data)
         except OSError as error:
             self.problem = str(error)
             raise
         finally:
-            self._chunks = None
+            self._gathered = None
             if self._is_dropped:
                 remove(self.path)
 
-    def _encoded(self, chunks_of: dict[Kind, list[_Chunk]]) -> tuple[SavedFile, bytes]:
+    def _encoded(self, gathered: dict[Kind, _Gathered]) -> tuple[SavedFile, bytes]:
         assert self._model is not None
+        self._wait()
         numbers: dict[BlockHash, int] = {}
         contents, rows = [], {}
-        for kind, chunks in chunks_of.items():
-            names = [name for chunk in chunks for name in chunk.names]
-            blocks = tuple(numbers.setdefault(name.block_hash, len(numbers)) for name in names)
-            contents.append(SavedContents(kind, self._parts[kind], blocks))
-            rows[kind] = _joined(chunks)
+        for kind, (parts, of_kind) in gathered.items():
+            at = tuple(numbers.setdefault(block_hash, len(numbers)) for block_hash, _ in of_kind)
+            contents.append(SavedContents(kind, parts, at))
+            rows[kind] = _joined(row for _, row in of_kind)
         size = len(next(iter(numbers)).token_bytes) // TOKEN_BYTES
         facts, settings = self._model.facts, self._model.settings
         said = SavedFile(self.path, 0, size, facts, settings, (*self._roots,), (*numbers,), (*contents,))
         return encoded(said, rows)
 
-    def read(self, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
+    def _wait(self) -> None:
+        for event in [*self._arrival]:
+            event.synchronize()
+
+    def read(self, kind: Kind, numbers: Sequence[int]) -> list[Tensor]:
         """Return these rows of each part of a kind, on the host.
 
         Raises:
             OSError, DamagedFileError: the file is not there, or not what was written.
         """
-        if (chunks := self._chunks) is not None:
-            return [of_part[list(rows)] for of_part in _joined(chunks[kind])]
+        if (gathered := self._gathered) is not None:
+            self._wait()
+            return _joined(gathered[kind].contents[at][1] for at in numbers)
         if self.file is None:
             raise FileNotFoundError(f"{self.path} could not be written")
-        return read_rows(self.file, kind, rows)
+        return read_rows(self.file, kind, numbers)
 
     def drop(self) -> None:
         """Remove the file, written already or not: nobody asks for it any more."""
@@ -136,9 +124,6 @@ class Run:
             remove(self.path)
 
 
-def _joined(chunks: Sequence[_Chunk]) -> list[Tensor]:
-    """Return the rows of each part, once all have arrived."""
-    for chunk in chunks:
-        for event in chunk.arrival:
-            event.synchronize()
-    return [torch.cat(of_part) for of_part in zip(*(chunk.rows for chunk in chunks), strict=True)]
+def _joined(rows: Iterable[Sequence[Tensor]]) -> list[Tensor]:
+    """Return for each part the rows of some contents as one tensor."""
+    return [torch.cat(of_part) for of_part in zip(*rows, strict=True)]

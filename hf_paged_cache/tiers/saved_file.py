@@ -22,9 +22,8 @@ from torch import Tensor
 from ..blocks.hashing import BlockHash, bytes_of, digest_behind, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
-from ..kv.contents import Part, laid_out, runs
+from ..kv.contents import STATES, Kind, Part, laid_out
 from ..kv.states import StateKey
-from .base import BLOCKS, STATES, Kind
 
 VERSION = 2
 _OWN_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
@@ -52,33 +51,22 @@ class Identity(Protocol):
 
 
 class SavedContents(NamedTuple):
-    """`SavedContents` says what a file has of one kind.
-
-    Attributes:
-        kind: kind of the contents; see `Kind`.
-        parts: parts of a row.
-        blocks: for each row, the number of its block in the file.
-        checksums: for each part, the checksum of each row: XXH3, 128 bits.
-    """
+    """`SavedContents` says what a file has of one kind."""
 
     kind: Kind
-    parts: tuple[Part, ...]
-    blocks: tuple[int, ...]
-    checksums: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[Part, ...]  # parts of a row
+    blocks: tuple[int, ...]  # for each row, the number of its block in the file
+    checksums: tuple[tuple[str, ...], ...] = ()  # for each part, the checksum of each row: XXH3, 128 bits
 
 
 class SavedFile(NamedTuple):
     """`SavedFile` holds what a file says of itself.
 
     Attributes:
-        path: path of the file.
-        num_bytes: bytes of the file.
-        block_size: tokens of a block.
         facts, settings: facts and settings of the model; see `ModelIdentity`.
         roots: roots of the file's blocks, with `facts_digest` in place of a process's digest of the model.
         blocks: blocks that the file names. A block's digest covers its parent and its tokens. The parent is one of
             these blocks, a root, or in another file.
-        contents: contents of these blocks that the file holds.
     """
 
     path: Path
@@ -90,9 +78,14 @@ class SavedFile(NamedTuple):
     blocks: tuple[BlockHash, ...]
     contents: tuple[SavedContents, ...]
 
-    def content(self, kind: Kind) -> SavedContents:
-        """Return what the file holds of a kind."""
-        return next(content for content in self.contents if content.kind == kind)
+    def why_not(self, block_size: int, identities: Sequence[Identity]) -> str | None:
+        """Return why a model with one of these identities finds nothing here; None if the file is of this model."""
+        if not any(identity.facts == self.facts for identity in identities):
+            found = (identity.why_other(self.facts, self.settings) for identity in identities[-1:])
+            return next(found, None) or "what this model computes has no name that other processes understand"
+        if self.block_size != block_size:
+            return f"its blocks have {self.block_size} tokens, and those of this store {block_size}"
+        return None
 
 
 def facts_digest(facts: Mapping[str, str]) -> bytes:
@@ -111,10 +104,9 @@ def saved_paths(folder: Path) -> list[Path]:
 
 
 def encoded(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> tuple[SavedFile, bytes]:
-    """Return a file with checksums and size, and its bytes.
+    """Return a file with its checksums and size, which it lacks, and its bytes.
 
     Args:
-        file: what the file says of itself, but for checksums and size.
         rows: kind -> rows of each part, [N, bytes].
     """
     tensors: dict[str, Tensor] = {}
@@ -200,12 +192,12 @@ def _decoded(path: Path, num_bytes: int, said: Any) -> SavedFile:
 
 
 def _part(kind: Kind, pieces: Any) -> Part:
-    of_window, cpu = kind not in (BLOCKS, STATES), torch.device("cpu")
+    cpu = torch.device("cpu")
     shapes = [
         (StateKey(*key) if kind == STATES else (int(key[0]), str(key[1])), cpu, tuple(map(int, shape)), _DTYPES[dtype])
         for key, shape, dtype in pieces
     ]
-    (part,) = laid_out("window" if of_window else kind, kind if of_window else None, shapes)  # type: ignore[arg-type]
+    (part,) = laid_out(kind, shapes)
     return part
 
 
@@ -227,13 +219,14 @@ def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
         DamagedFileError: a row is not what was written.
         OSError: the file is not there any more, or cannot be read.
     """
-    loaded = []
+    loaded, first = [], min(rows)
     try:
         with torch.device("cpu"), _opened(file.path) as opened:  # else rows would go to torch's default device
-            for number, checksums in enumerate(file.content(kind).checksums):
-                held = opened.get_slice(f"{kind}.{number}")
-                stretches = [held[rows[start] : rows[start] + length] for start, length in runs(rows)]
-                loaded.append(stretches[0] if len(stretches) == 1 else torch.cat(stretches))
+            content = next(content for content in file.contents if content.kind == kind)
+            for number, checksums in enumerate(content.checksums):
+                span = opened.get_slice(f"{kind}.{number}")[first : max(rows) + 1]
+                is_span = [*rows] == [*range(first, first + len(rows))]
+                loaded.append(span if is_span else span[[at - first for at in rows]])
                 if any(_checksum(row) != checksums[at] for row, at in zip(loaded[-1], rows, strict=True)):
                     raise DamagedFileError(f"{file.path} is damaged: blocks are not what was written")
     except SafetensorError as error:

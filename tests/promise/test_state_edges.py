@@ -226,7 +226,7 @@ def partly_lost(name: str, lengths: tuple[int, ...], lost: range) -> PagedPrefix
         play(cache.store.model, cache, **batch(row((1, 60))[:length]), max_new_tokens=1)
     block_ids = blocks_of_the_last_row(cache)
     for num_tokens in {*range(5, 61)} - {*lengths[1:]}:
-        cache.store.blocks.states.drop(block_ids, num_tokens)
+        cache.store.blocks.states.kept.drop(block_ids[num_tokens - 1])
     cache.reset()
     lose_window_blocks(cache, block_ids[lost.start : lost.stop])
     return cache

@@ -252,7 +252,7 @@ def test_the_budget_is_over_the_files_of_all_and_what_is_used_stays(tmp_path: Pa
         tier_of(cache).join()
         assert sum(path.stat().st_size for path in saved_paths(tmp_path)) <= 100_000
         cache.check()
-    assert sum(tier_of(cache).counts.num_dropped for cache in caches) > 0
+    assert sum(tier_of(cache).num_dropped for cache in caches) > 0
     nothing = new_cache(copy.deepcopy(model), tmp_path / "small", disk_bytes=1000)
     for ids in prompts():
         call(nothing.store.model, ids, nothing)
