@@ -50,8 +50,6 @@ class Prefill:
     """`Prefill` runs prompts, one after the other.
 
     Args:
-        blocks: where the prompts are stored.
-        side: runs the forwards.
         chunk_size: most new tokens of a forward; rounded up to where a snapshot may be kept.
         by_length: whether keys and values depend on the length of the forward, so that each prompt runs in one forward.
         looks: whether what is known is looked up first; False where other processes, which may know something else,
@@ -59,11 +57,8 @@ class Prefill:
     """
 
     def __init__(self, blocks: BlockStore, side: SideRows, *, chunk_size: int, by_length: bool, looks: bool) -> None:
-        self._blocks = blocks
-        self._side = side
+        self._blocks, self._side, self._by_length, self._looks = blocks, side, by_length, looks
         self._chunk_size = -(-chunk_size // blocks.states.align) * blocks.states.align
-        self._by_length = by_length
-        self._looks = looks
         self.peak_kv_bytes, self.is_bypassed = 0, False
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowCount]]:
@@ -85,26 +80,27 @@ class Prefill:
             num_found = [self._look_up(prompt)[0] for prompt in prompts]  # known tokens before any prompt runs
         ran = [self._run(prompt) for prompt in prompts]
         rows = [_count(did, number) for did, number in zip(ran, num_found, strict=True)]
-        done = Prefilled(*map(sum, zip(*ran, strict=True))) if ran else Prefilled(0, 0, 0)
-        return done, rows
+        return Prefilled(*map(sum, zip((0, 0, 0), *ran, strict=True))), rows
 
     def _run(self, prompt: Prompt) -> Prefilled:
         num_tokens = len(prompt.token_ids)
         end = num_tokens // self._blocks.block_size * self._blocks.block_size
-        with self._blocks.lock:
-            known, is_all = self._look_up(prompt, touch=True) if self._looks else (0, not end)
+        known, is_all = 0, not end
+        if self._looks:
+            with self._blocks.lock:
+                known, is_all = self._look_up(prompt)
         if is_all:
             return Prefilled(end, end, 0)
-        if prompt.inputs is None:
-            stops = [num_tokens]
+        stops = [num_tokens]
+        if prompt.inputs is not None:
+            _, rows = self._side.generate(prompt.inputs)
+        else:
             rows = self._side.begin("prefill")
             if not self._by_length:
                 num_needed = 1 if rows.states is None else rows.states.num_needed(num_tokens, is_padding=False)
                 stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
             self._side.run(rows, [RowInput(prompt.token_ids, 0, 0)], stops)
             self._side.close(rows)
-        else:
-            stops, (_, rows) = [num_tokens], self._side.generate(prompt.inputs)
         (count,) = rows.state.counts
         num_computed = count.computed_tokens + stops[-1] - stops[0]
         self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
@@ -120,18 +116,13 @@ class Prefill:
         and the last place from which the same prompt can resume.
         """
         states = self._blocks.states
-        if not states:
-            return [end]
-        places = {at // states.align * states.align for at in (num_tokens - num_needed, end)}
-        return sorted({*places, end} - {0})
+        places = (num_tokens - num_needed, end) if states else ()
+        return sorted({*(at // states.align * states.align for at in places), end} - {0})
 
-    def _look_up(self, prompt: Prompt, *, touch: bool = False) -> tuple[int, bool]:
+    def _look_up(self, prompt: Prompt) -> tuple[int, bool]:
         """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
 
-        The store's lock is held.
-
-        Args:
-            touch: whether the blocks count as used now, if nothing is left to compute.
+        In this case its blocks count as used now. The store's lock is held.
         """
         blocks = self._blocks
         end = len(prompt.token_ids) // blocks.block_size * blocks.block_size
@@ -143,7 +134,7 @@ class Prefill:
                 known = resumable(blocks.groups, hit.block_ids, hit.num_tokens)
                 wanted = end // blocks.states.align * blocks.states.align
             is_all = hit.num_tokens == end and known == wanted
-            if is_all and touch:
+            if is_all:
                 table.hold_prefix(tokens)  # once given back, these blocks are evicted last
             return known, is_all
 
@@ -160,18 +151,12 @@ class Prefill:
             wanted |= {(block_hash, prompt.salt) for block_hash in chain.hashes()}
         found = [allocator.match_prefix((block_hash,), salt) for block_hash, salt in wanted]
         num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)
-        num_obtainable = self._blocks.num_obtainable_blocks()
-        if num_taken <= num_obtainable:
-            return
-        needs = f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds"
-        if any(prompt.salt for prompt in prompts):  # how many blocks other salts hold is not told
+        if num_taken > self._blocks.num_obtainable_blocks():  # which number that is, another tenant is not told
             raise OutOfBlocksError(
-                f"{needs}, which cannot be had now; give fewer tokens, or ask the store's owner for more blocks"
+                f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds, and "
+                "so many cannot be had beside what is in use; give fewer tokens, unpin() or reset() what is no longer needed, or "
+                "build the cache with a larger num_blocks or max_bytes"
             )
-        raise OutOfBlocksError(
-            f"{needs}, but {max(0, int(num_obtainable))} can be had beside what is in use; give "
-            "fewer tokens, unpin() or reset() what is no longer needed, or build the cache with a larger num_blocks or max_bytes"
-        )
 
 
 def _count(ran: Prefilled, num_found: int) -> RowCount:

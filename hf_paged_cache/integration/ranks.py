@@ -33,22 +33,13 @@ _MAX_RANKS = 2**20
 _Error = TypeVar("_Error", bound=BaseException)
 # A refusal is sent as its place in this list; where ranks refuse for different reasons, the first one counts.
 _REFUSALS: Sequence[type[PagedCacheError]] = (
-    PagedCacheError,
-    ForwardMismatchError,
-    UnsupportedModelError,
-    BlockStateError,
-    CacheBusyError,
-    CacheArgumentError,
-    OutOfBlocksError,
+    *(PagedCacheError, ForwardMismatchError, UnsupportedModelError, BlockStateError),
+    *(CacheBusyError, CacheArgumentError, OutOfBlocksError),
 )
 
 
 class Ranks:
     """`Ranks` settles things between the ranks that run the forwards of one cache.
-
-    Args:
-        conditioning: the model, and the ranks over which it is split.
-        store: blocks; the block size is the same on all ranks.
 
     Attributes:
         is_settled: True if the next forward needs no message: `generate` continues after its prompt.
@@ -56,8 +47,7 @@ class Ranks:
 
     def __init__(self, conditioning: Conditioning, store: BlockStore) -> None:
         self.is_settled = False
-        self._conditioning = conditioning
-        self._store = store
+        self._conditioning, self._store = conditioning, store
 
     @property
     def are_several(self) -> bool:
@@ -72,8 +62,7 @@ class Ranks:
     @property
     def may_run_more(self) -> bool:
         """True if forwards that follow from what is cached may run: only if all ranks can settle them."""
-        groups = self._conditioning.rank_groups
-        return not groups or all(group.share_inputs for group in groups)
+        return all(group.share_inputs for group in self._conditioning.rank_groups)
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
         """Settle numbers between ranks. What each rank gives is only read, so a rank that raises has changed nothing.
@@ -99,8 +88,7 @@ class Ranks:
         for at, number in enumerate(numbers):
             places[at % _NUM_NUMBERS] = min(places[at % _NUM_NUMBERS], number)
         marks = [_mark(value) for value in fields.values()] + [0] * (_NUM_FIELDS - len(fields))
-        sent = [_MOST, *marks, *(-mark for mark in marks), *places]
-        _, *least = self._exchange(sent, mine=None)
+        _, *least = self._exchange([_MOST, *marks, *(-mark for mark in marks), *places], mine=None)
         lows, highs = least[:_NUM_FIELDS], [-low for low in least[_NUM_FIELDS : 2 * _NUM_FIELDS]]
         if lows != highs:
             comparable = fields if lows[0] == highs[0] else always  # if not, the other fields mean different things
@@ -123,22 +111,19 @@ class Ranks:
     ) -> Sequence[int]:
         """Settle a forward of rows: once a call, and each forward of a loop.
 
-        What is settled is that no rank refuses the forward and, where ranks are passed the same tokens, what every rank
-        knows of the rows.
-
         Args:
             numbers: number of known tokens of each row that runs.
             is_kept: whether the forward may reuse and keep something on this rank.
 
         Returns:
-            number of tokens of each row that every rank knows.
+            number of tokens of each row that every rank knows, where ranks are passed the same tokens.
 
         Raises:
             PagedCacheError: a rank has refused the forward, or is passed something else.
         """
-        state = rows.state
         if not self.are_several:
             return numbers
+        state, limits = rows.state, rows.state.limits
         same = {
             "the token ids": tokens_as_bytes([row.token_ids for row in request.rows]),
             "the columns, padding or positions": [
@@ -146,8 +131,8 @@ class Ranks:
                 [(row.pad, row.first_position, row.num_hidden) for row in request.rows],
             ],
             "the arguments of generate": [
-                (rows.in_generate, state.is_in_step, sorted(state.limits.end_of_sequence)),
-                (state.limits.num_prompt_columns, state.limits.max_columns, state.limits.num_rows),
+                (rows.in_generate, state.is_in_step, sorted(limits.end_of_sequence)),
+                (limits.num_prompt_columns, limits.max_columns, limits.num_rows),
             ],
             "what is asked of the forward": [
                 (request.num_logits_needed, is_kept, request.keep_columns is None, request.may_alias),
@@ -184,8 +169,7 @@ class Ranks:
             return
         kind = next((number for number, kind in enumerate(_REFUSALS) if type(error) is kind), 0)
         of_all_ranks(error)
-        sent = [kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)]
-        self._exchange(sent, mine=kind)
+        self._exchange([kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)], mine=kind)
 
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
         """Return the least of what all ranks send.
@@ -205,12 +189,11 @@ class Ranks:
             else:
                 refused = least_of_ranks(group, [received[0], *[_MOST] * (len(received) - 1)])[:1]
                 received = [*refused, *received[1:]]
-        if received[0] < _MOST:
-            kind, who = divmod(received[0], _MAX_RANKS)
-            if kind != mine:
-                raise of_all_ranks(
-                    _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
-                )
+        kind, who = divmod(received[0], _MAX_RANKS)
+        if received[0] < _MOST and kind != mine:
+            raise of_all_ranks(
+                _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
+            )
         return received
 
 

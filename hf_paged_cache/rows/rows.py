@@ -551,7 +551,7 @@ class Rows(RowsColumns):
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
 
-    def images_of_generate(self, model: Any, passed: Mapping[str, Any]) -> Any:
+    def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
         """Return the images that a `generate` on these rows is not to be passed."""
         return self.calls.images_of_generate(passed)
 
