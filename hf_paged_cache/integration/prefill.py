@@ -98,7 +98,7 @@ class Prefill:
             rows = self._side.begin("prefill")
             if not self._by_length:
                 num_needed = 1 if rows.states is None else rows.states.num_needed(num_tokens, is_padding=False)
-                stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
+                stops = self._stops(known, num_tokens, num_needed)
             self._side.run(rows, [RowInput(prompt.token_ids, 0, 0)], stops)
             self._side.close(rows)
         (count,) = rows.state.counts
@@ -109,15 +109,16 @@ class Prefill:
             num_kept = table.match_prefix(prompt.token_ids[:end]).num_matched_tokens
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
 
-    def _marks(self, num_tokens: int, end: int, num_needed: int) -> list[int]:
-        """Return the numbers of tokens after which a forward must end.
+    def _stops(self, known: int, num_tokens: int, num_needed: int) -> list[int]:
+        """Return after how many tokens forwards end, if the first begins after `known` tokens.
 
-        One is the end of the last full block. Where layers carry states, there are also the last place for a snapshot,
-        and the last place from which the same prompt can resume.
+        The last one ends with the last full block. Where layers carry states, a forward ends at the last place for a
+        snapshot, and at the last place from which the same prompt can resume.
         """
-        states = self._blocks.states
+        states, end = self._blocks.states, num_tokens // self._blocks.block_size * self._blocks.block_size
         places = (num_tokens - num_needed, end) if states else ()
-        return sorted({*(at // states.align * states.align for at in places), end} - {0})
+        marks = {end, *(at // states.align * states.align for at in places)}
+        return sorted({*range(known + self._chunk_size, end, self._chunk_size), *(at for at in marks if at > known)})
 
     def _look_up(self, prompt: Prompt) -> tuple[int, bool]:
         """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
@@ -165,27 +166,3 @@ def _count(ran: Prefilled, num_found: int) -> RowCount:
     stopped = "the rest was computed" if num_computed else "the whole prefix was known"
     num_reused = min(num_found, num_known)
     return RowCount(num_known + num_computed, num_computed, num_reused, num_reused, stopped)
-
-
-def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> list[int]:
-    """Return after how many tokens forwards end, if the first begins after `start` tokens.
-
-    They end at the marks, and between marks every `chunk_size` tokens.
-
-    Args:
-        marks: numbers of tokens, the lower ones first. A mark that would make a later forward of fewer than `least`
-            tokens is passed over. The first forward computes as many in any case, known tokens among them.
-
-    Examples:
-        >>> stops_of(32, [100, 112], chunk_size=32, least=1)
-        [64, 96, 100, 112]
-    """
-    stops: list[int] = []
-    for mark in marks:
-        while mark - start > chunk_size:
-            start += chunk_size
-            stops.append(start)
-        if mark - start >= (least if stops else 1):
-            stops.append(mark)
-            start = mark
-    return stops

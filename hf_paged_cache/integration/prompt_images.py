@@ -214,65 +214,56 @@ def _runs(rows: Sequence[Sequence[int]], tokens: Collection[int]) -> list[_Run]:
 
 
 def _ways_to_cut(given: Mapping[str, Any], runs: Sequence[_Run], num_rows: int) -> Iterator[_Content]:
-    """Yield the ways in which shapes and grids may cut what is passed of a kind into entries."""
+    """Yield the ways in which shapes and grids may cut what is passed of a kind into entries.
+
+    Entries of one size, and with the same beside their pixels, fill equally many placeholders. Entries without a size
+    that differ beside their pixels fill a run each.
+    """
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     in_lists = [each for value in given.values() if isinstance(value, list | tuple) for each in value]
-    if not runs or any(isinstance(each, Tensor) for each in in_lists):
+    main = next((name for name in tensors if "pixel_values" in name), None)
+    if main is None or not runs or any(isinstance(each, Tensor) for each in in_lists):
         return
-    lengths = [stop - start for _, start, stop in runs]
+    lengths, pixels = [stop - start for _, start, stop in runs], tensors[main]
     grid = next((value for name, value in tensors.items() if "grid" in name and value.dim() == 2), None)
     if grid is not None:
-        yield from _by_grid(given, tensors, grid.prod(dim=-1).tolist(), sum(lengths))
+        sizes = grid.prod(dim=-1).tolist()
+        yield from _content(given, _cut(tensors, sizes), sizes, sum(lengths))
         return
-    main = next((name for name in tensors if "pixel_values" in name), None)
-    if main is None or any(not value.dim() for value in tensors.values()):
-        return
-    pixels = tensors[main]
-    if pixels.dim() == 5 and len(pixels) == num_rows:
-        if all(value.dim() >= 3 and value.shape[:2] == pixels.shape[:2] for value in tensors.values()):
-            nested = {name: value.flatten(0, 1) for name, value in tensors.items()}
-            is_image = nested[main].flatten(1).any(dim=1)  # the model leaves out others, which are padding
-            yield from _one_by_one(given, nested, main, is_image.nonzero().flatten().tolist(), lengths, is_nested=True)
-    yield from _one_by_one(given, tensors, main, [*range(len(pixels))], lengths)
+    is_nested = pixels.dim() == 5 and len(pixels) == num_rows
+    if is_nested and all(value.dim() > 2 and value.shape[:2] == pixels.shape[:2] for value in tensors.values()):
+        entries = _cut(
+            {name: value.flatten(0, 1) for name, value in tensors.items()}, [1] * pixels[:, :, 0, 0, 0].numel()
+        )
+        entries = [entry for entry in entries if entry[main].any()]  # the model leaves out others, which are padding
+        yield from _content(given, entries, _weights(entries, main, lengths), sum(lengths), is_nested=True)
+    entries = _cut(tensors, [1] * len(pixels))
+    yield from _content(given, entries, _weights(entries, main, lengths), sum(lengths))
 
 
-def _one_by_one(
+def _cut(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> list[Mapping[str, Tensor]]:
+    """Return entries of these sizes, each with its part of all tensors; none where the tensors have other lengths."""
+    if any(not value.dim() or len(value) not in (len(sizes), sum(sizes)) for value in tensors.values()):
+        return []
+    parts = [torch.split(value, 1 if len(value) == len(sizes) else [*sizes]) for value in tensors.values()]
+    return [dict(zip(tensors, entry, strict=True)) for entry in zip(*parts, strict=True)]
+
+
+def _weights(entries: Sequence[Mapping[str, Tensor]], main: str, lengths: Sequence[int]) -> Sequence[int]:
+    """Return in which ratio entries fill placeholders."""
+    are_alike = all(torch.equal(entry[name], entries[0][name]) for entry in entries for name in entry if name != main)
+    return [1] * len(entries) if are_alike else lengths
+
+
+def _content(
     given: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    main: str,
-    numbers: Sequence[int],
-    lengths: Sequence[int],
+    entries: Sequence[Mapping[str, Tensor]],
+    weights: Sequence[int],
+    num_placeholders: int,
     *,
     is_nested: bool = False,
 ) -> Iterator[_Content]:
-    """Yield what is passed, an entry for each of some numbers of the first dimension.
-
-    Entries with the same beside their pixels fill equally many placeholders. Other entries fill a run each.
-
-    Args:
-        main: name of the pixels.
-        lengths: lengths of the runs.
-    """
-    if not numbers or any(len(value) != len(tensors[main]) for value in tensors.values()):
-        return
-    entries = [{name: value[at : at + 1] for name, value in tensors.items()} for at in numbers]
-    each, rest = divmod(sum(lengths), len(entries))
-    if all(torch.equal(entry[name], entries[0][name]) for entry in entries for name in entry if name != main):
-        counts: Sequence[int] = [] if rest else [each] * len(entries)
-    else:
-        counts = lengths
-    if len(counts) == len(entries):
-        yield _Content(given, entries, counts, is_nested)
-
-
-def _by_grid(
-    given: Mapping[str, Any], tensors: Mapping[str, Tensor], sizes: Sequence[int], num_placeholders: int
-) -> Iterator[_Content]:
-    """Yield what is passed, cut into entries of these sizes, if these are the tensors', and fit the placeholders."""
-    per_token, rest = divmod(sum(sizes), num_placeholders)
-    if rest or not per_token or any(size % per_token for size in sizes):
-        return
-    if all(value.dim() and len(value) in (len(sizes), sum(sizes)) for value in tensors.values()):
-        parts = {name: value.split(1 if len(value) == len(sizes) else [*sizes]) for name, value in tensors.items()}
-        entries = [dict(zip(parts, entry, strict=True)) for entry in zip(*parts.values(), strict=True)]
-        yield _Content(given, entries, [size // per_token for size in sizes])
+    """Yield what is passed, if each entry has a weight, and a number of placeholders in the ratio of these."""
+    counts = [divmod(weight * num_placeholders, sum(weights) or 1) for weight in weights]
+    if entries and len(counts) == len(entries) and all(count and not rest for count, rest in counts):
+        yield _Content(given, entries, [count for count, _ in counts], is_nested)
