@@ -52,8 +52,7 @@ class Prefill:
     Args:
         chunk_size: most new tokens of a forward; rounded up to where a snapshot may be kept.
         by_length: whether keys and values depend on the length of the forward, so that each prompt runs in one forward.
-        looks: whether what is known is looked up first; False where other processes, which may know something else,
-            must run equally many forwards.
+        looks: whether what is known is looked up first: not where other processes must run equally many forwards.
     """
 
     def __init__(self, blocks: BlockStore, side: SideRows, *, chunk_size: int, by_length: bool, looks: bool) -> None:
@@ -62,14 +61,10 @@ class Prefill:
         self.peak_kv_bytes, self.is_bypassed = 0, False
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowCount]]:
-        """Compute what is not known of the prompts.
-
-        Returns:
-            what was done; and what each prompt cost.
+        """Compute what is not known of the prompts; return what was done, and what each prompt cost.
 
         Raises:
-            OutOfBlocksError: the prompts do not fit, and nothing was computed. If another call has taken their blocks
-                meanwhile, earlier prompts are cached.
+            OutOfBlocksError: the prompts do not fit, and nothing was computed.
         """
         if self._looks:
             self._blocks.measure_for(sum(len(prompt.token_ids) for prompt in prompts))
@@ -140,11 +135,7 @@ class Prefill:
             return known, is_all
 
     def _require_room(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts whose blocks cannot be cached at a time.
-
-        Raises:
-            OutOfBlocksError: fewer blocks can be had than the prompts need.
-        """
+        """Raise OutOfBlocksError if the prompts' blocks cannot be cached at a time."""
         allocator, wanted = self._blocks.allocator, set()
         for prompt in prompts:
             chain = HashChain(prompt.root, allocator.block_size)

@@ -34,19 +34,12 @@ class Image(NamedTuple):
 
 
 class _Content(NamedTuple):
-    """`_Content` is what is passed of one kind, cut into entries.
+    """`_Content` is what is passed of one kind, cut into entries."""
 
-    Attributes:
-        passed: arguments of the encoder, as they were passed.
-        entries: tensors of each entry, by name.
-        counts: number of placeholders that each entry fills.
-        is_nested: True if the first two dimensions of what was passed count entries.
-    """
-
-    passed: Mapping[str, Any]
-    entries: Sequence[Mapping[str, Tensor]]
-    counts: Sequence[int]
-    is_nested: bool = False
+    passed: Mapping[str, Any]  # arguments of the encoder
+    entries: Sequence[Mapping[str, Tensor]]  # each entry's part of the tensors among these
+    counts: Sequence[int]  # number of placeholders that each entry fills
+    is_nested: bool  # the first two dimensions of what was passed count entries
 
     def of(self, numbers: Sequence[int]) -> Mapping[str, Any]:
         """Return the encoder's arguments for some entries."""
@@ -85,12 +78,9 @@ class _Content(NamedTuple):
 class PromptImages:
     """`PromptImages` holds the images of a prompt's rows.
 
-    Args:
-        model: model that encodes the images, by the encoders that it has when they run.
+    Attributes:
         pixels: names of the arguments without which `generate` runs no tower.
-        contents: kind -> what is passed of it.
-        rows: images of each row of the prompt, from left to right.
-        ids: token ids of the prompt, [rows, columns].
+        arguments: names of all arguments of the encoders that were passed.
     """
 
     def __init__(
@@ -102,7 +92,7 @@ class PromptImages:
         ids: Tensor,
     ) -> None:
         self.pixels = pixels
-        self.arguments = {name for content in contents.values() for name in content.passed}  # those of the encoders
+        self.arguments = {name for content in contents.values() for name in content.passed}
         self._model, self._contents, self._rows, self._ids = model, contents, rows, ids
 
     def of_row(self, number: int, num_rows: int) -> Sequence[Image]:
@@ -116,15 +106,12 @@ class PromptImages:
         return not rest and torch.equal(ids[:, : prompts.shape[1]], prompts)
 
     def encode(self, numbers: Sequence[int], num_rows: int, start: int = 0) -> dict[str, Any]:
-        """Run the towers for images from a column on, and for no others; return their outputs for rows of a forward.
+        """Run the towers for images from a column on, and return their outputs for rows of a forward.
 
-        Where rows with the same images stand side by side, such as beams, in groups of equal size, their images run
-        once.
+        Where rows with the same images stand side by side, in groups of equal size, their images run once.
 
         Args:
-            numbers: numbers of the rows that run, in order.
-            num_rows: number of rows of the forward as it was passed.
-            start: first column that runs, of those that were passed.
+            numbers: numbers of the rows that run, in order, among `num_rows` rows that were passed.
         """
         wanted = [[image for image in self.of_row(number, num_rows) if image.start >= start] for number in numbers]
         digests = [[image.digest for image in images] for images in wanted]
@@ -167,10 +154,9 @@ class ImageReader:
     def read(self, arguments: Mapping[str, Any]) -> PromptImages | str | None:
         """Read the images of a prompt from arguments of `generate` or of a forward.
 
-        Cost: SHA-256 over the pixels, and a wait for the device of each entry.
+        The result is a reason where the prompt must be computed whole, and None where there are no images.
 
-        Returns:
-            the images; or why the prompt must be computed whole; or None: there are no images.
+        Cost: SHA-256 over the pixels, and a wait for the device of each entry.
         """
         ids = arguments.get("input_ids")
         passed = {
@@ -214,31 +200,30 @@ def _runs(rows: Sequence[Sequence[int]], tokens: Collection[int]) -> list[_Run]:
 
 
 def _ways_to_cut(given: Mapping[str, Any], runs: Sequence[_Run], num_rows: int) -> Iterator[_Content]:
-    """Yield the ways in which shapes and grids may cut what is passed of a kind into entries.
-
-    Entries of one size, and with the same beside their pixels, fill equally many placeholders. Entries without a size
-    that differ beside their pixels fill a run each.
-    """
+    """Yield the ways in which shapes and grids may cut what is passed of a kind into entries."""
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
     in_lists = [each for value in given.values() if isinstance(value, list | tuple) for each in value]
     main = next((name for name in tensors if "pixel_values" in name), None)
     if main is None or not runs or any(isinstance(each, Tensor) for each in in_lists):
         return
-    lengths, pixels = [stop - start for _, start, stop in runs], tensors[main]
+    pixels, ways = tensors[main], list[tuple[Mapping[str, Tensor], Sequence[int], bool]]()
     grid = next((value for name, value in tensors.items() if "grid" in name and value.dim() == 2), None)
-    if grid is not None:
-        sizes = grid.prod(dim=-1).tolist()
-        yield from _content(given, _cut(tensors, sizes), sizes, sum(lengths))
-        return
-    is_nested = pixels.dim() == 5 and len(pixels) == num_rows
-    if is_nested and all(value.dim() > 2 and value.shape[:2] == pixels.shape[:2] for value in tensors.values()):
-        entries = _cut(
-            {name: value.flatten(0, 1) for name, value in tensors.items()}, [1] * pixels[:, :, 0, 0, 0].numel()
-        )
-        entries = [entry for entry in entries if entry[main].any()]  # the model leaves out others, which are padding
-        yield from _content(given, entries, _weights(entries, main, lengths), sum(lengths), is_nested=True)
-    entries = _cut(tensors, [1] * len(pixels))
-    yield from _content(given, entries, _weights(entries, main, lengths), sum(lengths))
+    if main == "pixel_values" and pixels.dim() == 5 and len(pixels) == num_rows and grid is None:
+        if all(value.dim() > 2 and value.shape[:2] == pixels.shape[:2] for value in tensors.values()):
+            nested = {name: value.flatten(0, 1) for name, value in tensors.items()}
+            ways.append((nested, [1] * len(nested[main]), True))
+    ways.append((tensors, [1] * len(pixels) if grid is None else grid.prod(dim=-1).tolist(), False))
+    lengths = [stop - start for _, start, stop in runs]
+    for some, sizes, is_nested in ways:
+        entries = _cut(some, sizes)
+        if is_nested:
+            entries = [
+                entry for entry in entries if entry[main].any()
+            ]  # the model leaves out others, which are padding
+        weights = sizes if grid is not None else _weights(entries, main, lengths)
+        counts = [divmod(weight * sum(lengths), sum(weights) or 1) for weight in weights]
+        if entries and len(counts) == len(entries) and all(count and not rest for count, rest in counts):
+            yield _Content(given, entries, [count for count, _ in counts], is_nested)
 
 
 def _cut(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> list[Mapping[str, Tensor]]:
@@ -250,20 +235,6 @@ def _cut(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> list[Mapping[st
 
 
 def _weights(entries: Sequence[Mapping[str, Tensor]], main: str, lengths: Sequence[int]) -> Sequence[int]:
-    """Return in which ratio entries fill placeholders."""
+    """Return in which ratio entries fill placeholders: those that differ beside their pixels fill a run each."""
     are_alike = all(torch.equal(entry[name], entries[0][name]) for entry in entries for name in entry if name != main)
     return [1] * len(entries) if are_alike else lengths
-
-
-def _content(
-    given: Mapping[str, Any],
-    entries: Sequence[Mapping[str, Tensor]],
-    weights: Sequence[int],
-    num_placeholders: int,
-    *,
-    is_nested: bool = False,
-) -> Iterator[_Content]:
-    """Yield what is passed, if each entry has a weight, and a number of placeholders in the ratio of these."""
-    counts = [divmod(weight * num_placeholders, sum(weights) or 1) for weight in weights]
-    if entries and len(counts) == len(entries) and all(count and not rest for count, rest in counts):
-        yield _Content(given, entries, [count for count, _ in counts], is_nested)

@@ -11,15 +11,7 @@ from typing import Any, TypeVar
 
 from ..blocks.tokens import TokenIds
 from ..call.request import ForwardRequest
-from ..errors import (
-    BlockStateError,
-    CacheArgumentError,
-    CacheBusyError,
-    ForwardMismatchError,
-    OutOfBlocksError,
-    PagedCacheError,
-    UnsupportedModelError,
-)
+from ..errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
 from ..model.conditioning import Conditioning
 from ..model.distributed import least_of_ranks, rank
 from ..store.block_store import BlockStore
@@ -32,10 +24,7 @@ _MOST = 2**62
 _MAX_RANKS = 2**20
 _Error = TypeVar("_Error", bound=BaseException)
 # A refusal is sent as its place in this list; where ranks refuse for different reasons, the first one counts.
-_REFUSALS: Sequence[type[PagedCacheError]] = (
-    *(PagedCacheError, ForwardMismatchError, UnsupportedModelError, BlockStateError),
-    *(CacheBusyError, CacheArgumentError, OutOfBlocksError),
-)
+_REFUSALS = (CacheArgumentError, OutOfBlocksError, PagedCacheError)
 
 
 class Ranks:
@@ -56,7 +45,7 @@ class Ranks:
 
     @property
     def start_together(self) -> bool:
-        """True if ranks are passed the same tokens, so that each forward must start at the same column on all ranks."""
+        """True if ranks are passed the same tokens: each forward must start at the same column on all of them."""
         return any(group.share_inputs for group in self._conditioning.rank_groups)
 
     @property
@@ -65,21 +54,16 @@ class Ranks:
         return all(group.share_inputs for group in self._conditioning.rank_groups)
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
-        """Settle numbers between ranks. What each rank gives is only read, so a rank that raises has changed nothing.
+        """Return for each number the least that a rank gives; where ranks have inputs of their own, the number given.
 
         No lock may be held.
 
         Args:
             what: what the ranks are about to do; the same on all ranks.
             same: name -> what else must be the same where ranks are passed the same tokens; at most 4 names.
-            numbers: numbers to settle.
-
-        Returns:
-            for each number the least that a rank gives; where ranks have inputs of their own, the number that was
-            given.
 
         Raises:
-            PagedCacheError: another rank has refused; the error has the type that was raised there.
+            PagedCacheError: another rank has refused.
             CacheArgumentError: something differs that must be the same.
         """
         always = {"what is run": what, "block_size": self._store.block_size}
@@ -97,7 +81,7 @@ class Ranks:
                 for (name, value), low, high in zip(comparable.items(), lows, highs, strict=False)
                 if low != high
             ]
-            raise of_all_ranks(
+            raise _of_all_ranks(
                 CacheArgumentError(
                     "the model is split over processes that must all be passed the same, and these are not the same on all: "
                     f"{', '.join(differs)}; nothing was run"
@@ -109,17 +93,11 @@ class Ranks:
     def settle(
         self, rows: Any, request: ForwardRequest, numbers: Sequence[int] = (), *, is_kept: bool = True
     ) -> Sequence[int]:
-        """Settle a forward of rows: once a call, and each forward of a loop.
+        """Settle a forward of rows, and return how many tokens of each row every rank knows; see `agree`.
 
         Args:
             numbers: number of known tokens of each row that runs.
             is_kept: whether the forward may reuse and keep something on this rank.
-
-        Returns:
-            number of tokens of each row that every rank knows, where ranks are passed the same tokens.
-
-        Raises:
-            PagedCacheError: a rank has refused the forward, or is passed something else.
         """
         if not self.are_several:
             return numbers
@@ -143,11 +121,7 @@ class Ranks:
         return least
 
     def settle_resumption(self, num_columns: int, num_new: int) -> None:
-        """Settle that a `generate` goes on with rows of so many columns.
-
-        Raises:
-            PagedCacheError: a rank has refused the call, or goes on otherwise.
-        """
+        """Settle that a `generate` goes on with rows of so many columns; see `agree`."""
         if self.are_several:
             self.agree("a generate that goes on", {"the columns of its rows": num_columns, "new columns": num_new})
             self.is_settled = True
@@ -167,17 +141,13 @@ class Ranks:
             return
         if getattr(error, "is_of_all_ranks", False) or not self.are_several:
             return
-        kind = next((number for number, kind in enumerate(_REFUSALS) if type(error) is kind), 0)
-        of_all_ranks(error)
+        kinds = [number for number, kind in enumerate(_REFUSALS) if isinstance(error, kind)]
+        kind = min(kinds, default=len(_REFUSALS) - 1)
+        _of_all_ranks(error)
         self._exchange([kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)], mine=kind)
 
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
-        """Return the least of what all ranks send.
-
-        For numbers, and for what must be the same, only ranks that are passed the same tokens count.
-
-        Args:
-            mine: number of this rank's refusal; None: it refuses nothing.
+        """Return the least of what all ranks send; but for refusals, only ranks that are passed the same tokens count.
 
         Raises:
             PagedCacheError: another rank has refused, for another kind of reason than `mine`.
@@ -191,13 +161,13 @@ class Ranks:
                 received = [*refused, *received[1:]]
         kind, who = divmod(received[0], _MAX_RANKS)
         if received[0] < _MOST and kind != mine:
-            raise of_all_ranks(
+            raise _of_all_ranks(
                 _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
             )
         return received
 
 
-def of_all_ranks(error: _Error) -> _Error:
+def _of_all_ranks(error: _Error) -> _Error:
     """Mark an error that every rank raises."""
     error.is_of_all_ranks = True  # type: ignore[attr-defined]
     return error

@@ -20,23 +20,17 @@ from .side_forward import SideForwards
 _LEAST_GAIN = 64  # states are kept only if they save the next prompt so many tokens after a known place
 
 
-# makes rows up to a column that begin with what is known: (what each row brings, what is known of each row, column up to
-# which it is taken, column up to which there is room, rows of the call before) -> rows
+# (what each row brings, what is known of it, column before which that is taken, column up to which there is room, rows of
+# the call before) -> rows
 MakeRows = Callable[[Sequence[RowInput], Sequence[Known], int, int, Rows | None], Rows]
 
 
 class Ahead(NamedTuple):
-    """`Ahead` says what ran ahead.
+    """`Ahead` says what ran ahead."""
 
-    Attributes:
-        start: column at which all rows start.
-        num_computed: row -> number of tokens that were computed for it.
-        made: rows that ran ahead, in their order.
-    """
-
-    start: int
-    num_computed: Mapping[int, int] = {}
-    made: Sequence[Rows] = ()
+    start: int  # column at which all rows start
+    num_computed: Mapping[int, int] = {}  # row -> number of tokens that were computed for it
+    made: Sequence[Rows] = ()  # rows that ran ahead, in their order
 
 
 class SharedPrefill:
@@ -63,9 +57,8 @@ class SharedPrefill:
             latest: last column at which the rows may start.
             arguments: arguments of the forward, by name.
             previous: rows of the call before.
-            may_share: whether a prefix that rows share may run once.
-            is_exact: whether rows start exactly where they are known, or begin anew: layers have windows, or carry
-                states.
+            may_share: whether forwards may run ahead.
+            is_exact: whether rows start exactly where they are known, or begin anew.
         """
         if latest <= 0:
             return Ahead(0)
@@ -122,10 +115,7 @@ class SharedPrefill:
 
         One place is where the row parts from what is known. States, unless a forward shows them everywhere, are also
         kept at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is
-        room.
-
-        Args:
-            ahead: tokens of the longest prefix that is computed for the row.
+        room. `ahead` tokens of the row are computed in a prefix.
         """
         states, most = self._store.states, bounds.latest - planned.pad
         first, last = max(known.num_tokens, ahead), max(known.num_in_blocks, ahead)

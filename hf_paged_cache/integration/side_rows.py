@@ -29,11 +29,7 @@ _FIRST_TOKEN: dict[str, Any] = {
 
 
 class SideRows:
-    """`SideRows` runs calls on rows of their own.
-
-    Args:
-        make_cache: makes another cache on the same store.
-    """
+    """`SideRows` runs calls on rows of their own, of another cache on the same store each."""
 
     def __init__(self, parts: StoreParts, make_cache: Callable[[], Any]) -> None:
         self.model, self.takes_positions = parts.model, parts.argument_reader.takes_positions
@@ -51,15 +47,11 @@ class SideRows:
         return rows
 
     def run(self, rows: Rows, inputs: Sequence[RowInput], stops: Sequence[int] = (), *, num_logits: int = 1) -> Tensor:
-        """Run tokens after the tokens that rows hold, without gradients; see `SideForwards.arguments_of`.
+        """Run tokens after the tokens that rows hold; return the last logits, [R, num_logits, vocabulary].
 
         Args:
             inputs: what each row runs; without roots.
             stops: columns at which forwards end, the lower ones first; none: one forward of all tokens.
-            num_logits: number of last columns whose logits are wanted.
-
-        Returns:
-            logits of the last columns of the last forward, [R, num_logits, vocabulary].
         """
         start = rows.num_columns
         stops = stops or [max(max(start, row.pad) + len(row.token_ids) for row in inputs)]
@@ -74,10 +66,8 @@ class SideRows:
     def run_chunks(self, row: RowInput, size: int, num_logits: int) -> tuple[Tensor, Rows]:
         """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`.
 
-        The logits are the same bits, whatever is known. All logits of a forward are computed if one of them is wanted.
-
-        Returns:
-            logits of the last columns, [1, num_logits, vocabulary]; and the rows, which are closed.
+        The last logits, [1, num_logits, vocabulary], are the same bits, whatever is known: all logits of a forward are
+        computed if one of them is wanted. The rows that are returned are closed.
         """
         num_tokens, calls = len(row.token_ids), self._cache()._calls
         given = GenerateArguments(
@@ -99,14 +89,7 @@ class SideRows:
         return torch.cat(found, dim=1), rows
 
     def generate(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Rows]:
-        """Run a prompt as `generate` does, whatever it has besides token ids, and keep the blocks that it fills.
-
-        Args:
-            inputs: one prompt, as a processor returns it.
-
-        Returns:
-            logits of the prompt's last token, [1, 1, vocabulary]; and the rows.
-        """
+        """Run a prompt, as a processor returns it, and return its last logits, [1, 1, vocabulary], and the rows."""
         cache = self._cache()
         output = self._generate(cache, inputs)
         logits: Tensor = output.logits[0][:, None]
