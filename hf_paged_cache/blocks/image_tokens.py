@@ -16,7 +16,7 @@ from hashlib import shake_256
 
 from .tokens import TokenIds, common_prefix_length
 
-NO_TOKEN = -1  # id of an embedding that was passed without ids
+_NO_TOKEN = -1  # id of an embedding that was passed without ids
 _FILLER = -2  # stands in place of the text after an image; every image token is below it
 _MOST_IDS = 1 << 19
 _NAMED = 4  # least number of image tokens in a block
@@ -114,11 +114,11 @@ class WholeImages:
         self._tokens = tokens
 
     def seen(self, num_tokens: int) -> range:
-        """Return no block: images need nothing of a block."""
+        """Return no block: images need none."""
         return range(0)
 
     def has(self, block_id: int) -> bool:
-        """Return True, see `seen`."""
+        """Return True: images need no block."""
         return True
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
@@ -130,7 +130,7 @@ def hold_images(tokens: Sequence[int]) -> bool:
     """Return whether `tokens` have image tokens among them: then ids alone do not say what ran there."""
     if isinstance(tokens, array) and not tokens.tobytes()[_TOP_BYTE::8].translate(None, _OF_NO_NEGATIVE):
         return False
-    return bool(tokens) and min(tokens) < NO_TOKEN
+    return bool(tokens) and min(tokens) < _NO_TOKEN
 
 
 def shown_id(token: int) -> int:
@@ -144,7 +144,7 @@ def shown_ids(tokens: TokenIds) -> TokenIds:
 
 
 def _is_named(token: int) -> bool:
-    return token < NO_TOKEN
+    return token < _NO_TOKEN
 
 
 def _kind(token: int) -> int:

@@ -35,8 +35,7 @@ class Seen(NamedTuple):
         plain: the arguments without images, types of text, and positions of three numbers.
         images: images that begin with this forward.
         shifts: for each row, how far its images have moved the positions of the text after them; None: not known.
-        details: for each row and each of its images, what else shapes the keys and values of the columns that the image
-            fills: where the image stands, and the types of its tokens.
+        details: for each row and each of its images, where the image stands, and the types of its tokens.
         why_whole: why nothing may be reused or kept; None: it may be.
     """
 
@@ -73,11 +72,13 @@ class ImageInputs:
         text_types: names of token types that condition nothing where they are 0: see `model.trial`.
 
     Attributes:
+        takes_images: True if the model takes images.
         whole: names of arguments that keep all columns where only later tokens run.
     """
 
     def __init__(self, model: Any, placeholders: Placeholders, text_types: frozenset[str]) -> None:
         self._reader = ImageReader(model, placeholders)
+        self.takes_images = bool(self._reader.names)
         self._text_types = text_types
         self._is_plain = not placeholders and not text_types
         place = getattr(getattr(model, "base_model", model), "get_rope_index", None)
@@ -85,18 +86,13 @@ class ImageInputs:
         self._has_index = any(map(has_index, cache_layers(model)))
         self.whole = ("attention_mask", *(name for name in text_types if _is_read_by_place(model, name)))
 
-    @property
-    def takes_images(self) -> bool:
-        """True if the model takes images."""
-        return not self._is_plain and bool(self._reader)
-
     def of_generate(self, passed: Mapping[str, Any]) -> PromptImages | None:
         """Return the images that a `generate` is not to be passed: it would run towers before known images are found.
 
         The first forward is then passed what the towers make of the images that it needs. None: there are no images, or
         they are not understood, and the `generate` runs as it is.
         """
-        images = self._reader.read(passed) if self._reader else None
+        images = self._reader.read(passed)
         return images if isinstance(images, PromptImages) else None
 
     def see(self, arguments: Mapping[str, Any], rows: RunningRows, images: PromptImages | None) -> Seen:
@@ -108,10 +104,8 @@ class ImageInputs:
         """
         if self._is_plain:
             return Seen(arguments)
-        why = None
-        if images is None and self._reader:
-            found = self._reader.read(arguments)
-            images, why = (None, found) if isinstance(found, str) else (found, None)
+        found = images or self._reader.read(arguments)
+        images, why = (None, found) if isinstance(found, str) else (found, None)
         plain = {name: value for name, value in arguments.items() if images is None or name not in images.arguments}
         if images is not None and rows.num_columns:
             return Seen(plain, images, why_whole=_RESUMES)

@@ -134,22 +134,22 @@ class PromptImages:
 
 
 class ImageReader:
-    """`ImageReader` finds the images among a model's arguments."""
+    """`ImageReader` finds the images among a model's arguments.
+
+    Attributes:
+        names: kind -> names of the arguments of its encoder; empty for a model that takes no images.
+    """
 
     def __init__(self, model: Any, placeholders: Placeholders) -> None:
         takes_features = ENCODED in inspect.signature(model.forward).parameters
         takes_features = takes_features and hasattr(model, "_expand_multimodal_outputs")
         encoders = {kind: getattr(_base_of(model), f"get_{kind}_features", None) for kind in _KINDS if takes_features}
         self._model, self._placeholders = model, placeholders
-        self._names = {
+        self.names = {
             kind: [name for name in inspect.signature(encoder).parameters if name not in ("kwargs", "return_dict")]
             for kind, encoder in encoders.items()
             if encoder is not None
         }
-
-    def __bool__(self) -> bool:
-        """Return whether the model has an encoder."""
-        return bool(self._names)
 
     def read(self, arguments: Mapping[str, Any]) -> PromptImages | str | None:
         """Read the images of a prompt from arguments of `generate` or of a forward.
@@ -161,7 +161,7 @@ class ImageReader:
         ids = arguments.get("input_ids")
         passed = {
             kind: {name: arguments[name] for name in names if arguments.get(name) is not None}
-            for kind, names in self._names.items()
+            for kind, names in self.names.items()
         }
         passed = {kind: given for kind, given in passed.items() if any(kind_of(name) == kind for name in given)}
         if not passed or arguments.get(ENCODED) or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
