@@ -48,31 +48,24 @@ class Placeholders:
         return bool(self.kinds)
 
     def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> str | None:
-        """Say which placeholder is the first that was passed without what fills it; None without any.
+        """Say which placeholder is the first that is passed where nothing is passed that could fill it; None without any.
 
-        Content of a kind fills its own placeholders. Where there are none of its kind, it fills others: frames of a
-        video may stand at an image's placeholders.
-
-        Cost: nothing where all placeholders are filled, or for a model without any; else a wait for the ids' device.
+        Cost: nothing where anything is passed that fills placeholders, or for a model without any; else one wait for the
+        ids' device.
 
         Args:
-            arguments: arguments of a `generate` or a forward, by name.
             before: columns of the rows that resume with these ids, for the message.
         """
         ids = arguments.get("input_ids")
         if not self.kinds or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_meta:
             return None
-        if any(arguments.get(name) is not None for name in _CONTENT_OF_ALL):
+        passed = [name for name, value in arguments.items() if value is not None]
+        if any(kind_of(name) is not None or name in _CONTENT_OF_ALL for name in passed):
             return None
-        passed = {kind_of(name) for name, value in arguments.items() if value is not None} - {None}
-        asked = {token for token, kinds in self.kinds.items() if not kinds & passed}
-        if not asked:
+        found = torch.isin(ids, torch.tensor([*self.kinds], dtype=ids.dtype, device=ids.device)).nonzero().tolist()
+        if not found:
             return None
-        present = {*ids[_among(ids, [*self.kinds])].tolist()}
-        missing = asked & present
-        if not missing or not passed <= {kind for token in present for kind in self.kinds[token]}:
-            return None
-        number, column = _among(ids, [*missing]).nonzero()[0].tolist()
+        number, column = found[0]
         token = int(ids[number, column])
         own = [name for name, kind in self._content.items() if kind in self.kinds[token]]
         of_row = "" if len(ids) == 1 else f" of row {number}"
@@ -110,10 +103,6 @@ def kind_of(name: str) -> str | None:
     if name.endswith(_BESIDE_CONTENT):
         return None
     return next((kind for kind, parts in _CONTENT.items() if any(part in name for part in parts)), None)
-
-
-def _among(ids: Tensor, tokens: Sequence[int]) -> Tensor:
-    return torch.isin(ids, torch.tensor(tokens, dtype=ids.dtype, device=ids.device))
 
 
 def _named(config: PreTrainedConfig) -> Iterator[tuple[int, str]]:
