@@ -62,7 +62,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.loading",
     "integration.chunked_prompt",
     "integration.generate_arguments",
-    "integration.image_inputs",
     "rows.indexed",
     "rows.states",
     "model.placeholders",

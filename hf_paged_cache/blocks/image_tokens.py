@@ -1,29 +1,25 @@
 """Names the tokens of images, in rows and hashes, by parts of the image's digest.
 
-Owns the ids of these tokens: each holds a part of its image's digest, and whether the image begins there. A model's id
-of a placeholder is the same whatever image fills it. An *image token* stands in its place, as a negative number, so
-that whatever compares or hashes tokens tells images apart by their content, in every process:
+A model's id of a placeholder is the same whatever image fills it. An *image token* stands in its place, as a negative
+number, so that whatever compares or hashes tokens tells images apart by their content, in every process:
 
     ~(42 bits of the digest | kind, 2 bits | the model's id, 19 bits)
 
-Seven image tokens hold 294 bits, more than the digest's 256; four hold 168. The first block with tokens of an image
-gets at least seven image tokens, or nothing but image tokens if a block has fewer. If the image has too few tokens in
-that block, text tokens before the image become image tokens, too.
+The first block with tokens of an image has at least four image tokens: 168 bits, in which nobody can make two digests
+agree. If the image has too few tokens in that block, text tokens before the image become image tokens, too.
 """
 
 import sys
 from array import array
 from collections.abc import Callable, Sequence
 from hashlib import shake_256
-from itertools import takewhile
 
 from .tokens import TokenIds, common_prefix_length
 
-NO_TOKEN = -1  # id of an embedding that was passed without ids
+_NO_TOKEN = -1  # id of an embedding that was passed without ids
 _FILLER = -2  # stands in place of the text after an image; every image token is below it
 _MOST_IDS = 1 << 19
-_NAMED = 7  # number of image tokens that hold a whole digest
-_LEAST_NAMED = 4  # least number, in small blocks: 168 bits, in which nobody can make two digests agree
+_NAMED = 4  # least number of image tokens in a block
 _TOP_BYTE = 7 if sys.byteorder == "little" else 0  # index of the byte with the sign in a number of 64 bits
 _OF_NO_NEGATIVE = bytes(range(128))
 _BYTES, _MASK = 6, (1 << 42) - 1
@@ -41,21 +37,15 @@ def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_siz
         True if the image has a name. False, with nothing changed, if too few tokens of its first block come before the
             image's end, if blocks have fewer than four tokens, or if ids are too large.
     """
-    num_first = min(stop, (start // block_size + 1) * block_size) - start
-    lead = max(0, min(_NAMED, block_size) - num_first)
-    if (
-        block_size < _LEAST_NAMED
-        or start % block_size < lead
-        or not all(_is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[start - lead : stop])
-    ):
+    block = start - start % block_size
+    first = min(start, min(stop, block + block_size) - _NAMED)
+    if first < block or not all(_is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[first:stop]):
         return False
-    before = tokens[start - lead : start]
-    for at, bits in enumerate(_bits(digest + before.tobytes(), lead), start - lead):
-        kind = _kind(tokens[at]) or _BEFORE
-        tokens[at] = ~(bits << 21 | kind << 19 | shown_id(tokens[at]))
-    for at, bits in enumerate(_bits(digest, stop - start), start):
+    for at, bits in enumerate(_bits(digest + tokens[first:start].tobytes(), stop - first), first):
         kind = _BEGINS if at == start else _GOES_ON
-        tokens[at] = ~(bits << 21 | kind << 19 | tokens[at])
+        if at < start:
+            kind = _kind(tokens[at]) or _BEFORE
+        tokens[at] = ~(bits << 21 | kind << 19 | shown_id(tokens[at]))
     return True
 
 
@@ -69,7 +59,7 @@ def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
         >>> [whole_images(tokens, num_tokens) for num_tokens in (3, 4, 5, 13, 14)]
         [3, 4, 4, 4, 14]
     """
-    while 0 < num_tokens < len(tokens) and tokens[num_tokens] < 0 and _kind(tokens[num_tokens]) == _GOES_ON:
+    while 0 < num_tokens < len(tokens) and _kind(tokens[num_tokens]) == _GOES_ON:
         num_tokens -= 1
     return num_tokens
 
@@ -94,18 +84,12 @@ def said_image(tokens: Sequence[int], start: int, stop: int) -> str:
 
 
 def num_common(tokens: TokenIds, others: TokenIds) -> int:
-    """Return how many leading tokens two sequences have in common.
-
-    Tokens that differ only because they name the image after them are counted as common.
-    """
-    common = common_prefix_length(tokens, others)
-    both = zip(tokens[common:], others[common:], strict=False)
-    return common + sum(1 for _ in takewhile(_differ_in_an_image_to_come, both))
-
-
-def _differ_in_an_image_to_come(pair: tuple[int, int]) -> bool:
-    one, other = pair
-    return _BEFORE in (_kind(one), _kind(other)) and shown_id(one) == shown_id(other)
+    """Return how many leading tokens two sequences have in common, text that names the image after it included."""
+    one, other = (
+        array("q", (shown_id(token) if _kind(token) == _BEFORE else token for token in some))
+        for some in (tokens, others)
+    )
+    return common_prefix_length(one, other)
 
 
 def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
@@ -122,10 +106,7 @@ def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
 
 
 class WholeImages:
-    """`WholeImages` is a `Group` without layers: it lets no sequence resume inside an image.
-
-    The tokens of an image may see each other.
-    """
+    """`WholeImages` is a `Group` without layers: it lets no sequence resume inside an image, whose tokens may see each other."""
 
     name: int | str = "images"
 
@@ -133,11 +114,11 @@ class WholeImages:
         self._tokens = tokens
 
     def seen(self, num_tokens: int) -> range:
-        """Return no block: images need nothing of a block."""
+        """Return no block: images need none."""
         return range(0)
 
     def has(self, block_id: int) -> bool:
-        """Return True: images need nothing of a block, see `seen`."""
+        """Return True: images need no block."""
         return True
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
@@ -149,7 +130,7 @@ def hold_images(tokens: Sequence[int]) -> bool:
     """Return whether `tokens` have image tokens among them: then ids alone do not say what ran there."""
     if isinstance(tokens, array) and not tokens.tobytes()[_TOP_BYTE::8].translate(None, _OF_NO_NEGATIVE):
         return False
-    return bool(tokens) and min(tokens) < NO_TOKEN
+    return bool(tokens) and min(tokens) < _NO_TOKEN
 
 
 def shown_id(token: int) -> int:
@@ -158,14 +139,12 @@ def shown_id(token: int) -> int:
 
 
 def shown_ids(tokens: TokenIds) -> TokenIds:
-    """Return the model's ids of tokens, without fillers; `tokens` itself if there is no image."""
-    if not hold_images(tokens):
-        return tokens
+    """Return the model's ids of tokens, without fillers."""
     return array("q", (shown_id(token) for token in tokens if token != _FILLER))
 
 
 def _is_named(token: int) -> bool:
-    return token < NO_TOKEN
+    return token < _NO_TOKEN
 
 
 def _kind(token: int) -> int:

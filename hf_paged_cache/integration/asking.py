@@ -141,7 +141,7 @@ class Asking:
             return
         unfilled = self._placeholders.unfilled(arguments, before)
         if unfilled is not None:
-            raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}, or call the model without this cache")
+            raise CacheArgumentError(f"{unfilled}, or call the model without this cache")
 
     def _follow_length(self, state: CallState, request: ForwardRequest) -> ForwardRequest:
         """Set the model's rotary frequencies to those of the prompt, if they depend on length; return the request.

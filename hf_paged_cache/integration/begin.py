@@ -104,9 +104,9 @@ def require_filled(placeholders: Placeholders, given: GenerateArguments) -> None
         CacheArgumentError: the prompt has such placeholders.
     """
     before = given.num_masked - given.num_given if given.only_new_tokens else 0
-    unfilled = placeholders.unfilled(given.passed, before) if placeholders.kinds else None
+    unfilled = placeholders.unfilled(given.passed, before)
     if unfilled is not None:
-        raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}")
+        raise CacheArgumentError(unfilled)
 
 
 def prepares_otherwise(model: Any) -> bool:

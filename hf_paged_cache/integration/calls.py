@@ -242,7 +242,7 @@ class Calls:
 
     def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
         """Return the images that a `generate` is not to be passed; see `ImageInputs.of_generate`."""
-        return self._images.of_generate(self.model, passed)
+        return self._images.of_generate(passed)
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open rows before their first forward; see `Opening.open`."""

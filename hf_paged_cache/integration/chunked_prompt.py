@@ -28,11 +28,7 @@ SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only the chunks after w
 
 
 def require_slices(given: GenerateArguments) -> None:
-    """Refuse chunks of a prompt whose rows resume, where transformers would run again what the rows hold.
-
-    Raises:
-        CacheArgumentError: transformers would run it again.
-    """
+    """Raise CacheArgumentError for chunks of a prompt whose rows resume, if transformers ran again what the rows hold."""
     if given.chunk_size is not None and not SLICES_CHUNKS and not given.verifies_drafts:
         raise CacheArgumentError(
             "before 5.23 transformers runs a prompt in chunks from its first column on, also where the rows of a cache resume; "
@@ -42,19 +38,12 @@ def require_slices(given: GenerateArguments) -> None:
 
 @dataclass
 class ChunkedPrompt:
-    """`ChunkedPrompt` is the prompt of one `generate`, in chunks.
-
-    Attributes:
-        chunks: how the prompt is cut.
-        has_experts: see `model.support`.
-        num_logits: see `GenerateArguments`.
-        known: number of columns that the rows have begun with.
-    """
+    """`ChunkedPrompt` is the prompt of one `generate`, in chunks."""
 
     chunks: Chunks
     has_experts: bool
-    num_logits: int
-    known: int = 0
+    num_logits: int  # number of last columns whose logits are asked for
+    known: int = 0  # number of columns that the rows have begun with
     _shape: bytes = b""  # digest of what shapes the prompt's forwards
     _prompt: ForwardRequest | None = None
 
@@ -63,21 +52,21 @@ class ChunkedPrompt:
         passed = given.passed
         ids, mask = passed.get("input_ids"), passed.get("attention_mask")
         own = getattr(type(model), "_prepare_position_ids_for_generation", None)
-        if given.verifies_drafts or passed.get("custom_generate") is not None:
-            return None
         if not SLICES_CHUNKS or own is not GenerationMixin._prepare_position_ids_for_generation:
             return None
-        if not isinstance(ids, Tensor) or ids.dim() != 2 or passed.get("inputs_embeds") is not None:
+        if any(passed.get(name) is not None for name in ("custom_generate", "inputs_embeds")):
+            return None
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
             return None
         if mask is None and given.pad_token_id is not None and bool((ids == given.pad_token_id).any()):
             return None  # `generate` may take these ids for padding
         mask = torch.ones_like(ids) if mask is None else mask
         if not isinstance(mask, Tensor) or mask.shape != ids.shape:
             return None
-        others = {name: value for name, value in passed.items() if name not in _names_of_generate()}
-        if takes_positions and others.get("position_ids") is None:
-            others["position_ids"] = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
-        arguments = {**others, **given.outputs, "input_ids": ids, "attention_mask": mask}
+        arguments = {name: value for name, value in passed.items() if name not in _names_of_generate()}
+        if takes_positions and arguments.get("position_ids") is None:
+            arguments["position_ids"] = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
+        arguments |= {**given.outputs, "input_ids": ids, "attention_mask": mask}
         copies = max(1, given.limits.num_rows // max(1, ids.shape[0]))
         if copies > 1:
             of_rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -97,12 +86,8 @@ class ChunkedPrompt:
         return replace(self._prompt, rows=rows, num_new_columns=stop, num_logits_needed=1)
 
     def require(self, request: ForwardRequest, before: int) -> None:
-        """Refuse a forward that does not continue what the rows have begun with.
-
-        Raises:
-            ForwardMismatchError: the forward has other tokens, padding or conditions.
-        """
-        if before != self.known or self._prompt is None:
+        """Raise ForwardMismatchError if a forward does not continue what the rows have begun with."""
+        if self._prompt is None:
             return
         stop = before + request.num_new_columns
         for new, whole in zip(request.rows, self._prompt.rows, strict=True):
@@ -139,7 +124,7 @@ def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None
     """Return the chunked prompt of a `generate` that begins; None: it computes its prompt in one forward."""
     size, num_columns = given.chunk_size, given.limits.num_prompt_columns
     if not isinstance(size, int) or size < 1:
-        return None
+        return None  # which transformers refuses
     stop = 0 if math.isinf(num_columns) else int(num_columns) // size * size
     return ChunkedPrompt(Chunks(size, stop), has_experts(model), given.num_logits)
 

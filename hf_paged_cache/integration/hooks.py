@@ -68,8 +68,8 @@ class GenerateBracket:
             return self._generate()(*args, **kwargs)
         if brought is None and cache.is_generating:
             cache = cache.sibling()
-        if self.replaced is None:
-            images = cache.images_of_generate(self.model, given.passed)
+        if not is_round and given.chunk_size is None:
+            images = cache.images_of_generate(given.passed)
             if images is not None:
                 given = replace(given, images=images)
                 kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}

@@ -6,20 +6,18 @@ computed whole, and its call says why.
 
 import hashlib
 import inspect
-from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 
 from ..blocks.image_tokens import name_image
 from ..call.request import ForwardRequest, RowInput
 from ..model.placeholders import Placeholders
 from ..model.support import cache_layers, has_index
 from .forward_arguments import TOKEN_TYPES, RunningRows
-from .prompt_images import ENCODED, Image, ImageReader, PromptImages
+from .prompt_images import Image, ImageReader, PromptImages
 
 _NO_NAME = "an image at the beginning of a block has too few tokens for its digest, or ids are too large"
 _NO_END = "the prompt ends with an image, so where the text after it stands is not known"
@@ -37,8 +35,7 @@ class Seen(NamedTuple):
         plain: the arguments without images, types of text, and positions of three numbers.
         images: images that begin with this forward.
         shifts: for each row, how far its images have moved the positions of the text after them; None: not known.
-        details: for each row and each of its images, what else shapes the keys and values of the columns that the image
-            fills: where the image stands, and the types of its tokens.
+        details: for each row and each of its images, where the image stands, and the types of its tokens.
         why_whole: why nothing may be reused or kept; None: it may be.
     """
 
@@ -55,17 +52,14 @@ class Seen(NamedTuple):
             given = tuple(row._replace(shift=shift) for row, shift in zip(given, self.shifts, strict=True))
         if self.images is None or self.why_whole is not None or request.bypass is not None:
             return given, self.why_whole
-        if not self.images.fit(request):
-            return given, _OTHER_IDS
-        rows, num_rows = [], len(given)
+        rows = []
         for number, row in enumerate(given):
             tokens = row.token_ids[:]
-            for image, detail in zip(self.images.of_row(number, num_rows), self.details[number], strict=True):
-                digest = hashlib.sha256(image.digest + detail).digest()
+            for image, detail in zip(self.images.of_row(number, len(given)), self.details[number], strict=True):
                 start, stop = image.start - row.pad, image.stop - row.pad
                 if start < 0 or stop >= len(tokens):
                     return given, _NO_END
-                if not name_image(tokens, start, stop, digest, block_size):
+                if not name_image(tokens, start, stop, hashlib.sha256(image.digest + detail).digest(), block_size):
                     return given, _NO_NAME
             rows.append(row._replace(token_ids=tokens))
         return rows, None
@@ -75,39 +69,29 @@ class ImageInputs:
     """`ImageInputs` reads what the forwards of one model are passed beside ids, mask and positions of one number.
 
     Args:
-        model: model that runs the forwards; its encoders are held, the model is not.
-        placeholders: placeholders of the model.
         text_types: names of token types that condition nothing where they are 0: see `model.trial`.
 
     Attributes:
+        takes_images: True if the model takes images.
         whole: names of arguments that keep all columns where only later tokens run.
     """
 
     def __init__(self, model: Any, placeholders: Placeholders, text_types: frozenset[str]) -> None:
         self._reader = ImageReader(model, placeholders)
+        self.takes_images = bool(self._reader.names)
         self._text_types = text_types
         self._is_plain = not placeholders and not text_types
         place = getattr(getattr(model, "base_model", model), "get_rope_index", None)
         self._of_places = {*inspect.signature(place).parameters} - {*_PLAIN} if place is not None else set()
         self._has_index = any(map(has_index, cache_layers(model)))
-        self.whole = ("attention_mask", *_reads_types_by_place(model, text_types))
+        self.whole = ("attention_mask", *(name for name in text_types if _is_read_by_place(model, name)))
 
-    @property
-    def takes_images(self) -> bool:
-        """True if the model takes images."""
-        return not self._is_plain and bool(self._reader)
-
-    def of_generate(self, model: Any, passed: Mapping[str, Any]) -> PromptImages | None:
+    def of_generate(self, passed: Mapping[str, Any]) -> PromptImages | None:
         """Return the images that a `generate` is not to be passed: it would run towers before known images are found.
 
         The first forward is then passed what the towers make of the images that it needs. None: there are no images, or
         they are not understood, and the `generate` runs as it is.
-
-        Args:
-            passed: arguments of the `generate`, by name.
         """
-        if not self._reader or type(model).generate is not GenerationMixin.generate or _is_cut(model, passed):
-            return None
         images = self._reader.read(passed)
         return images if isinstance(images, PromptImages) else None
 
@@ -120,181 +104,137 @@ class ImageInputs:
         """
         if self._is_plain:
             return Seen(arguments)
-        plain, why = dict(arguments), None
-        if images is None and self._reader:
-            found = self._reader.read(arguments)
-            images, why = (None, found) if isinstance(found, str) else (found, None)
-        if images is not None:
-            for name in (*images.arguments, ENCODED):
-                plain.pop(name, None)
-            if rows.num_columns:
-                return Seen(plain, images, why_whole=_RESUMES)
-        running = rows.in_batch()
+        found = images or self._reader.read(arguments)
+        images, why = (None, found) if isinstance(found, str) else (found, None)
+        plain = {name: value for name, value in arguments.items() if images is None or name not in images.arguments}
+        if images is not None and rows.num_columns:
+            return Seen(plain, images, why_whole=_RESUMES)
         ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             return Seen(plain, images, why_whole=why)
-        num_rows = len(ids)
-        spans = [images.of_row(number, num_rows) if images is not None else [] for number in range(num_rows)]
-        types = self._types(plain, spans)
-        placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), spans, [row.shift for row in running])
+        if images is not None and not images.fit(ids):
+            return Seen(plain, images, [None] * len(ids), why_whole=_OTHER_IDS)
+        spans = [images.of_row(number, len(ids)) if images is not None else () for number in range(len(ids))]
+        inside = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")
+        for number, of_row in enumerate(spans):
+            for image in of_row:
+                inside[number, image.start : image.stop] = True
+        types = [held for name in TOKEN_TYPES if (held := self._take_types(plain, name, inside)) is not None]
+        shifts = [row.shift for row in rows.in_batch()] or [0] * len(ids)
+        placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), spans, inside, shifts)
         if placed is None:
-            unknown = [None] * num_rows
-            if images is not None:
-                why = why or (
-                    _NO_END if any(of_row and of_row[-1].stop == ids.shape[1] for of_row in spans) else _NOT_PLACED
-                )
-            return Seen(plain, images, unknown, why_whole=why)
-        positions, shifts, places = placed
-        if positions is not None:
-            plain["position_ids"] = positions
-            plain = self._without_places(plain)
-        if self._has_index and any(shifts):
-            return Seen(plain, images, shifts, why_whole=_INDEXED)
+            if images is not None and why is None:
+                why = _NO_END if bool(inside[:, -1].any()) else _NOT_PLACED
+            return Seen(plain, images, [None] * len(ids), why_whole=why)
+        if placed.positions is not None:  # with positions, the model does not read from what they follow
+            plain = {name: value for name, value in plain.items() if name not in self._of_places}
+            plain["position_ids"] = placed.positions
+        if self._has_index and any(placed.shifts):
+            why = _INDEXED
+        stands = [*placed.beside, *types]  # what shapes each column of an image
         details = [
-            [place + b"".join(held[number][at] for held in types) for at, place in enumerate(of_row)]
-            for number, of_row in enumerate(places)
+            [b"".join(_as_bytes(held, number, image) for held in stands) for image in of_row]
+            for number, of_row in enumerate(spans)
         ]
-        return Seen(plain, images, shifts, details, why)
+        return Seen(plain, images, placed.shifts, details, why)
 
-    def _without_places(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """Return arguments without those from which positions follow: with positions, the model does not read these."""
-        return {name: value for name, value in plain.items() if name not in self._of_places}
+    def _take_types(self, plain: dict[str, Any], name: str, inside: Tensor) -> Tensor | None:
+        """Take out token types that condition nothing outside of images, [R, T]; None: there are none.
 
-    def _types(self, plain: dict[str, Any], spans: Sequence[Sequence[Image]]) -> list[list[list[bytes]]]:
-        """Take out token types that condition nothing outside of images; return what each says of each row's images."""
-        found = []
-        for name in TOKEN_TYPES:
-            value, num_rows = plain.get(name), len(spans)
-            if (
-                name not in self._text_types
-                or not isinstance(value, Tensor)
-                or value.dim() != 2
-                or value.shape[0] not in (1, num_rows)
-            ):
-                continue
-            inside = torch.zeros((num_rows, value.shape[1]), dtype=torch.bool, device="cpu")
-            for number, of_row in enumerate(spans):
-                for image in of_row:
-                    inside[number, image.start : image.stop] = True
-            held = value.cpu().expand(num_rows, -1)
-            if (held != 0).logical_and(~inside).any():
-                continue  # the reader of arguments names it as the reason for no reuse
-            del plain[name]
-            rows = held.to(torch.int64).tolist()
-            found.append(
-                [
-                    [array("q", rows[number][image.start : image.stop]).tobytes() for image in of_row]
-                    for number, of_row in enumerate(spans)
-                ]
-            )
-        return found
+        Types that are left are what the reader of arguments names as the reason for no reuse.
+        """
+        value = plain.get(name)
+        if name not in self._text_types or not isinstance(value, Tensor) or value.dim() != 2:
+            return None
+        if len(value) not in (1, len(inside)):
+            return None
+        types = value.to("cpu", torch.int64).expand(len(inside), -1)
+        is_set = types != 0
+        if is_set.shape == inside.shape:
+            is_set &= ~inside
+        if is_set.any():
+            return None
+        del plain[name]
+        return types
+
+
+class _Placed(NamedTuple):
+    """`_Placed` says where tokens stand.
+
+    Attributes:
+        positions: positions of one number; None: those passed are such already.
+        shifts: for each row, how far its images have moved the positions of the text after them; None: not known.
+        beside: how far each number of a position is from where text would stand there, [R, T] each.
+    """
+
+    positions: Tensor | None
+    shifts: Sequence[int | None]
+    beside: Sequence[Tensor] = ()
 
 
 def _placed(
-    positions: Any, mask: Any, spans: Sequence[Sequence[Image]], shifts: Sequence[int | None]
-) -> tuple[Tensor | None, Sequence[int | None], list[list[bytes]]] | None:
-    """Return positions of one number, how far images move later positions, and where each image stands.
-
-    The positions returned count up by one. None: those passed do not, outside of images.
+    positions: Any, mask: Any, spans: Sequence[Sequence[Image]], inside: Tensor, shifts: Sequence[int | None]
+) -> _Placed | None:
+    """Return where tokens stand; None where positions do not count up by one outside of images.
 
     Args:
         positions: positions passed, [R, T], [1, T] or [N, R, T]; the first of four numbers counts tokens.
+        inside: columns that images fill, [R, T].
         shifts: how far images have moved the positions of rows that resume.
     """
-    num_rows = len(spans)
+    has_images, num_rows = any(spans), len(spans)
+    if not isinstance(positions, Tensor):
+        return _Placed(None, [None] * num_rows if has_images else shifts)
     known = [shift for shift in shifts if shift is not None]
-    nowhere = None, [*shifts] or [0] * num_rows, [[b""] * len(of_row) for of_row in spans]
-    if not isinstance(positions, Tensor) and any(spans):
-        return None, [None] * num_rows, nowhere[2]
-    if not isinstance(positions, Tensor) or (positions.dim() == 2 and (not any(known) or len(known) < len(shifts))):
-        return nowhere
-    if len(known) < len(shifts):
-        return None
+    is_known, moved = len(known) == num_rows, torch.tensor(known, device=positions.device)[:, None]
     if positions.dim() == 2:
-        return positions - torch.tensor(known, device=positions.device)[:, None], nowhere[1], nowhere[2]
-    if positions.dim() != 3 or positions.shape[0] not in (1, 3, 4) or positions.shape[1] not in (1, num_rows):
+        return _Placed(positions - moved if is_known and any(known) else None, shifts)
+    if not is_known or positions.dim() != 3 or positions.shape[0] not in (1, 3, 4):
         return None
-    rope = positions[1:] if positions.shape[0] == 4 else positions
-    counted = positions[0] if positions.shape[0] == 4 else None  # only masks use this number
-    if not any(spans):
-        text = rope[-1]
-        if any(known):
-            text = text - torch.tensor(known, device=text.device)[:, None]
-        are_equal = (rope == rope[-1:]).all()
-        if counted is not None:
-            are_equal = are_equal & (counted == text).all()
-        return (text, nowhere[1], nowhere[2]) if bool(are_equal) else None
-    num_columns = positions.shape[2]
-    pads = [0] * num_rows
-    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape == (num_rows, num_columns):
-        pads = (mask != 0).int().argmax(dim=1).tolist()
+    if positions.shape[1] not in (1, num_rows):
+        return None
+    if has_images:
+        return _placed_images(positions.expand(-1, num_rows, -1), mask, inside)
+    counted, rope = positions[:-3], positions[-3:]
+    text = rope[-1] - moved
+    is_text = (rope == rope[-1]).all() & (counted == text).all()
+    return _Placed(text, shifts) if bool(is_text) else None
+
+
+def _placed_images(positions: Tensor, mask: Any, inside: Tensor) -> _Placed | None:
+    """Return what `_placed` does for a first forward of rows with images, and positions of [N, R, T]."""
+    hidden = torch.zeros_like(inside)
+    if isinstance(mask, Tensor) and mask.shape == inside.shape:
+        hidden = mask.cpu() == 0
     elif mask is not None:
         return None
-    by_number, counts = rope.tolist(), None if counted is None else counted.tolist()
-    plain, moved, places = [], [], []
-    for number, (pad, of_row) in enumerate(zip(pads, spans, strict=True)):
-        at = number if rope.shape[1] > 1 else 0
-        found = _place([one[at] for one in by_number], pad, of_row)
-        if found is None or (
-            counts is not None and counts[at][pad:] != [*range(counts[at][pad], counts[at][pad] + num_columns - pad)]
-        ):
-            return None
-        first, shift, of_images = found
-        plain.append([max(0, column - pad) + first for column in range(num_columns)])
-        moved.append(shift)
-        places.append(of_images)
-    return torch.tensor(plain, device=positions.device), moved, places
+    pads, columns = (~hidden).int().argmax(dim=1, keepdim=True), torch.arange(inside.shape[1], device="cpu")
+    counted, rope = positions[:-3].cpu(), positions[-3:].cpu()
+    text = (columns - pads).clamp(min=0) + rope[0].gather(1, pads)
+    moved, is_text = rope - text, ~inside & ~hidden
+    goes_on = is_text[:, 1:] & is_text[:, :-1]
+    is_one_number = (moved == moved[:1]).all(dim=0) | ~is_text
+    is_counted = (counted == text) | hidden  # only masks use this number
+    counts_on = (moved[0].diff(dim=1) == 0) | ~goes_on
+    if inside[:, -1].any() or not (is_one_number.all() and is_counted.all() and counts_on.all()):
+        return None
+    return _Placed(text.to(positions.device), moved[0, :, -1].tolist(), [*moved])
 
 
-def _place(numbers: Sequence[Sequence[int]], pad: int, images: Sequence[Image]) -> tuple[int, int, list[bytes]] | None:
-    """Return a row's first position, how far its images move later positions, and where each image stands.
-
-    An image stands relative to the text before it. None: positions outside of images do not count up by one.
-
-    Args:
-        numbers: for each number of a position, its values in all columns.
-    """
-    first = at = numbers[0][pad]  # position of the next token of text
-    column, places, num_columns = pad, [], len(numbers[0])
-    bounds = [*((image.start, image.stop) for image in images), (num_columns, num_columns)]
-    for start, stop in bounds:
-        text = [*range(at, at + start - column)]
-        if any([*one[column:start]] != text for one in numbers):
-            return None
-        at += start - column
-        if start < stop:
-            if stop >= num_columns:
-                return None
-            after = numbers[0][stop]
-            held = [number - at for one in numbers for number in one[start:stop]]
-            places.append(array("q", [*held, after - at]).tobytes())
-            at, column = after, stop
-    return first, at - first - (num_columns - pad), places
+def _as_bytes(numbers: Tensor, row: int, image: Image) -> bytes:
+    """Return the numbers of an image's columns and of the text after it."""
+    return numbers[row, image.start : image.stop + 1].numpy().tobytes()
 
 
-def _is_cut(model: Any, passed: Mapping[str, Any]) -> bool:
-    """Return whether a `generate` runs its prompt in several forwards."""
-    configs = (passed.get("generation_config"), model.generation_config)
-    chunk = passed.get("prefill_chunk_size")
-    return any(
-        each is not None for each in (chunk, *(getattr(config, "prefill_chunk_size", None) for config in configs))
-    )
-
-
-def _reads_types_by_place(model: Any, names: Iterable[str]) -> set[str]:
-    """Return the token types that a model is passed for the whole sequence, also where only later tokens run.
+def _is_read_by_place(model: Any, name: str) -> bool:
+    """Return whether a model is passed token types for the whole sequence, also where only later tokens run.
 
     The model's own `prepare_inputs_for_generation` says so.
     """
-    found = set()
     ids = torch.zeros((1, 8), dtype=torch.int64, device="cpu")
-    for name in names:
-        try:
-            prepared = model.prepare_inputs_for_generation(
-                ids[:, 4:], is_first_iteration=True, use_cache=True, **{name: torch.zeros_like(ids)}
-            )
-        except Exception:  # noqa: BLE001 (a model may raise anything)
-            continue
-        if isinstance(prepared.get(name), Tensor) and prepared[name].shape[-1] == 8:
-            found.add(name)
-    return found
+    given = {"is_first_iteration": True, "use_cache": True, name: torch.zeros_like(ids)}
+    try:
+        types = model.prepare_inputs_for_generation(ids[:, 4:], **given).get(name)
+    except Exception:  # noqa: BLE001 (a model may raise anything)
+        return False
+    return isinstance(types, Tensor) and types.shape[-1] == 8

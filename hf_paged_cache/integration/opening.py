@@ -85,7 +85,7 @@ class Opening:
         self._kinds = kinds._replace(margin=store.block_size + _MOST_TAKEN_BACK)
         self.capturing: Capturing | None = None
         self._counters, self._ranks, self._side = counters, ranks, SideForwards(parts.model, parts.argument_reader)
-        self._ahead = SharedPrefill(self, self._side)
+        self._ahead = SharedPrefill(self.store, self.run_ahead, self._side)
 
     def new_rows(self) -> Rows:
         """Make rows that no forward has run yet."""

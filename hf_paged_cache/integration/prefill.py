@@ -50,31 +50,21 @@ class Prefill:
     """`Prefill` runs prompts, one after the other.
 
     Args:
-        blocks: where the prompts are stored.
-        side: runs the forwards.
         chunk_size: most new tokens of a forward; rounded up to where a snapshot may be kept.
         by_length: whether keys and values depend on the length of the forward, so that each prompt runs in one forward.
-        looks: whether what is known is looked up first; False where other processes, which may know something else,
-            must run equally many forwards.
+        looks: whether what is known is looked up first: not where other processes must run equally many forwards.
     """
 
     def __init__(self, blocks: BlockStore, side: SideRows, *, chunk_size: int, by_length: bool, looks: bool) -> None:
-        self._blocks = blocks
-        self._side = side
+        self._blocks, self._side, self._by_length, self._looks = blocks, side, by_length, looks
         self._chunk_size = -(-chunk_size // blocks.states.align) * blocks.states.align
-        self._by_length = by_length
-        self._looks = looks
         self.peak_kv_bytes, self.is_bypassed = 0, False
 
     def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowCount]]:
-        """Compute what is not known of the prompts.
-
-        Returns:
-            what was done; and what each prompt cost.
+        """Compute what is not known of the prompts; return what was done, and what each prompt cost.
 
         Raises:
-            OutOfBlocksError: the prompts do not fit, and nothing was computed. If another call has taken their blocks
-                meanwhile, earlier prompts are cached.
+            OutOfBlocksError: the prompts do not fit, and nothing was computed.
         """
         if self._looks:
             with self._blocks.lock:
@@ -84,26 +74,27 @@ class Prefill:
             num_found = [self._look_up(prompt)[0] for prompt in prompts]  # known tokens before any prompt runs
         ran = [self._run(prompt) for prompt in prompts]
         rows = [_count(did, number) for did, number in zip(ran, num_found, strict=True)]
-        done = Prefilled(*map(sum, zip(*ran, strict=True))) if ran else Prefilled(0, 0, 0)
-        return done, rows
+        return Prefilled(*map(sum, zip((0, 0, 0), *ran, strict=True))), rows
 
     def _run(self, prompt: Prompt) -> Prefilled:
         num_tokens = len(prompt.token_ids)
         end = num_tokens // self._blocks.block_size * self._blocks.block_size
-        with self._blocks.lock:
-            known, is_all = self._look_up(prompt, touch=True) if self._looks else (0, not end)
+        known, is_all = 0, not end
+        if self._looks:
+            with self._blocks.lock:
+                known, is_all = self._look_up(prompt)
         if is_all:
             return Prefilled(end, end, 0)
-        if prompt.inputs is None:
-            stops = [num_tokens]
+        stops = [num_tokens]
+        if prompt.inputs is not None:
+            _, rows = self._side.generate(prompt.inputs)
+        else:
             rows = self._side.begin("prefill")
             if not self._by_length:
                 num_needed = 1 if rows.states is None else rows.states.num_needed(num_tokens, is_padding=False)
-                stops = stops_of(known, self._marks(num_tokens, end, num_needed), self._chunk_size, num_needed)
+                stops = self._stops(known, num_tokens, num_needed)
             self._side.run(rows, [RowInput(prompt.token_ids, 0, 0)], stops)
             self._side.close(rows)
-        else:
-            stops, (_, rows) = [num_tokens], self._side.generate(prompt.inputs)
         (count,) = rows.state.counts
         num_computed = count.computed_tokens + stops[-1] - stops[0]
         self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
@@ -112,25 +103,21 @@ class Prefill:
             num_kept = table.match_prefix(prompt.token_ids[:end]).num_matched_tokens
         return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
 
-    def _marks(self, num_tokens: int, end: int, num_needed: int) -> list[int]:
-        """Return the numbers of tokens after which a forward must end.
+    def _stops(self, known: int, num_tokens: int, num_needed: int) -> list[int]:
+        """Return after how many tokens forwards end, if the first begins after `known` tokens.
 
-        One is the end of the last full block. Where layers carry states, there are also the last place for a snapshot,
-        and the last place from which the same prompt can resume.
+        The last one ends with the last full block. Where layers carry states, a forward ends at the last place for a
+        snapshot, and at the last place from which the same prompt can resume.
         """
-        states = self._blocks.states
-        if not states:
-            return [end]
-        places = {at // states.align * states.align for at in (num_tokens - num_needed, end)}
-        return sorted({*places, end} - {0})
+        states, end = self._blocks.states, num_tokens // self._blocks.block_size * self._blocks.block_size
+        places = (num_tokens - num_needed, end) if states else ()
+        marks = {end, *(at // states.align * states.align for at in places)}
+        return sorted({*range(known + self._chunk_size, end, self._chunk_size), *(at for at in marks if at > known)})
 
-    def _look_up(self, prompt: Prompt, *, touch: bool = False) -> tuple[int, bool]:
+    def _look_up(self, prompt: Prompt) -> tuple[int, bool]:
         """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
 
-        The store's lock is held.
-
-        Args:
-            touch: whether the blocks count as used now, if nothing is left to compute.
+        In this case its blocks count as used now. The store's lock is held.
         """
         blocks = self._blocks
         end = len(prompt.token_ids) // blocks.block_size * blocks.block_size
@@ -142,16 +129,12 @@ class Prefill:
                 known = resumable(blocks.groups, hit.block_ids, hit.num_tokens)
                 wanted = end // blocks.states.align * blocks.states.align
             is_all = hit.num_tokens == end and known == wanted
-            if is_all and touch:
+            if is_all:
                 table.hold_prefix(tokens)  # once given back, these blocks are evicted last
             return known, is_all
 
     def _require_room(self, prompts: Sequence[Prompt]) -> None:
-        """Refuse prompts whose blocks cannot be cached at a time.
-
-        Raises:
-            OutOfBlocksError: fewer blocks can be had than the prompts need.
-        """
+        """Raise OutOfBlocksError if the prompts' blocks cannot be cached at a time."""
         allocator, wanted = self._blocks.allocator, set()
         for prompt in prompts:
             chain = HashChain(prompt.root, allocator.block_size)
@@ -159,18 +142,12 @@ class Prefill:
             wanted |= {(block_hash, prompt.salt) for block_hash in chain.hashes()}
         found = [allocator.match_prefix((block_hash,), salt) for block_hash, salt in wanted]
         num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)
-        num_obtainable = self._blocks.num_obtainable_blocks()
-        if num_taken <= num_obtainable:
-            return
-        needs = f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds"
-        if any(prompt.salt for prompt in prompts):  # how many blocks other salts hold is not told
+        if num_taken > self._blocks.num_obtainable_blocks():  # which number that is, another tenant is not told
             raise OutOfBlocksError(
-                f"{needs}, which cannot be had now; give fewer tokens, or ask the store's owner for more blocks"
+                f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds, and "
+                "so many cannot be had beside what is in use; give fewer tokens, unpin() or reset() what is no longer needed, or "
+                "build the cache with a larger num_blocks or max_bytes"
             )
-        raise OutOfBlocksError(
-            f"{needs}, but {max(0, int(num_obtainable))} can be had beside what is in use; give "
-            "fewer tokens, unpin() or reset() what is no longer needed, or build the cache with a larger num_blocks or max_bytes"
-        )
 
 
 def _count(ran: Prefilled, num_found: int) -> RowCount:
@@ -179,27 +156,3 @@ def _count(ran: Prefilled, num_found: int) -> RowCount:
     stopped = "the rest was computed" if num_computed else "the whole prefix was known"
     num_reused = min(num_found, num_known)
     return RowCount(num_known + num_computed, num_computed, num_reused, num_reused, stopped)
-
-
-def stops_of(start: int, marks: Sequence[int], chunk_size: int, least: int) -> list[int]:
-    """Return after how many tokens forwards end, if the first begins after `start` tokens.
-
-    They end at the marks, and between marks every `chunk_size` tokens.
-
-    Args:
-        marks: numbers of tokens, the lower ones first. A mark that would make a later forward of fewer than `least`
-            tokens is passed over. The first forward computes as many in any case, known tokens among them.
-
-    Examples:
-        >>> stops_of(32, [100, 112], chunk_size=32, least=1)
-        [64, 96, 100, 112]
-    """
-    stops: list[int] = []
-    for mark in marks:
-        while mark - start > chunk_size:
-            start += chunk_size
-            stops.append(start)
-        if mark - start >= (least if stops else 1):
-            stops.append(mark)
-            start = mark
-    return stops

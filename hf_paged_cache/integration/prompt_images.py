@@ -9,146 +9,126 @@ whole. Nothing here knows a model's name.
 import hashlib
 import inspect
 import math
-from array import array
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, groupby
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..blocks.tokens import TokenIds
-from ..call.request import ForwardRequest
 from ..model.placeholders import Placeholders, kind_of
 
 ENCODED = "mm_encoder_outputs"
 _KINDS = ("image", "video")
+_Run = tuple[int, int, int]  # placeholders side by side: row, first column, column after the last one
 
 
 class Image(NamedTuple):
-    """`Image` is what fills the columns `[start, stop)` of a row, as a whole.
-
-    Attributes:
-        entries: kind -> the numbers of the entries that fill the columns, in order.
-        digest: digest of these entries.
-    """
+    """`Image` is what fills the columns `[start, stop)` of a row, as a whole: some entries of one kind."""
 
     start: int
     stop: int
-    entries: Mapping[str, Sequence[int]]
+    kind: str
+    entries: Sequence[int]
     digest: bytes
 
 
 class _Content(NamedTuple):
-    """`_Content` is what is passed of one kind.
+    """`_Content` is what is passed of one kind, cut into entries."""
 
-    Attributes:
-        arguments: arguments of the encoder, as they were passed.
-        bounds: name -> where each entry begins in that tensor, and where the last one ends.
-        counts: number of placeholders that each entry fills; empty: not known.
-        is_nested: True if the tensors' first two dimensions count entries.
-    """
+    passed: Mapping[str, Any]  # arguments of the encoder
+    entries: Sequence[Mapping[str, Tensor]]  # each entry's part of the tensors among these
+    counts: Sequence[int]  # number of placeholders that each entry fills
+    is_nested: bool  # the first two dimensions of what was passed count entries
 
-    arguments: Mapping[str, Any]
-    bounds: Mapping[str, Sequence[int]]
-    counts: Sequence[int] = ()
-    is_nested: bool = False
-
-    def part(self, name: str) -> Tensor:
-        value: Tensor = self.arguments[name]
-        return value.flatten(0, 1) if self.is_nested else value
-
-    def chosen(self, entries: Sequence[int]) -> dict[str, Any]:
+    def of(self, numbers: Sequence[int]) -> Mapping[str, Any]:
         """Return the encoder's arguments for some entries."""
-        if [*entries] == [*range(len(next(iter(self.bounds.values()))) - 1)]:
-            return dict(self.arguments)
-        chosen = dict(self.arguments)
-        for name, bounds in self.bounds.items():
-            part = self.part(name)
-            some = torch.cat([part[bounds[entry] : bounds[entry + 1]] for entry in entries])
-            chosen[name] = some[None] if self.is_nested else some
-        return chosen
+        if [*numbers] == [*range(len(self.entries))]:
+            return self.passed
+        chosen = {name: torch.cat([self.entries[number][name] for number in numbers]) for name in self.entries[0]}
+        if self.is_nested:
+            chosen = {name: value[None] for name, value in chosen.items()}
+        return {**self.passed, **chosen}
 
+    def by_run(self, runs: Sequence[_Run]) -> list[range] | None:
+        """Return the numbers of the entries that fill each run; None: the ends of entries are not those of runs."""
+        found, entry = [], 0
+        for _, start, stop in runs:
+            first, left = entry, stop - start
+            while left > 0 and entry < len(self.entries):
+                left -= self.counts[entry]
+                entry += 1
+            if left:
+                return None
+            found.append(range(first, entry))
+        return found if entry == len(self.entries) else None
 
-class Towers(NamedTuple):
-    """`Towers` encodes images of a model. Encoders are looked up when they run.
-
-    Attributes:
-        base: module that has the encoders.
-        expand: repeats what encoders return for rows that run several times, as `generate` does.
-    """
-
-    base: Any
-    expand: Any
-
-    def run(self, kind: str, arguments: Mapping[str, Any]) -> Any:
-        """Run an encoder, and return what it returns."""
-        return getattr(self.base, f"get_{kind}_features")(**arguments, return_dict=True)
+    def digest(self, numbers: Sequence[int]) -> bytes:
+        """Return the digest of some entries, in all tensors, and of the options of all entries."""
+        options = {name: value for name, value in self.passed.items() if name not in self.entries[0]}
+        digest = hashlib.sha256(repr(sorted(options.items())).encode() + b"\0")
+        for number in numbers:
+            for name, value in sorted(self.entries[number].items()):
+                held = value.detach().cpu().contiguous()
+                digest.update(f"{name} {held.dtype} {tuple(held.shape)} ".encode())
+                digest.update(held.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
 
 
 class PromptImages:
     """`PromptImages` holds the images of a prompt's rows.
 
     Attributes:
-        rows: images of each row of the prompt, from left to right.
-        arguments: names of the arguments that were passed for the encoders.
         pixels: names of the arguments without which `generate` runs no tower.
+        arguments: names of all arguments of the encoders that were passed.
     """
 
     def __init__(
         self,
-        towers: Towers,
+        model: Any,
         pixels: Collection[str],
         contents: Mapping[str, _Content],
-        rows: list[list[Image]],
-        ids: list[TokenIds],
+        rows: Sequence[Sequence[Image]],
+        ids: Tensor,
     ) -> None:
-        self.rows = rows
         self.pixels = pixels
-        self.arguments = {name for content in contents.values() for name in content.arguments}
-        self._towers = towers
-        self._contents = contents
-        self._ids = ids
+        self.arguments = {name for content in contents.values() for name in content.passed}
+        self._model, self._contents, self._rows, self._ids = model, contents, rows, ids
 
-    def of_row(self, number: int, num_rows: int) -> list[Image]:
+    def of_row(self, number: int, num_rows: int) -> Sequence[Image]:
         """Return the images of a row of a forward that may run each prompt several times, as beams do."""
-        return self.rows[number * len(self.rows) // num_rows]
+        return self._rows[number * len(self._rows) // num_rows]
 
-    def fit(self, request: ForwardRequest) -> bool:
+    def fit(self, ids: Tensor) -> bool:
         """Return whether the rows of a first forward begin with those of the prompt."""
-        num_rows, num_prompts = len(request.rows), len(self.rows)
-        return num_rows % num_prompts == 0 and all(
-            row.token_ids[: len(ids) - row.pad] == ids[row.pad :]
-            for number, row in enumerate(request.rows)
-            for ids in (self._ids[number * num_prompts // num_rows],)
-        )
+        copies, rest = divmod(len(ids), len(self._ids))
+        prompts = self._ids.to(ids.device).repeat_interleave(copies, dim=0)
+        return not rest and torch.equal(ids[:, : prompts.shape[1]], prompts)
 
     def encode(self, numbers: Sequence[int], num_rows: int, start: int = 0) -> dict[str, Any]:
-        """Run the towers for images from a column on, and for no others; return their outputs for rows of a forward.
+        """Run the towers for images from a column on, and return their outputs for rows of a forward.
 
-        Where rows with the same images stand side by side, such as beams, in groups of equal size, their images run
-        once.
+        Where rows with the same images stand side by side, in groups of equal size, their images run once.
 
         Args:
-            numbers: numbers of the rows that run, in order.
-            num_rows: number of rows of the forward as it was passed.
-            start: first column that runs, of those that were passed.
+            numbers: numbers of the rows that run, in order, among `num_rows` rows that were passed.
         """
         wanted = [[image for image in self.of_row(number, num_rows) if image.start >= start] for number in numbers]
         digests = [[image.digest for image in images] for images in wanted]
-        runs = [len([*run]) for _, run in groupby(digests)]
-        copies = math.gcd(*runs)
-        entries: dict[str, list[int]] = {}
-        for images in wanted[::copies]:
-            for image in images:
-                for kind, some in image.entries.items():
-                    entries.setdefault(kind, []).extend(some)
-        encoded = {kind: self._towers.run(kind, self._contents[kind].chosen(some)) for kind, some in entries.items()}
+        copies = math.gcd(*(len([*run]) for _, run in groupby(digests)))
+        encoded = {}
+        for kind, content in self._contents.items():
+            entries = [
+                at for images in wanted[::copies] for image in images if image.kind == kind for at in image.entries
+            ]
+            if entries:
+                encode = getattr(_base_of(self._model), f"get_{kind}_features")
+                encoded[kind] = encode(**content.of(entries), return_dict=True)
         if copies == 1 or not encoded:
             return encoded
-        ids = [self._ids[number * len(self.rows) // num_rows][start:] for number in numbers[::copies]]
-        expanded: dict[str, Any] = self._towers.expand(
-            torch.tensor([[*row] for row in ids], device="cpu"), encoded, copies
+        prompts = [number * len(self._ids) // num_rows for number in numbers[::copies]]
+        expanded: dict[str, Any] = self._model._expand_multimodal_outputs(
+            self._ids[prompts, start:].cpu(), encoded, expand_size=copies
         )
         return expanded
 
@@ -156,147 +136,62 @@ class PromptImages:
 class ImageReader:
     """`ImageReader` finds the images among a model's arguments.
 
-    Args:
-        model: model whose encoders are held.
-        placeholders: placeholders of the model.
+    Attributes:
+        names: kind -> names of the arguments of its encoder; empty for a model that takes no images.
     """
 
     def __init__(self, model: Any, placeholders: Placeholders) -> None:
-        base, expand = getattr(model, "base_model", model), getattr(model, "_expand_multimodal_outputs", None)
-        takes_features = ENCODED in inspect.signature(model.forward).parameters and expand is not None
-        encoders = {kind: getattr(base, f"get_{kind}_features", None) for kind in _KINDS if takes_features}
-        self._names = {
+        takes_features = ENCODED in inspect.signature(model.forward).parameters
+        takes_features = takes_features and hasattr(model, "_expand_multimodal_outputs")
+        encoders = {kind: getattr(_base_of(model), f"get_{kind}_features", None) for kind in _KINDS if takes_features}
+        self._model, self._placeholders = model, placeholders
+        self.names = {
             kind: [name for name in inspect.signature(encoder).parameters if name not in ("kwargs", "return_dict")]
             for kind, encoder in encoders.items()
             if encoder is not None
         }
-        self._pixels = {kind: [name for name in names if kind_of(name) == kind] for kind, names in self._names.items()}
-        self._tokens = {
-            kind: [token for token, kinds in placeholders.kinds.items() if kinds == {kind}] for kind in self._names
-        }
-        self._towers = Towers(base, expand)
-
-    def __bool__(self) -> bool:
-        """Return whether the model has an encoder."""
-        return bool(self._names)
 
     def read(self, arguments: Mapping[str, Any]) -> PromptImages | str | None:
         """Read the images of a prompt from arguments of `generate` or of a forward.
 
-        Cost: SHA-256 over the pixels; one wait for each device.
+        The result is a reason where the prompt must be computed whole, and None where there are no images.
 
-        Returns:
-            the images; or why the prompt must be computed whole; or None: there are no images.
+        Cost: SHA-256 over the pixels, and a wait for the device of each entry.
         """
         ids = arguments.get("input_ids")
         passed = {
             kind: {name: arguments[name] for name in names if arguments.get(name) is not None}
-            for kind, names in self._names.items()
-            if any(arguments.get(name) is not None for name in self._pixels[kind])
+            for kind, names in self.names.items()
         }
+        passed = {kind: given for kind, given in passed.items() if any(kind_of(name) == kind for name in given)}
         if not passed or arguments.get(ENCODED) or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
             return None
-        pixels = {name for kind in passed for name in self._pixels[kind]}
-        rows = [array("q", row) for row in ids.tolist()]
-        runs = {kind: _runs(rows, self._tokens[kind]) for kind in passed}
-        found = _by_run(
-            {kind: _content(given, runs[kind], len(rows)) for kind, given in passed.items()}, runs, len(rows)
-        )
-        found = found or _by_row({kind: _whole(given) for kind, given in passed.items()}, runs, len(rows), pixels)
-        if found is None:
-            return "entries of pixel_values and placeholders do not add up"
-        return PromptImages(self._towers, pixels, *found, rows)
+        rows: list[list[Image]] = [[] for _ in range(len(ids))]
+        contents = {}
+        for kind, given in passed.items():
+            runs = _runs(ids.tolist(), {token for token, kinds in self._placeholders.kinds.items() if kinds == {kind}})
+            ways = ((content, content.by_run(runs)) for content in _ways_to_cut(given, runs, len(ids)))
+            content, found = next((way for way in ways if way[1] is not None), (None, None))
+            if content is None or found is None:
+                return "entries of pixel_values and placeholders do not add up"
+            contents[kind] = content
+            for (row, start, stop), numbers in zip(runs, found, strict=True):
+                rows[row].append(Image(start, stop, kind, numbers, content.digest(numbers)))
+        pixels = {name for kind, given in passed.items() for name in given if kind_of(name) == kind}
+        return PromptImages(self._model, pixels, contents, [*map(sorted, rows)], ids)
 
 
-def _by_run(
-    contents: Mapping[str, _Content | None], runs: Mapping[str, list[tuple[int, int, int]]], num_rows: int
-) -> tuple[Mapping[str, _Content], list[list[Image]]] | None:
-    """Return what is passed and the images of each row, one image a run of placeholders.
-
-    None: the ends of entries are not those of runs.
-    """
-    rows: list[list[Image]] = [[] for _ in range(num_rows)]
-    known = {}
-    for kind, content in contents.items():
-        if content is None:
-            return None
-        known[kind], entry, ends = content, 0, [*accumulate(content.counts)]
-        for row, start, stop in runs[kind]:
-            first, wanted = entry, (ends[entry - 1] if entry else 0) + stop - start
-            while entry < len(ends) and ends[entry] <= wanted:
-                entry += 1
-            if not entry or ends[entry - 1] != wanted or entry == first:
-                return None
-            digests = b"".join(_digest(content, number) for number in range(first, entry))
-            entries = {kind: range(first, entry)}
-            rows[row].append(Image(start, stop, entries, hashlib.sha256(digests).digest()))
-        if entry != len(ends):
-            return None
-    return known, [sorted(row) for row in rows]
+def _base_of(model: Any) -> Any:
+    """Return the module that has a model's encoders."""
+    return getattr(model, "base_model", model)
 
 
-def _by_row(
-    contents: Mapping[str, _Content | None],
-    runs: Mapping[str, list[tuple[int, int, int]]],
-    num_rows: int,
-    pixels: Collection[str],
-) -> tuple[Mapping[str, _Content], list[list[Image]]] | None:
-    """Return what is passed and the images of each row, all images of a row as one.
-
-    None: it is not known which entries belong to a row. Where there are several rows, each has one entry of its own,
-    which is zeros where the row has no image: with fewer entries in one row, another one would have more than one.
-    """
-    known, held = {}, [set[str]() for _ in range(num_rows)]
-    for kind, content in contents.items():
-        if content is None or not runs[kind]:
-            return None
-        for row, _, _ in runs[kind]:
-            held[row].add(kind)
-        known[kind] = content
-        if num_rows > 1:
-            if any(bounds[-1] != num_rows for bounds in content.bounds.values()):
-                return None
-            known[kind] = content._replace(bounds={name: range(num_rows + 1) for name in content.bounds})
-            drawn = [content.arguments[name] for name in content.bounds if name in pixels]
-            if any(bool(value[row].any()) for row in range(num_rows) if kind not in held[row] for value in drawn):
-                return None
-    rows: list[list[Image]] = [[] for _ in range(num_rows)]
-    for number, kinds in enumerate(held):
-        spans = [(start, stop) for kind in kinds for row, start, stop in runs[kind] if row == number]
-        if spans:
-            entries = {kind: [number] for kind in known if kind in kinds}
-            digests = b"".join(_digest(known[kind], number) for kind in entries)
-            start, stop = min(spans)[0], max(stop for _, stop in spans)
-            rows[number].append(Image(start, stop, entries, hashlib.sha256(digests).digest()))
-    return known, rows
-
-
-def _digest(content: _Content, entry: int) -> bytes:
-    """Return the digest of an entry, in all tensors, and of the options of all entries."""
-    options = {name: value for name, value in content.arguments.items() if name not in content.bounds}
-    parts = [repr(sorted(options.items())).encode()]
-    for name, bounds in sorted(content.bounds.items()):
-        parts += [
-            name.encode(),
-            _digest_of(content.part(name)[bounds[entry] : bounds[entry + 1]]),
-        ]
-    return hashlib.sha256(b"\0".join(parts)).digest()
-
-
-def _digest_of(tensor: Tensor) -> bytes:
-    """Return the digest of a tensor's dtype, shape and values."""
-    held = tensor.detach().cpu().contiguous()
-    digest = hashlib.sha256(f"{held.dtype} {tuple(held.shape)} ".encode())
-    digest.update(held.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.digest()
-
-
-def _runs(rows: Sequence[TokenIds], tokens: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return each run of these tokens, as (row, first column, column after the last one)."""
-    found, wanted = [], {*tokens}
+def _runs(rows: Sequence[Sequence[int]], tokens: Collection[int]) -> list[_Run]:
+    """Return each run of these tokens."""
+    found = []
     for number, row in enumerate(rows):
         column = 0
-        for is_placeholder, run in groupby(row, key=wanted.__contains__):
+        for is_placeholder, run in groupby(row, key=tokens.__contains__):
             stop = column + sum(1 for _ in run)
             if is_placeholder:
                 found.append((number, column, stop))
@@ -304,58 +199,42 @@ def _runs(rows: Sequence[TokenIds], tokens: Sequence[int]) -> list[tuple[int, in
     return found
 
 
-def _whole(given: Mapping[str, Any]) -> _Content | None:
-    """Return all that is passed as one entry; None: something has no rows."""
+def _ways_to_cut(given: Mapping[str, Any], runs: Sequence[_Run], num_rows: int) -> Iterator[_Content]:
+    """Yield the ways in which shapes and grids may cut what is passed of a kind into entries."""
     tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-    if not tensors or any(
-        isinstance(value, list | tuple) and any(isinstance(each, Tensor) for each in value) for value in given.values()
-    ):
-        return None
-    if any(not value.dim() for value in tensors.values()):
-        return None
-    return _Content(given, {name: (0, len(value)) for name, value in tensors.items()})
-
-
-def _content(given: Mapping[str, Any], runs: Sequence[tuple[int, int, int]], num_rows: int) -> _Content | None:
-    """Return what is passed of a kind, cut into entries by shapes and grids; None: entries do not follow from these."""
-    whole = _whole(given)
-    if whole is None or not runs:
-        return None
-    tensors = {name: given[name] for name in whole.bounds}
-    main = next((value for name, value in tensors.items() if "pixel_values" in name), None)
-    if main is None:
-        return None
-    lengths, total = [stop - start for _, start, stop in runs], sum(stop - start for _, start, stop in runs)
+    in_lists = [each for value in given.values() if isinstance(value, list | tuple) for each in value]
+    main = next((name for name in tensors if "pixel_values" in name), None)
+    if main is None or not runs or any(isinstance(each, Tensor) for each in in_lists):
+        return
+    pixels, ways = tensors[main], list[tuple[Mapping[str, Tensor], Sequence[int], bool]]()
     grid = next((value for name, value in tensors.items() if "grid" in name and value.dim() == 2), None)
-    if grid is not None:
-        sizes = grid.prod(dim=-1).tolist()
-        per_token, rest = divmod(sum(sizes), total)
-        if rest or not per_token or any(size % per_token for size in sizes):
-            return None
-        packed, single = [0, *accumulate(sizes)], [*range(len(sizes) + 1)]
-        bounds = {}
-        for name, value in tensors.items():
-            if len(value) == len(sizes):
-                bounds[name] = single
-            elif len(value) == packed[-1] and name != "grid":
-                bounds[name] = packed
-            else:
-                return None
-        return _Content(given, bounds, [size // per_token for size in sizes])
-    nested = main.dim() == 5 and len(main) == num_rows
-    is_nested = nested and all(value.dim() >= 3 and value.shape[:2] == main.shape[:2] for value in tensors.values())
-    if is_nested and not bool(main.flatten(2).any(dim=2).all()):
-        return None  # some entries are padding, which the model leaves out
-    num_entries = main.shape[0] * main.shape[1] if is_nested else len(main)
-    if any(
-        (len(value) if not is_nested else value.shape[0] * value.shape[1]) != num_entries for value in tensors.values()
-    ):
-        return None
-    bounds = {name: [*range(num_entries + 1)] for name in tensors}
-    beside = [value.flatten(0, 1) if is_nested else value for value in tensors.values() if value is not main]
-    are_alike = all(bool((value == value[:1]).all()) for value in beside)
-    if len(runs) == num_entries and (not are_alike or len({*lengths}) == 1):
-        return _Content(given, bounds, lengths, is_nested)
-    if are_alike and total % num_entries == 0:
-        return _Content(given, bounds, [total // num_entries] * num_entries, is_nested)
-    return None
+    if main == "pixel_values" and pixels.dim() == 5 and len(pixels) == num_rows and grid is None:
+        if all(value.dim() > 2 and value.shape[:2] == pixels.shape[:2] for value in tensors.values()):
+            nested = {name: value.flatten(0, 1) for name, value in tensors.items()}
+            ways.append((nested, [1] * len(nested[main]), True))
+    ways.append((tensors, [1] * len(pixels) if grid is None else grid.prod(dim=-1).tolist(), False))
+    lengths = [stop - start for _, start, stop in runs]
+    for some, sizes, is_nested in ways:
+        entries = _cut(some, sizes)
+        if is_nested:
+            entries = [
+                entry for entry in entries if entry[main].any()
+            ]  # the model leaves out others, which are padding
+        weights = sizes if grid is not None else _weights(entries, main, lengths)
+        counts = [divmod(weight * sum(lengths), sum(weights) or 1) for weight in weights]
+        if entries and len(counts) == len(entries) and all(count and not rest for count, rest in counts):
+            yield _Content(given, entries, [count for count, _ in counts], is_nested)
+
+
+def _cut(tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> list[Mapping[str, Tensor]]:
+    """Return entries of these sizes, each with its part of all tensors; none where the tensors have other lengths."""
+    if any(not value.dim() or len(value) not in (len(sizes), sum(sizes)) for value in tensors.values()):
+        return []
+    parts = [torch.split(value, 1 if len(value) == len(sizes) else [*sizes]) for value in tensors.values()]
+    return [dict(zip(tensors, entry, strict=True)) for entry in zip(*parts, strict=True)]
+
+
+def _weights(entries: Sequence[Mapping[str, Tensor]], main: str, lengths: Sequence[int]) -> Sequence[int]:
+    """Return in which ratio entries fill placeholders: those that differ beside their pixels fill a run each."""
+    are_alike = all(torch.equal(entry[name], entries[0][name]) for entry in entries for name in entry if name != main)
+    return [1] * len(entries) if are_alike else lengths

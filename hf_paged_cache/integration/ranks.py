@@ -11,15 +11,7 @@ from typing import Any, TypeVar
 
 from ..blocks.tokens import TokenIds
 from ..call.request import ForwardRequest
-from ..errors import (
-    BlockStateError,
-    CacheArgumentError,
-    CacheBusyError,
-    ForwardMismatchError,
-    OutOfBlocksError,
-    PagedCacheError,
-    UnsupportedModelError,
-)
+from ..errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
 from ..model.conditioning import Conditioning
 from ..model.distributed import least_of_ranks, rank
 from ..store.block_store import BlockStore
@@ -32,23 +24,11 @@ _MOST = 2**62
 _MAX_RANKS = 2**20
 _Error = TypeVar("_Error", bound=BaseException)
 # A refusal is sent as its place in this list; where ranks refuse for different reasons, the first one counts.
-_REFUSALS: Sequence[type[PagedCacheError]] = (
-    PagedCacheError,
-    ForwardMismatchError,
-    UnsupportedModelError,
-    BlockStateError,
-    CacheBusyError,
-    CacheArgumentError,
-    OutOfBlocksError,
-)
+_REFUSALS = (CacheArgumentError, OutOfBlocksError, PagedCacheError)
 
 
 class Ranks:
     """`Ranks` settles things between the ranks that run the forwards of one cache.
-
-    Args:
-        conditioning: the model, and the ranks over which it is split.
-        store: blocks; the block size is the same on all ranks.
 
     Attributes:
         is_settled: True if the next forward needs no message: `generate` continues after its prompt.
@@ -56,8 +36,7 @@ class Ranks:
 
     def __init__(self, conditioning: Conditioning, store: BlockStore) -> None:
         self.is_settled = False
-        self._conditioning = conditioning
-        self._store = store
+        self._conditioning, self._store = conditioning, store
 
     @property
     def are_several(self) -> bool:
@@ -66,31 +45,25 @@ class Ranks:
 
     @property
     def start_together(self) -> bool:
-        """True if ranks are passed the same tokens, so that each forward must start at the same column on all ranks."""
+        """True if ranks are passed the same tokens: each forward must start at the same column on all of them."""
         return any(group.share_inputs for group in self._conditioning.rank_groups)
 
     @property
     def may_run_more(self) -> bool:
         """True if forwards that follow from what is cached may run: only if all ranks can settle them."""
-        groups = self._conditioning.rank_groups
-        return not groups or all(group.share_inputs for group in groups)
+        return all(group.share_inputs for group in self._conditioning.rank_groups)
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
-        """Settle numbers between ranks. What each rank gives is only read, so a rank that raises has changed nothing.
+        """Return for each number the least that a rank gives; where ranks have inputs of their own, the number given.
 
         No lock may be held.
 
         Args:
             what: what the ranks are about to do; the same on all ranks.
             same: name -> what else must be the same where ranks are passed the same tokens; at most 4 names.
-            numbers: numbers to settle.
-
-        Returns:
-            for each number the least that a rank gives; where ranks have inputs of their own, the number that was
-            given.
 
         Raises:
-            PagedCacheError: another rank has refused; the error has the type that was raised there.
+            PagedCacheError: another rank has refused.
             CacheArgumentError: something differs that must be the same.
         """
         always = {"what is run": what, "block_size": self._store.block_size}
@@ -99,8 +72,7 @@ class Ranks:
         for at, number in enumerate(numbers):
             places[at % _NUM_NUMBERS] = min(places[at % _NUM_NUMBERS], number)
         marks = [_mark(value) for value in fields.values()] + [0] * (_NUM_FIELDS - len(fields))
-        sent = [_MOST, *marks, *(-mark for mark in marks), *places]
-        _, *least = self._exchange(sent, mine=None)
+        _, *least = self._exchange([_MOST, *marks, *(-mark for mark in marks), *places], mine=None)
         lows, highs = least[:_NUM_FIELDS], [-low for low in least[_NUM_FIELDS : 2 * _NUM_FIELDS]]
         if lows != highs:
             comparable = fields if lows[0] == highs[0] else always  # if not, the other fields mean different things
@@ -109,7 +81,7 @@ class Ranks:
                 for (name, value), low, high in zip(comparable.items(), lows, highs, strict=False)
                 if low != high
             ]
-            raise of_all_ranks(
+            raise _of_all_ranks(
                 CacheArgumentError(
                     "the model is split over processes that must all be passed the same, and these are not the same on all: "
                     f"{', '.join(differs)}; nothing was run"
@@ -121,24 +93,15 @@ class Ranks:
     def settle(
         self, rows: Any, request: ForwardRequest, numbers: Sequence[int] = (), *, is_kept: bool = True
     ) -> Sequence[int]:
-        """Settle a forward of rows: once a call, and each forward of a loop.
-
-        What is settled is that no rank refuses the forward and, where ranks are passed the same tokens, what every rank
-        knows of the rows.
+        """Settle a forward of rows, and return how many tokens of each row every rank knows; see `agree`.
 
         Args:
             numbers: number of known tokens of each row that runs.
             is_kept: whether the forward may reuse and keep something on this rank.
-
-        Returns:
-            number of tokens of each row that every rank knows.
-
-        Raises:
-            PagedCacheError: a rank has refused the forward, or is passed something else.
         """
-        state = rows.state
         if not self.are_several:
             return numbers
+        state, limits = rows.state, rows.state.limits
         same = {
             "the token ids": tokens_as_bytes([row.token_ids for row in request.rows]),
             "the columns, padding or positions": [
@@ -146,8 +109,8 @@ class Ranks:
                 [(row.pad, row.first_position, row.num_hidden) for row in request.rows],
             ],
             "the arguments of generate": [
-                (rows.in_generate, state.is_in_step, sorted(state.limits.end_of_sequence)),
-                (state.limits.num_prompt_columns, state.limits.max_columns, state.limits.num_rows),
+                (rows.in_generate, state.is_in_step, sorted(limits.end_of_sequence)),
+                (limits.num_prompt_columns, limits.max_columns, limits.num_rows),
             ],
             "what is asked of the forward": [
                 (request.num_logits_needed, is_kept, request.keep_columns is None, request.may_alias),
@@ -158,11 +121,7 @@ class Ranks:
         return least
 
     def settle_resumption(self, num_columns: int, num_new: int) -> None:
-        """Settle that a `generate` goes on with rows of so many columns.
-
-        Raises:
-            PagedCacheError: a rank has refused the call, or goes on otherwise.
-        """
+        """Settle that a `generate` goes on with rows of so many columns; see `agree`."""
         if self.are_several:
             self.agree("a generate that goes on", {"the columns of its rows": num_columns, "new columns": num_new})
             self.is_settled = True
@@ -182,18 +141,13 @@ class Ranks:
             return
         if getattr(error, "is_of_all_ranks", False) or not self.are_several:
             return
-        kind = next((number for number, kind in enumerate(_REFUSALS) if type(error) is kind), 0)
-        of_all_ranks(error)
-        sent = [kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)]
-        self._exchange(sent, mine=kind)
+        kinds = [number for number, kind in enumerate(_REFUSALS) if isinstance(error, kind)]
+        kind = min(kinds, default=len(_REFUSALS) - 1)
+        _of_all_ranks(error)
+        self._exchange([kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)], mine=kind)
 
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
-        """Return the least of what all ranks send.
-
-        For numbers, and for what must be the same, only ranks that are passed the same tokens count.
-
-        Args:
-            mine: number of this rank's refusal; None: it refuses nothing.
+        """Return the least of what all ranks send; but for refusals, only ranks that are passed the same tokens count.
 
         Raises:
             PagedCacheError: another rank has refused, for another kind of reason than `mine`.
@@ -205,16 +159,15 @@ class Ranks:
             else:
                 refused = least_of_ranks(group, [received[0], *[_MOST] * (len(received) - 1)])[:1]
                 received = [*refused, *received[1:]]
-        if received[0] < _MOST:
-            kind, who = divmod(received[0], _MAX_RANKS)
-            if kind != mine:
-                raise of_all_ranks(
-                    _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
-                )
+        kind, who = divmod(received[0], _MAX_RANKS)
+        if received[0] < _MOST and kind != mine:
+            raise _of_all_ranks(
+                _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
+            )
         return received
 
 
-def of_all_ranks(error: _Error) -> _Error:
+def _of_all_ranks(error: _Error) -> _Error:
     """Mark an error that every rank raises."""
     error.is_of_all_ranks = True  # type: ignore[attr-defined]
     return error

@@ -1,7 +1,7 @@
-"""Makes the arguments of forwards that we run ourselves, for scores, prefills and what runs ahead of a call."""
+"""Runs forwards of our own, for scores, prefills and what runs ahead of a call."""
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -10,29 +10,43 @@ from torch import Tensor
 
 from ..call.request import RowInput
 from ..kv.transfers import to_device
+from ..model.cache_adapters import cache_argument
 from ..model.probing import input_device
+from ..rows.rows import Rows
 from .forward_arguments import ArgumentReader, num_pads
-
-# Arguments of a `generate` that runs one prompt, whatever the model's generation config says.
-FIRST_TOKEN: dict[str, Any] = {
-    **{"max_new_tokens": 1, "do_sample": False, "num_beams": 1, "num_return_sequences": 1, "use_cache": True},
-    **dict.fromkeys(("prefill_chunk_size", "prompt_lookup_num_tokens", "cache_implementation", "stop_strings")),
-    **{"return_dict_in_generate": True, "output_logits": True},
-}
 
 
 class SideForwards:
-    """`SideForwards` makes the arguments of one model's forwards.
-
-    Args:
-        model: model that is run.
-        reader: says which arguments the model takes.
-    """
+    """`SideForwards` runs forwards of one model."""
 
     def __init__(self, model: Any, reader: ArgumentReader) -> None:
         self.model = model
         self.takes_positions = reader.takes_positions  # if not, the model numbers its columns
         self.takes_logits_to_keep = reader.takes_logits_to_keep
+
+    def run(
+        self,
+        rows: Rows,
+        inputs: Sequence[RowInput],
+        start: int,
+        stop: int,
+        *,
+        num_held: int = 0,
+        num_logits: int = 1,
+        options: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """Run the columns `[start, stop)` on rows, without gradients, and return the logits; see `arguments_of`.
+
+        Args:
+            num_logits: number of last columns whose logits are wanted; 0: of all.
+            options: other arguments of the forward.
+        """
+        given = {**(options or {}), cache_argument(self.model): rows, "use_cache": True, "return_dict": True}
+        if self.takes_logits_to_keep:
+            given["logits_to_keep"] = num_logits
+        with torch.no_grad():
+            logits: Tensor = self.model(**given, **self.arguments_of(inputs, start, stop, num_held=num_held)).logits
+        return logits
 
     def arguments_of(self, rows: Sequence[RowInput], start: int, stop: int, *, num_held: int = 0) -> dict[str, Tensor]:
         """Return the arguments of a forward of the columns `[start, stop)`.

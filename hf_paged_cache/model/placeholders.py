@@ -7,15 +7,13 @@ no content has no placeholders.
 """
 
 import inspect
-from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError
 
 # Kind -> parts of the names of arguments that bring its content. A name is of the first kind whose part is in it.
@@ -30,26 +28,8 @@ _THINGS = {"image": "an image", "video": "a video", "audio": "a sound"}
 _ENDS = ("_token_id", "_token_index")  # ends of the names that configs have for a placeholder, after its kind
 
 
-class Unfilled(NamedTuple):
-    """`Unfilled` describes placeholders that were passed without what fills them.
-
-    Attributes:
-        tokens: for each row, all columns that were passed.
-        ends: for each row, the column after its last such placeholder; 0 without any.
-        what: which placeholder is the first one, in words.
-        fillers: names of the arguments that would fill the first one.
-    """
-
-    tokens: list[TokenIds]
-    ends: list[int]
-    what: str
-    fillers: str
-
-
 class Placeholders:
     """`Placeholders` knows the placeholders of one model.
-
-    Cost: a pass over the model's config and the names of its forward's arguments.
 
     Attributes:
         kinds: token id -> kinds of content that it may stand for; empty for a model of text alone.
@@ -67,46 +47,31 @@ class Placeholders:
         """Return whether there are any placeholders."""
         return bool(self.kinds)
 
-    def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> Unfilled | None:
-        """Find placeholders among the ids that were passed without what fills them; None without any.
+    def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> str | None:
+        """Say which placeholder is the first that is passed where nothing is passed that could fill it; None without any.
 
-        Content of a kind fills its own placeholders. Where there are none of its kind, it fills others: frames of a
-        video may stand at an image's placeholders.
-
-        Cost: nothing where all placeholders are filled, or for a model without any; else one pass over the ids, and one
-        wait for their device.
+        Cost: nothing where anything is passed that fills placeholders, or for a model without any; else one wait for the
+        ids' device.
 
         Args:
-            arguments: arguments of a `generate` or a forward, by name.
             before: columns of the rows that resume with these ids, for the message.
         """
         ids = arguments.get("input_ids")
-        if not self.kinds or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.is_meta:
+        if not self.kinds or not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_meta:
             return None
-        if any(arguments.get(name) is not None for name in _CONTENT_OF_ALL):
+        passed = [name for name, value in arguments.items() if value is not None]
+        if any(kind_of(name) is not None or name in _CONTENT_OF_ALL for name in passed):
             return None
-        passed = {kind_of(name) for name, value in arguments.items() if value is not None} - {None}
-        asked = {token for token, kinds in self.kinds.items() if not kinds & passed}
-        if not asked:
+        found = torch.isin(ids, torch.tensor([*self.kinds], dtype=ids.dtype, device=ids.device)).nonzero().tolist()
+        if not found:
             return None
-        wanted = torch.tensor([*self.kinds], dtype=ids.dtype, device=ids.device)
-        present = {*ids[torch.isin(ids, wanted)].tolist()}
-        missing = asked & present
-        if not missing or not passed <= {kind for token in present for kind in self.kinds[token]}:
-            return None
-        rows = [array("q", row) for row in ids.tolist()]
-        places = [[column for column, token in enumerate(row) if token in missing] for row in rows]
-        number = next(number for number, columns in enumerate(places) if columns)
-        column = places[number][0]
-        token = rows[number][column]
+        number, column = found[0]
+        token = int(ids[number, column])
         own = [name for name, kind in self._content.items() if kind in self.kinds[token]]
-        of_row = "" if len(rows) == 1 else f" of row {number}"
-        return Unfilled(
-            rows,
-            [columns[-1] + 1 if columns else 0 for columns in places],
-            f"token {token} at position {before + column}{of_row} is the placeholder of {self._thing(token)}, and nothing was passed "
-            "that fills it",
-            " or ".join(own or self._content),
+        of_row = "" if len(ids) == 1 else f" of row {number}"
+        return (
+            f"token {token} at position {before + column}{of_row} is the placeholder of {self._thing(token)}, and nothing was "
+            f"passed that fills it: pass {' or '.join(own or self._content)}"
         )
 
     def require_text(self, what: str, tokens: Sequence[int]) -> None:

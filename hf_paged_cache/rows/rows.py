@@ -398,7 +398,7 @@ class Rows(RowsColumns):
             return False
         return self.windows is None or self.windows.can_go_on_at(self.n - num)
 
-    def images_of_generate(self, model: Any, passed: Mapping[str, Any]) -> Any:
+    def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
         return self.calls.images_of_generate(passed)
 
     def activate_past_recording(self) -> None:

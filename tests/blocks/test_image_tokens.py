@@ -32,23 +32,22 @@ def named(digest: bytes, before: int, image: int = 20, block_size: int = 16) -> 
 
 
 @pytest.mark.parametrize("before", range(35))
-def test_every_block_with_a_token_of_an_image_has_seven_of_it_before_its_end(before: int) -> None:
+def test_every_block_with_a_token_of_an_image_has_four_of_it_before_its_end(before: int) -> None:
     one, other = named(ONE, before), named(OTHER, before)
     first_end = (before // 16 + 1) * 16
-    assert sum(a != b for a, b in zip(one[:first_end], other[:first_end], strict=True)) >= 7
+    assert sum(a != b for a, b in zip(one[:first_end], other[:first_end], strict=True)) >= 4
     assert one[: before // 16 * 16] == other[: before // 16 * 16], "blocks before the image are those of text"
     assert shown_ids(one) == shown_ids(other) == row(before)
     assert hold_images(one)
     assert not hold_images(row(before))
 
 
-@pytest.mark.parametrize("block_size", [4, 5, 6])
 @pytest.mark.parametrize("before", range(13))
-def test_a_small_block_with_the_first_tokens_of_an_image_has_no_others(block_size: int, before: int) -> None:
-    one, other = (named(digest, before, block_size=block_size) for digest in (ONE, OTHER))
-    start = before // block_size * block_size
+def test_a_small_block_with_the_first_tokens_of_an_image_has_no_others(before: int) -> None:
+    one, other = (named(digest, before, block_size=4) for digest in (ONE, OTHER))
+    start = before // 4 * 4
     assert one[:start] == other[:start] == row(before)[:start]
-    block = slice(start, start + block_size)
+    block = slice(start, start + 4)
     assert all(a != b for a, b in zip(one[block], other[block], strict=True))
     assert shown_ids(one) == row(before)
 
@@ -77,7 +76,7 @@ def test_two_images_side_by_side_are_told_apart_whichever_is_another() -> None:
 
 def test_an_image_that_a_block_cannot_name_is_left_as_it_is() -> None:
     for tokens, start, stop, block_size in (
-        (row(0, 6), 0, 6, 16),  # too few tokens at the beginning of a block
+        (row(0, 3), 0, 3, 16),  # too few tokens at the beginning of a block
         (row(3, 20), 3, 23, 3),  # blocks of too few tokens
         (array("q", [1] * 8 + [1 << 19] * 8), 8, 16, 16),  # an id that is too large
     ):
