@@ -15,7 +15,6 @@ from ..call.counters import PromptCounters
 from ..call.limits import CallLimits
 from ..call.request import ForwardRequest, RequestRead, RowInput
 from ..model.rope import RopeDeltas
-from ..model.support import cache_argument
 from ..rows.rows import Rows
 from .generate_arguments import GenerateArguments
 from .side_forward import SideForwards
