@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .ask import explanation, picture, prefixes, scoring, verification
+from .ask import explanation, prefixes, scoring, verification
 from .attention.backends import name_of
 from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
@@ -329,7 +329,6 @@ class PagedPrefixCache(Cache):
     lookup, explain = explanation.lookup, explanation.explain
     score = scoring.score
     verify = verification.verify
-    plot, _repr_html_ = picture.plot, picture.html
 
     def stats(self) -> CacheStats:
         """Return counts of this cache's calls and of the blocks now; `print` shows them as a table.

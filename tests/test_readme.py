@@ -150,7 +150,6 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
 METHODS = {  # what a user calls, besides what the package exports
     hf_paged_cache.PagedPrefixCache: [
         "score",
-        "plot",
         "prefill",
         "lookup",
         "explain",
