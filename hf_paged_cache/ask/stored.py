@@ -1,15 +1,10 @@
 """Reads what blocks hold of a sequence, and puts it into transformers' own layers, so that it can be compared."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from ..kv.block_pool import Slab
-from ..kv.states import LiveStates, States
-from ..model.layer_streams import put_streams
-from ..model.support import has_state
 from ..rows import memory
 from ..rows.memory import Streams
 from ..store.block_store import BlockStore
