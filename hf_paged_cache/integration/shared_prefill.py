@@ -128,7 +128,6 @@ class SharedPrefill:
             on_host = store.pool.is_on_host
         cost, rules = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR, store.states.rules
         return Bounds(
-            0,
             request.num_new_columns,
             latest,
             cost,
