@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..blocks.tokens import TokenIds
-from ..call.found import Found
+from ..call.found import Found, PreviousRows
 from ..call.look_up import continuation, look_up
-from ..call.match import previous_rows
 from ..errors import CacheArgumentError
 from ..integration.current import drain
 from ..wording import counted
@@ -132,7 +131,7 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 
 def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
-    blocks, last = cache.store.blocks, previous_rows(cache._current.rows)
+    blocks, last = cache.store.blocks, PreviousRows(cache._current.rows)
     drain(blocks)
     num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
     with blocks.lock:
@@ -181,7 +180,7 @@ def explain(
         raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
-    found, last = _look_up(cache, asked), previous_rows(cache._current.rows)
+    found, last = _look_up(cache, asked), PreviousRows(cache._current.rows)
     with blocks.lock:
         blocks.settle()
         goes_on = continuation(blocks, asked.row, found.num_tokens, last)

@@ -51,7 +51,10 @@ def keep(
     have_more = (max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts)
     if not (any(taken) or any(have_more)):
         return
-    layout = _layout_for(store, rows)
+    try:
+        layout = lay_out(store, rows)
+    except torch.OutOfMemoryError:
+        return
     if layout is None:
         return
 
@@ -80,18 +83,6 @@ def keep(
             chain = HashChain(prompt.root, size)
             chain.extend(ended)
             _keep_row(store, rows, number, chain, len(ended) // size, salt, make_room, may_write)
-
-
-def _layout_for(store: BlockStore, rows: Rows) -> int | None:
-    """Return the layout of the pool that has tensors for all streams of the rows; None: the pool cannot have them."""
-    try:
-        if not lay_out(store, rows):
-            return None
-    except torch.OutOfMemoryError:
-        return None
-    with store.lock:  # a reset in another thread may have given the tensors back meanwhile
-        are_there = _lies_alike(store, rows) or _has_tensors(store, rows)
-        return store.pool.num_layouts if are_there else None
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
@@ -275,37 +266,38 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
     return fresh
 
 
-def lay_out(store: BlockStore, rows: Rows) -> bool:
+def lay_out(store: BlockStore, rows: Rows) -> int | None:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
-    Returns:
-        whether the pool can hold the streams. It cannot hold streams of a dtype for which it has too many blocks.
+    Return the number of the pool's layout. It is None where the pool cannot hold the streams: there is no memory, or it
+    has too many blocks for their dtype.
     """
     pool = store.pool
     with store.lock:
         if store.is_settled and _lies_alike(store, rows):
-            return True
-    streams = {
-        (layer.layer_idx, name): states
-        for layer in rows.layers
-        if layer.held is not None
-        for name, states in layer.named()
-    }
-    with store.lock:
+            return pool.num_layouts
+        streams = {
+            (layer.layer_idx, name): states
+            for layer in rows.layers
+            if layer.held is not None
+            for name, states in layer.named()
+        }
         if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
             store.make_room(1)  # tensors are made as large as the pool is
             if not pool.all.capacity:
-                return False  # there was no memory for a block
+                return None  # there was no memory for a block
             pool.lay_out_together(streams)
     if not store.is_settled:
         store.read_budget()
         with store.lock:
             store.settle_budget()
     with store.lock:  # tensors are made anew for a wider dtype, or on the model's device if it has moved
+        if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
+            return None  # a reset in another thread has given the tensors back meanwhile
         if all(_can_hold(store, stream, states) for stream, states in streams.items()):
-            return True
+            return pool.num_layouts
         is_empty = store.begin_wider(sum(_bytes_of_block(store, *each) for each in streams.items()))
-    return is_empty and lay_out(store, rows)
+    return lay_out(store, rows) if is_empty else None
 
 
 def _lies_alike(store: BlockStore, rows: Rows) -> bool:
@@ -321,24 +313,15 @@ def _lies_alike(store: BlockStore, rows: Rows) -> bool:
     return bool(lie) and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie)
 
 
-def _has_tensors(store: BlockStore, rows: Rows) -> bool:
-    """Return whether the pool has tensors for all streams of the rows. The store's lock is held."""
-    layers = [layer for layer in rows.layers if getattr(layer, "held", None) is not None]
-    return all(name in store.pool.layer(layer.layer_idx) for layer in layers for name, _ in layer.named())
-
-
 def _bytes_of_block(store: BlockStore, stream: Stream, states: torch.Tensor) -> int:
     """Return the bytes that a block has of a stream, in a dtype that takes what the pool holds as well."""
-    held = store.pool.layer(stream[0]).get(stream[1])
-    dtype = states.dtype if held is None else torch.promote_types(held.dtype, states.dtype)
+    dtype = torch.promote_types(store.pool.layer(stream[0])[stream[1]].dtype, states.dtype)
     return states.shape[1] * states.shape[3] * store.block_size * dtype.itemsize
 
 
 def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:
     """Return whether the pool can hold such numbers; where it counts blocks alone, its tensor takes a wider dtype."""
-    held = store.pool.layer(stream[0]).get(stream[1])
-    if held is None:
-        return False
+    held = store.pool.layer(stream[0])[stream[1]]
     is_wider = torch.promote_types(held.dtype, states.dtype) != held.dtype
     if is_wider and store.has_budget:
         return False

@@ -9,53 +9,12 @@ from types import MappingProxyType
 
 from ..blocks import Allocation, HashChain
 from ..blocks.image_tokens import end_of_image, filled_up, hold_images, whole_images
-from ..blocks.tokens import TokenIds, common_prefix_length
+from ..blocks.tokens import common_prefix_length
 from ..kv.states import States
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
-from .found import PreviousRows, why_stopped
+from .found import PreviousRow, PreviousRows, why_no_state, why_no_window, why_stopped
 from .request import RowInput
-
-
-class PreviousRow:
-    """`PreviousRow` is a row of the call before, described by its prefix key and its tokens.
-
-    Attributes:
-        number: number of the row among the rows of that call.
-    """
-
-    def __init__(self, number: int, root: bytes, tokens: TokenIds, pad: int = 0, rows: Rows | None = None) -> None:
-        self.number, self.root, self.true_token_ids = number, root, tokens
-        self._pad, self._rows = pad, rows
-
-    def can_go_on_at(self, num_tokens: int) -> bool:
-        """Return whether another row may go on after the first `num_tokens` tokens of this row.
-
-        It may not where layers with a window have given up what is seen there. Where layers carry states, it may go on
-        only after the last token.
-        """
-        return self._rows is None or self._rows.can_go_on_at(self._pad + num_tokens)
-
-    @property
-    def is_exact(self) -> bool:
-        """True if rows go on only after certain columns."""
-        return self._rows is not None
-
-    @property
-    def num_true_tokens(self) -> int:
-        """Number of all tokens of the row."""
-        return len(self.true_token_ids)
-
-
-def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
-    """Return the rows of a call that is over; empty where they may hold something else than their tokens say."""
-    if rows is None or not rows.is_source:
-        return ()
-    tokens, exact = rows.token_ids(), rows if rows.is_exact else None
-    return [
-        PreviousRow(number, prompt.root, tokens[number], prompt.pad, exact)
-        for number, prompt in enumerate(rows.prompts)
-    ]
 
 
 class Known:
@@ -100,7 +59,7 @@ class Known:
         self.num_tokens = self.num_matched = num_in_blocks
         num_previous: int | None = None
         if previous is not None and num_common > num_in_blocks:
-            self.num_tokens, num_previous = num_common, len(previous.true_token_ids)
+            self.num_tokens, num_previous = num_common, len(previous.token_ids)
         self.num_found = self.num_tokens
         self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
 
@@ -125,7 +84,7 @@ class Known:
 def match(
     store: BlockStore,
     new: Sequence[RowInput],
-    previous: Sequence[PreviousRow],
+    previous: PreviousRows,
     chains: Mapping[bytes, HashChain],
     latest: int | None = None,
     brought: Mapping[int, str] = MappingProxyType({}),
@@ -143,15 +102,15 @@ def match(
     Returns:
         what is known of each row; each lease is the caller's to give back.
     """
-    before, found = PreviousRows(previous), []
+    found = []
     for row in new:
-        closest, num_common = before.closest(row)
+        closest, num_common = previous.closest(row)
         chain = _chain_of(row, store.block_size, chains)
         if latest is None:
-            known = _anywhere(store, row, chain, closest, max(0, num_common), is_alone=len(new) == 1)
+            known = _anywhere(store, row, chain, closest, num_common, is_alone=len(new) == 1)
         else:
-            known = _exactly(store, row, chain, closest, max(0, num_common), latest)
-        if not known.num_tokens and closest is not None and not num_common and closest.true_token_ids:
+            known = _exactly(store, row, chain, closest, num_common, latest)
+        if not known.num_tokens and closest is not None and not num_common and closest.token_ids:
             known.stopped += ", and the last call's begin otherwise"
         if brought and known.lease is not None:
             size = store.block_size
@@ -219,15 +178,15 @@ def _exactly(
         if known.lease is not None and num_held:
             known.states = store.states.use(lease.block_ids, num_held)
         if known.num_tokens < min(num_matched, most // store.block_size * store.block_size):
-            known.stopped = f"blocks are cached up to token {num_matched}, but no state after token {known.num_tokens}"
+            known.stopped = why_no_state(num_matched, known.num_tokens)
             return known
         num_whole = num_matched
     known.num_found = max(num_whole, num_common, known.num_tokens)
     by_previous = closest is not None and (num_there > num_held or num_common > num_whole)
-    num_previous = closest.num_true_tokens if closest is not None and by_previous else None
+    num_previous = len(closest.token_ids) if closest is not None and by_previous else None
     known.stopped = why_stopped(known.num_found, row.token_ids, store.block_size, num_previous)
     if known.num_found < (shown := whole_images(row.token_ids, num_matched)):
-        known.stopped = f"a window no longer shows what is before token {shown}, up to which blocks are cached"
+        known.stopped = why_no_window(shown)
     return known
 
 
