@@ -151,11 +151,6 @@ class PrefixStore:
             self.blocks.bytes_of_static_rows = lambda: arena.num_bytes
         attach(model)
 
-    def __repr__(self) -> str:
-        blocks = self.blocks
-        most = "known after the first forward" if blocks.max_num_blocks is None else blocks.max_num_blocks
-        return f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={most})"
-
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, also pinned ones, and the rows of calls that are over, on all caches of the store.
 

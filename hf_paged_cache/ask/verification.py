@@ -180,10 +180,7 @@ class Look:
         with self._held(path) as lease:
             places = self._places(lease)
             end = next((at for at in places if at > missing[-1] * size), max(places, default=0))
-            dynamic, inputs, start = dynamic_cache(self._model), self._inputs(path), 0
-            for layer in dynamic.layers:
-                if getattr(layer, "sliding_window", None) == 1:
-                    layer.record_past = True  # without it, transformers' layer shows all columns, not the newest one
+            dynamic, inputs, start = self._cache(), self._inputs(path), 0
             while ahead := [at for at in places if start + least <= at <= end]:
                 stop = max([at for at in ahead if at <= start + self._most_tokens], default=ahead[0])
                 run_columns(self._model, inputs, dynamic, start, stop, **self._options)
@@ -217,6 +214,15 @@ class Look:
         with self._blocks.lock:
             ends = [number * size for number in range(1, len(block_ids) + 1)]
             return [at for at in ends if resumable(groups, block_ids, at) == at]
+
+    def _cache(self) -> Any:
+        """Return a new cache of transformers. Without `record_past`, its windows of one column show all columns."""
+        dynamic = dynamic_cache(self._model)
+        layers: list[Any] = dynamic.layers
+        for layer in layers:
+            if getattr(layer, "sliding_window", None) == 1:
+                layer.record_past = True
+        return dynamic
 
     def _inputs(self, path: Sequence[BlockHash]) -> dict[str, Tensor]:
         tokens = tokens_of(b"".join(block.token_bytes for block in path))

@@ -206,12 +206,6 @@ def test_a_number_of_blocks_is_at_least_1(num_blocks: Any, model: PreTrainedMode
         PagedPrefixCache(model).verify(num_blocks)
 
 
-@pytest.mark.parametrize("value", [True, False, None])
-def test_the_argument_names_the_method(value: Any, model: PreTrainedModel) -> None:
-    with pytest.raises(CacheArgumentError, match=r"^verify is a method: leave it out here, and call cache\.verify\(\)"):
-        PagedPrefixCache(model, verify=value)  # type: ignore[call-arg]
-
-
 @pytest.mark.parametrize(("name", "is_seen"), [("llama", True), ("qwen3_next", False)])
 def test_a_recurrence_may_round_as_it_does_in_chunks_and_step_by_step(name: str, is_seen: bool) -> None:
     model = zoo.build(name)
