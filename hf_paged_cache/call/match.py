@@ -5,6 +5,7 @@ This changes nothing but who holds which block: a lease keeps the blocks that it
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..blocks import Allocation, HashChain
@@ -17,51 +18,35 @@ from .found import PreviousRow, PreviousRows, why_no_state, why_no_window, why_s
 from .request import RowInput
 
 
+@dataclass(slots=True)
 class Known:
-    """`Known` says what is known of one row.
+    """`Known` says what is known of one row."""
 
-    Attributes:
-        chain: the row's tokens and their hashes.
-        lease: lease of the blocks that hold the row's first tokens; None: the blocks were not asked for.
-        previous: number of the row of the call before that begins alike; None: there is none.
-        num_common: number of tokens that the row has in common with that row.
-        ahead: rows that were computed first for this call, the number of one of them, and how many of its tokens this
-            row has.
-        num_in_blocks: number of leading tokens that blocks hold.
-        num_tokens: number of leading tokens that are known, wherever.
-        num_found: number of leading tokens that could be reused, if the row might start anywhere.
-        num_matched: number of leading tokens of which blocks are known, whether layers with a state can resume after
-            them or not.
-        states: what layers with a state carry after the tokens in blocks.
-        brought: lower tier -> number of tokens in blocks that have come from there for this call.
-        stopped: why no more of the row was known, before anything ran ahead.
-    """
+    chain: HashChain  # the row's tokens and their hashes
+    lease: Allocation | None  # lease of the blocks that hold its first tokens; None: the blocks were not asked for
+    num_in_blocks: int  # leading tokens that blocks hold
+    previous: PreviousRow | None  # row of the call before that begins alike
+    num_common: int  # tokens that the row has in common with that row
+    ahead: tuple[Rows, int, int] | None = None  # rows that ran first for this call, one's number, tokens of it to have
+    states: States = field(default_factory=dict)  # what layers with a state carry after the tokens in blocks
+    brought: Mapping[str, int] = field(default_factory=dict)  # lower tier -> tokens that came from there for this call
+    num_tokens: int = 0  # leading tokens that are known, wherever
+    num_found: int = 0  # leading tokens that could be reused, if the row might start anywhere
+    num_matched: int = 0  # leading tokens in known blocks, whether layers with a state can resume after them or not
+    stopped: str = ""  # why no more of the row was known, before anything ran ahead
 
-    __slots__ = (
-        *("ahead", "brought", "chain", "lease", "num_common", "num_in_blocks", "num_matched", "num_tokens", "previous"),
-        *("num_found", "states", "stopped"),
-    )
-
-    def __init__(
-        self,
-        chain: HashChain,
-        lease: Allocation | None,
-        num_in_blocks: int,
-        previous: PreviousRow | None,
-        num_common: int,
-    ) -> None:
-        self.states: States = {}
-        self.brought: Mapping[str, int] = {}
-        self.chain, self.lease = chain, lease
-        self.num_in_blocks = num_in_blocks
-        self.previous, self.num_common = None if previous is None else previous.number, num_common
-        self.ahead: tuple[Rows, int, int] | None = None
-        self.num_tokens = self.num_matched = num_in_blocks
-        num_previous: int | None = None
-        if previous is not None and num_common > num_in_blocks:
-            self.num_tokens, num_previous = num_common, len(previous.token_ids)
+    def __post_init__(self) -> None:
+        self.num_tokens, num_previous = self.num_in_blocks, None
+        self.num_matched = self.num_in_blocks
+        if self.previous is not None and self.num_common > self.num_in_blocks:
+            self.num_tokens, num_previous = self.num_common, len(self.previous.token_ids)
         self.num_found = self.num_tokens
-        self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
+        self.stopped = why_stopped(self.num_tokens, self.chain.token_ids, self.chain.block_size, num_previous)
+
+    def sources(self) -> list[tuple[Rows, int, int]]:
+        """Return rows that have the row's first tokens, the number of one of them, and how many tokens it has."""
+        previous = [] if self.previous is None else [(self.previous.rows, self.previous.number, self.num_common)]
+        return [*([] if self.ahead is None else [self.ahead]), *previous]
 
     def forget(self) -> None:
         """Let the row begin anew, whatever is known of it."""

@@ -34,7 +34,6 @@ class OpensRows(Protocol):
         known: Sequence[Known],
         start: int,
         stop: int,
-        previous: Rows | None,
     ) -> Rows: ...
 
 
@@ -70,7 +69,6 @@ class SharedPrefill:
         request: ForwardRequest,
         latest: int,
         arguments: Mapping[str, Any],
-        previous: Rows | None,
         *,
         may_share: bool,
         is_exact: bool,
@@ -80,7 +78,6 @@ class SharedPrefill:
         Args:
             latest: last column at which the rows may start.
             arguments: arguments of the forward, by name.
-            previous: rows of the call before.
             may_share: whether a prefix that rows share may run once.
             is_exact: whether rows start exactly where they are known, or begin anew: layers have windows, or carry
                 states.
@@ -109,7 +106,7 @@ class SharedPrefill:
                 return Ahead(_least(inputs, known, starts))
             return Ahead(0 if found is None or all(row.pad >= found.column for row in inputs) else found.column)
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
-        made = _Made(self._opening, self._side, inputs, known, options, previous)
+        made = _Made(self._opening, self._side, inputs, known, options)
         made.run(found)
         if is_exact:
             return Ahead(found.column, made.num_computed, made.rows)
@@ -175,7 +172,6 @@ class _Made:
         inputs: what each row of the call brings.
         known: what is known of each row of the call.
         options: plain arguments of the call's forward, name -> value.
-        previous: rows of the call before.
 
     Attributes:
         num_computed: row -> number of tokens that were computed for it.
@@ -189,10 +185,9 @@ class _Made:
         inputs: Sequence[RowInput],
         known: Sequence[Known],
         options: Mapping[str, Any],
-        previous: Rows | None,
     ) -> None:
         self._opening, self._side, self._inputs, self._known = opening, side, inputs, known
-        self._options, self._previous = options, previous
+        self._options = options
         self.num_computed: Counter[int] = Counter()
         self.rows: list[Rows] = []
 
@@ -231,7 +226,7 @@ class _Made:
         inputs = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in inputs]
         if rows is None:
             start = 0 if all(row.pad >= start for row in inputs) else start
-            rows = self._opening.run_ahead(inputs, known, start, stop, self._previous)
+            rows = self._opening.run_ahead(inputs, known, start, stop)
             rows.in_generate = True
             self.rows.append(rows)
         always = {**self._options, cache_argument(side.model): rows, "use_cache": True, "return_dict": True}
