@@ -406,13 +406,13 @@ class PagedPrefixCache(Cache):
         Raises:
             BlockStateError: an invariant does not hold. Without a salt the error shows the whole state.
         """
-        if not self.cache_salt:
+        try:
             self.store.check()
-            return
-        with contextlib.suppress(BlockStateError):
-            self.store.check()
-            return
-        raise BlockStateError("the store's blocks are not as they must be; store.check() tells its owner how")
+        except BlockStateError:
+            if not self.cache_salt:
+                raise
+            said = "the store's blocks are not as they must be; store.check() tells its owner how"
+            raise BlockStateError(said) from None
 
     def detach(self) -> None:
         """Take everything that was attached off the model, for all its caches."""

@@ -362,13 +362,14 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
             f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give the store "
             "a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
         )
-    below = None
+    tiers: list[Tier] = []
     if disk_folder is not None:
         conditioning.is_shared = True
         sharing = Sharing(conditioning.roots, conditioning.shared_identities)
-        below = DiskTier(disk_folder, options.disk_bytes, sharing)
-    above = [HostTier(host_bytes, below)] if host_bytes else []
-    return [*above, *([] if below is None else [below])]
+        tiers.append(DiskTier(disk_folder, options.disk_bytes, sharing))
+    if host_bytes:
+        tiers.insert(0, HostTier(host_bytes, tiers[0] if tiers else None))
+    return tiers
 
 
 def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:

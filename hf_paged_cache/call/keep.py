@@ -11,7 +11,7 @@ import torch
 
 from ..blocks import Allocation, BlockHash, HashChain
 from ..blocks.image_tokens import filled_up
-from ..blocks.tokens import TokenIds, common_prefix_length
+from ..blocks.tokens import TokenIds
 from ..blocks.window_blocks import Changing, WindowBlocks
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import Slab
@@ -21,6 +21,7 @@ from ..rows.memory import Stream
 from ..rows.rows import Rows
 from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
+from .match import chain_of
 
 
 def keep(
@@ -75,14 +76,13 @@ def keep(
         key = prompt.root + tokens[: num_blocks * size].tobytes()
         if key not in done:
             done.add(key)
-            known = _chain_of(chains, prompt.root, size, tokens)
-            _keep_row(store, rows, number, known, num_blocks, salt, make_room, may_write)
+            chains[prompt.root] = chain_of(prompt.root, size, tokens, chains)
+            _keep_row(store, rows, number, chains[prompt.root], num_blocks, salt, make_room, may_write)
         prompt.kept = max(prompt.kept, num_blocks * size)
         if prompt.image_end is not None and len(tokens) >= prompt.image_end:
             ended, prompt.image_end = filled_up(tokens, prompt.image_end, size), None
-            chain = HashChain(prompt.root, size)
-            chain.extend(ended)
-            _keep_row(store, rows, number, chain, len(ended) // size, salt, make_room, may_write)
+            filled = chain_of(prompt.root, size, ended, chains)
+            _keep_row(store, rows, number, filled, len(ended) // size, salt, make_room, may_write)
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
@@ -94,23 +94,6 @@ def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
     """
     at = next((at for at in range(first, len(tokens)) if tokens[at] in ends), None)
     return tokens if at is None else tokens[: at + 1]
-
-
-def _chain_of(chains: dict[bytes, HashChain], root: bytes, size: int, tokens: TokenIds) -> HashChain:
-    """Return the hashes of these tokens; hashes that are known of a row are not computed again."""
-    best = chains.get(root)
-    if best is not None:
-        common = common_prefix_length(best.token_ids, tokens)
-        if common == len(best.token_ids):
-            best.extend(tokens[common:])
-            return best
-        chain = best.copy()
-        chain.truncate(common)
-    else:
-        chain = HashChain(root, size)
-    chain.extend(tokens[len(chain) :])
-    chains[root] = chain
-    return chain
 
 
 def _keep_row(

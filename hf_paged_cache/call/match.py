@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ..blocks import Allocation, HashChain
 from ..blocks.image_tokens import end_of_image, filled_up, hold_images, whole_images
-from ..blocks.tokens import common_prefix_length
+from ..blocks.tokens import TokenIds, common_prefix_length
 from ..kv.states import States
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
@@ -90,7 +90,7 @@ def match(
     found = []
     for row in new:
         closest, num_common = previous.closest(row)
-        chain = _chain_of(row, store.block_size, chains)
+        chain = chain_of(row.root, store.block_size, row.token_ids, chains)
         if latest is None:
             known = _anywhere(store, row, chain, closest, num_common, is_alone=len(new) == 1)
         else:
@@ -181,17 +181,12 @@ def _is_known(store: BlockStore, chain: HashChain, token: int, salt: bytes) -> b
     return block < chain.num_full_blocks and bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), salt))
 
 
-def _chain_of(row: RowInput, size: int, chains: Mapping[bytes, HashChain]) -> HashChain:
-    """Return a row's tokens and their hashes.
-
-    Hashes of the tokens that the row has in common with an earlier row are not computed again.
-    """
-    before = chains.get(row.root)
-    if before is None:
-        chain = HashChain(row.root, size)
-        chain.extend(row.token_ids)
-        return chain
-    chain = before.copy()  # whoever has that row may go on with it
-    chain.truncate(common_prefix_length(chain.token_ids, row.token_ids))
-    chain.extend(row.token_ids[len(chain) :])
+def chain_of(root: bytes, size: int, tokens: TokenIds, chains: Mapping[bytes, HashChain]) -> HashChain:
+    """Return a row's tokens and their hashes, of which those are not computed again that a chain of its root has."""
+    if root not in chains:
+        chain = HashChain(root, size)
+    else:
+        chain = chains[root].copy()  # whoever has that row may go on with it
+        chain.truncate(common_prefix_length(chain.token_ids, tokens))
+    chain.extend(tokens[len(chain) :])
     return chain
