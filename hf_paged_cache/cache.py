@@ -406,13 +406,13 @@ class PagedPrefixCache(Cache):
         Raises:
             BlockStateError: an invariant does not hold. Without a salt the error shows the whole state.
         """
-        try:
+        if not self.cache_salt:
             self.store.check()
-        except BlockStateError:
-            if not self.cache_salt:
-                raise
-            said = "the store's blocks are not as they must be; store.check() tells its owner how"
-            raise BlockStateError(said) from None
+            return
+        with contextlib.suppress(BlockStateError):  # an error raised beside it would have it as its context
+            self.store.check()
+            return
+        raise BlockStateError("the store's blocks are not as they must be; store.check() tells its owner how")
 
     def detach(self) -> None:
         """Take everything that was attached off the model, for all its caches."""
