@@ -130,15 +130,15 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 
 def _look_up(cache: AskedCache, asked: AskedPrompt, last: PreviousRows) -> Lookup:
-    blocks, below = cache.store.blocks, None
+    blocks = cache.store.blocks
     drain(blocks)
     num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
     with blocks.lock:
         blocks.settle()
         found = Found(0, asked.why_whole or "")
         if not asked.why_whole:
-            found, below = look_up(blocks, asked.row, last, num_needed)
-    tier = below or ("device" if found.num_tokens else None)
+            found = look_up(blocks, asked.row, last, num_needed)
+    tier = found.tier or ("device" if found.num_tokens else None)
     return Lookup(found.num_tokens, found.num_tokens // blocks.block_size, found.stopped, tier)
 
 

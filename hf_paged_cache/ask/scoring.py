@@ -17,7 +17,7 @@ from ..errors import CacheArgumentError
 from ..integration.side_rows import row_of
 from ..integration.token_input import in_vocabulary
 from ..rows.rows import Rows
-from ..stats import RowCount
+from ..stats import RowStats
 from .asked import AskedCache
 from .prompts import asked_prompt
 
@@ -244,7 +244,7 @@ class _Scorer:
         self._side, self._rope, self._dtype = cache._side_rows, cache.store.conditioning.rope, dtype
         self._most_tokens = max(1, _MAX_LOGITS // _vocabulary_size(cache))
         self.asked = [_Asked(stem, prompt, each) for stem, (prompt, some) in enumerate(wanted) for each in some]
-        self.counts = [RowCount(len(prompt) + len(tokens) - 1) for _, prompt, tokens in self.asked]
+        self.counts = [RowStats(len(prompt) + len(tokens) - 1) for _, prompt, tokens in self.asked]
         self.peak_kv_bytes, self.is_bypassed = 0, False
         self._found: dict[bytes, int] = {}  # root -> tokens that the first row alone has found: later rows find its own
         self._log_probs: list[list[float]] = [[] for _ in self.asked]
@@ -321,7 +321,7 @@ class _Scorer:
         self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
         self.is_bypassed = self.is_bypassed or rows.why_bypassed is not None
 
-    def _count_contexts(self, of_stems: Sequence[RowCount]) -> None:
+    def _count_contexts(self, of_stems: Sequence[RowStats]) -> None:
         """Count the contexts: what was reused counts for each continuation, what was computed for the first."""
         paid = set[int]()
         for count, each in zip(self.counts, self.asked, strict=True):

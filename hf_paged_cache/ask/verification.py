@@ -41,8 +41,8 @@ class Verified(NamedTuple):
     Attributes:
         num_blocks: number of blocks that were recomputed and compared.
         num_left: number of other cached blocks that calls find: blocks beyond the number wanted, blocks of rows whose
-            padding, adapters or images cannot be had here, and blocks to which layers with a window or a state no
-            longer resume.
+            padding, positions, adapters or images cannot be had here, and blocks to which layers with a window or a
+            state no longer resume.
         differing: for each block that differs, how many tokens are before it, and its own tokens.
 
     Examples:
@@ -138,7 +138,7 @@ def _known_blocks(store: PrefixStore, digest: bytes, salt: bytes) -> tuple[dict[
         facts = store.conditioning.roots.facts_of(root)
         if facts is None or facts.digest != digest:
             continue  # no call finds blocks of this root
-        is_plain = facts == RootFacts(digest, salt, first_position=facts.first_position)
+        is_plain = facts == RootFacts(digest, salt)
         waiting = [root]
         while waiting:
             parent = waiting.pop()
@@ -164,7 +164,7 @@ class Look:
     def __init__(self, store: PrefixStore, salt: bytes, wanted: set[bytes]) -> None:
         self.seen: set[bytes] = set()
         self.differing: list[tuple[int, tuple[int, ...]]] = []
-        self._store, self._blocks, self._model = store, store.blocks, store.model
+        self._blocks, self._model = store.blocks, store.model
         self._salt, self._wanted = salt, wanted
         self._eps = eps_computed_in(store.model)
         self._options = {"logits_to_keep": 1} if takes(store.model, "logits_to_keep") else {}
@@ -226,12 +226,10 @@ class Look:
 
     def _inputs(self, path: Sequence[BlockHash]) -> dict[str, Tensor]:
         tokens = tokens_of(b"".join(block.token_bytes for block in path))
-        facts = self._store.conditioning.roots.facts_of(path[0].parent)
         ids = torch.tensor(tokens, dtype=torch.int64, device=input_device(self._model))[None]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if takes(self._model, "position_ids"):
-            first = 0 if facts is None else facts.first_position
-            inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None] + first
+            inputs["position_ids"] = torch.arange(ids.shape[1], device=ids.device)[None]
         return inputs
 
     def _compare(self, lease: Allocation, dynamic: Any, start: int, stop: int) -> list[bool]:

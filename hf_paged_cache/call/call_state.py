@@ -5,7 +5,7 @@ from typing import Any
 
 from ..blocks import HashChain
 from ..rows.shared import Seen
-from ..stats import RowCount
+from ..stats import RowStats
 from .limits import UNLIMITED, CallLimits
 
 
@@ -21,8 +21,8 @@ class CallState:
     is_in_step: bool = False  # other processes run as many forwards
     resets: tuple[int, int] = (0, 0)  # what `BlockStore.resets_of` gave as the call's rows began
     was_alone: bool = False  # nobody could change the model as the call's rows began
-    counts: list[RowCount] = field(default_factory=list)  # of each row of the batch
-    pending: tuple[list[RowCount], bool] | None = None  # counts of the running forward; whether the call begins with it
+    counts: list[RowStats] = field(default_factory=list)  # of each row of the batch
+    pending: tuple[list[RowStats], bool] | None = None  # counts of the running forward; whether the call begins with it
     counts_more: bool = True  # forwards after the first may be of a prompt, too
     chains: dict[bytes, HashChain] = field(default_factory=dict)  # root -> a row's tokens and their hashes
     kv_bytes: int = 0  # of the call's rows, as of its last forward of a prompt

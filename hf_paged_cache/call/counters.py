@@ -1,8 +1,9 @@
 """Counts what prompts cost: in the last call, and in all calls of a cache. Plain numbers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ..stats import CallStats, RowCount
+from ..stats import CallStats, RowStats
 from ..store.call_totals import CallTotals
 from .call_state import CallState
 
@@ -22,12 +23,12 @@ class PromptCounters:
         self._of_all = CallTotals() if of_all is None else of_all
         self._last = CallState("none")
 
-    def add_call(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int, *, bypassed: bool) -> None:
+    def add_call(self, kind: str, rows: Sequence[RowStats], peak_kv_bytes: int, *, bypassed: bool) -> None:
         """Count a call that ran elsewhere; it is the last call from here on."""
         state = CallState(kind, counts=[*rows], peak_kv_bytes=peak_kv_bytes)
         self.add_forward(state, rows, begins=True, bypassed=bypassed)
 
-    def add_forward(self, state: CallState, new: Sequence[RowCount], *, begins: bool, bypassed: bool) -> None:
+    def add_forward(self, state: CallState, new: Sequence[RowStats], *, begins: bool, bypassed: bool) -> None:
         """Count a forward of prompts; its call is the last call from here on.
 
         Args:
@@ -64,7 +65,7 @@ class PromptCounters:
     def last_call(self) -> CallStats:
         """Return what was confirmed of the last call."""
         state = self._last
-        rows = tuple(row.frozen() for row in state.counts)
+        rows = tuple(replace(row) for row in state.counts)
         prompt, reused = sum(row.prompt_tokens for row in rows), sum(row.reused_tokens for row in rows)
         return CallStats(
             kind=state.kind,

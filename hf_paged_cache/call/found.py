@@ -14,10 +14,11 @@ from .request import RowInput
 
 
 class Found(NamedTuple):
-    """`Found` says how many leading tokens of a row were known, and why no more were."""
+    """`Found` says how many leading tokens of a row are known, and why no more are."""
 
     num_tokens: int
     stopped: str
+    tier: str | None = None  # furthest lower tier that some of them would come up from
 
 
 class PreviousRow(NamedTuple):

@@ -12,8 +12,8 @@ from .found import Found, PreviousRows, why_no_state, why_no_window, why_stopped
 from .request import RowInput
 
 
-def look_up(store: BlockStore, new: RowInput, last: PreviousRows, num_needed: int) -> tuple[Found, str | None]:
-    """Return what a call of one row would find, and the furthest lower tier that some of it would come up from, if any.
+def look_up(store: BlockStore, new: RowInput, last: PreviousRows, num_needed: int) -> Found:
+    """Return what a call of one row would find.
 
     Args:
         new: the row.
@@ -34,8 +34,8 @@ def look_up(store: BlockStore, new: RowInput, last: PreviousRows, num_needed: in
             found = found._replace(stopped=found.stopped + ", and the last call's begin otherwise")
     below = store.tiers.look_up(Wanted(new.root, new.salt, new.token_ids, most))
     if below is None or below[0] <= found.num_tokens:
-        return found, None
-    return Found(below[0], why_stopped(below[0], new.token_ids, store.block_size, None)), below[1]
+        return found
+    return Found(below[0], why_stopped(below[0], new.token_ids, store.block_size, None), below[1])
 
 
 def _in_pool(store: BlockStore, new: RowInput, most: int) -> Found:

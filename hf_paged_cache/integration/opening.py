@@ -174,7 +174,7 @@ class Opening:
         if rows.states is not None:
             is_padding = not all(row.token_ids for row in request.rows)
             num_needed = max(num_needed, rows.states.num_needed(request.num_new_columns, is_padding=is_padding))
-        latest = request.latest_start(0, num_needed)
+        latest = request.latest_start(num_needed)
         brought = self._finding.load(running, latest)
         hides_images = any(row.shift or hold_images(row.token_ids) for row in running)
         # a shorter forward would have other frequencies, and processes in step must run equally many forwards
