@@ -12,8 +12,7 @@ class StoreOptions(griffe.Extension):
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
         options = pkg["store_options"]
-        given = options["_DEFAULTS"].value
-        defaults = {str(key)[1:-1]: value for key, value in zip(given.keys, given.values, strict=True)}
+        defaults = {name: member.value for name, member in options["StoreOptions"].attributes.items()}
         self._show(pkg, options["StoreSizes"], defaults)
 
     def _show(self, held: Any, sizes: Any, defaults: dict[str, Any]) -> None:

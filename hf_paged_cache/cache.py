@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .ask import explanation, picture, prefixes, scoring, verification
+from .ask import explanation, prefixes, scoring, verification
 from .attention.backends import name_of
 from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
@@ -79,8 +79,6 @@ class PagedPrefixCache(Cache):
         **sizes: Unpack[StoreSizes],
     ) -> None:
         require_capture(capture)
-        if "verify" in sizes:
-            raise CacheArgumentError("verify is a method: leave it out here, and call cache.verify() to look at blocks")
         self.store = store = store_of(model_or_store, sizes)
         if not isinstance(cache_salt, str | bytes | None):
             raise CacheArgumentError(f"cache_salt is of type {type(cache_salt).__name__}; give a str or bytes")
@@ -96,9 +94,7 @@ class PagedPrefixCache(Cache):
         self._capturing = Capturing(store.conditioning, capture, store.arena, takes_positions=takes_positions)
         self._calls.capture(self._capturing)
         self._rows: Rows | None = None  # the rows of `_current`
-        self._current = Current(
-            self._calls, WeakMethod(self._show)
-        )  # the rows of the last call, or of the running loop
+        self._current = Current(self._calls, WeakMethod(self._show))  # rows of the last call, or of the running loop
         finalize(self, store.blocks.left.append, self._current).atexit = False
         self._capture = capture
         self._records_past = False  # whether rows record past columns from a loop's first forward on
@@ -115,8 +111,7 @@ class PagedPrefixCache(Cache):
         """Begin a `generate`, and return the rows that it runs on.
 
         Raises:
-            CacheArgumentError: the call is of another model, or asks for a cache of its own, or has placeholders that
-                nothing fills, or its tokens do not continue the rows.
+            CacheArgumentError: the call may not begin so, or its tokens do not continue the rows.
         """
         try:
             require_may_begin(self.store.model, model, given)
@@ -189,7 +184,6 @@ class PagedPrefixCache(Cache):
 
         Raises:
             CacheBusyError: another call is running on this cache.
-            CacheArgumentError: see `begin_rows`.
         """
         require_may_begin(self.store.model, model, given)
         with self._current.around():
@@ -207,7 +201,7 @@ class PagedPrefixCache(Cache):
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 
     def after_forward(self, output: Any) -> Any:
-        """Return the output as it is: the forward has run on rows, and the rows are told."""
+        """Return the output: the forward has run on rows, and the rows are told."""
         return output
 
     def _show(self, rows: Rows | None) -> None:
@@ -225,12 +219,7 @@ class PagedPrefixCache(Cache):
                 blocks.follow_windows(self.store.conditioning.sights_now())
 
     def adopt(self, rows: Rows, before: Rows) -> None:
-        """Take the rows that a `generate` ran on, if it went on with this cache's rows.
-
-        Args:
-            rows: the rows that it ran on.
-            before: the rows that it was passed: an earlier call had returned them.
-        """
+        """Take the rows that a `generate` ran on which was passed the rows `before`, if these are this cache's."""
         if self._rows is before:
             self._current.rows = rows
 
@@ -248,13 +237,6 @@ class PagedPrefixCache(Cache):
     def __bool__(self) -> bool:
         """Return True even without rows: some models ask `if past_key_values`."""
         return True
-
-    def __repr__(self) -> str:
-        held = self._rows
-        num_rows, is_bypassed = (0, False) if held is None else (held.batch(), held.why_bypassed is not None)
-        rows = f"{num_rows} rows of {self.get_seq_length()} tokens{' without the store' if is_bypassed else ''}"
-        where = f"{type(self.store.model).__name__}, with a salt" if self.cache_salt else repr(self.store)
-        return f"PagedPrefixCache({rows}, {where})"
 
     def _held(self) -> Rows:
         """Return the rows; if there are none, new rows that hold nothing."""
@@ -327,7 +309,6 @@ class PagedPrefixCache(Cache):
     lookup, explain = explanation.lookup, explanation.explain
     score = scoring.score
     verify = verification.verify
-    plot, _repr_html_ = picture.plot, picture.html
 
     def stats(self) -> CacheStats:
         """Return counts of this cache's calls and of the blocks now; `print` shows them as a table.
@@ -426,7 +407,7 @@ class PagedPrefixCache(Cache):
         if not self.cache_salt:
             self.store.check()
             return
-        with contextlib.suppress(BlockStateError):
+        with contextlib.suppress(BlockStateError):  # an error raised beside it would have it as its context
             self.store.check()
             return
         raise BlockStateError("the store's blocks are not as they must be; store.check() tells its owner how")
@@ -477,13 +458,10 @@ class PagedPrefixCache(Cache):
         scope = AmbientScope(self.store.model, self, in_all_threads=True)
         try:
             open_scope(scope)
-            try:
-                yield self
-            finally:
-                close_scope(scope)
-                self._reset_if_free()
+            yield self
         finally:
-            close_scope(scope)  # also where opening it was interrupted
+            close_scope(scope)
+            self._reset_if_free()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
         """Make a second cache on the same store. Its rows hold the same columns, and go on by themselves."""

@@ -24,7 +24,7 @@ from .errors import CacheArgumentError
 from .every_generate import every_generate
 from .model.probing import measure_bytes_per_token
 from .store.memory_budget import free_bytes
-from .store_options import StoreOptions, require_not_gone, store_options
+from .store_options import StoreOptions, store_options
 
 logger = logging.getLogger("lm_eval")
 
@@ -59,7 +59,6 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
     """
 
     def __init__(self, pretrained: Any, **options: Any) -> None:
-        require_not_gone(options)
         sizes: Any = {name: options.pop(name) for name in StoreOptions._fields if name in options}
         store_options(**sizes)
         super().__init__(pretrained, **options)

@@ -151,11 +151,6 @@ class PrefixStore:
             self.blocks.bytes_of_static_rows = lambda: arena.num_bytes
         attach(model)
 
-    def __repr__(self) -> str:
-        blocks = self.blocks
-        most = "known after the first forward" if blocks.max_num_blocks is None else blocks.max_num_blocks
-        return f"PrefixStore({type(self.model).__name__}, block_size={blocks.block_size}, num_blocks={most})"
-
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, also pinned ones, and the rows of calls that are over, on all caches of the store.
 
@@ -368,12 +363,13 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
             f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give the store "
             "a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
         )
-    below = None
+    tiers: list[Tier] = []
     if disk_folder is not None:
         conditioning.is_shared = True
-        below = DiskTier(disk_folder, options.disk_bytes, conditioning.roots, conditioning.shared_identities)
-    above = [HostTier(host_bytes, below)] if host_bytes else []
-    return [*above, *([] if below is None else [below])]
+        tiers.append(DiskTier(disk_folder, options.disk_bytes, conditioning.roots, conditioning.shared_identities))
+    if host_bytes:
+        tiers.insert(0, HostTier(host_bytes, tiers[0] if tiers else None))
+    return tiers
 
 
 def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:

@@ -1,6 +1,6 @@
 """Describes what a cache has done, as plain numbers that print as a table. No torch, no state of its own."""
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
 _KV_BYTES = "of blocks in use, and of rows, which are not in the pool"
 
@@ -128,7 +128,7 @@ class TierStats:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowStats:
     """`RowStats` says how far the prompt of one row of a call was known, and why no further.
 
@@ -148,14 +148,18 @@ class RowStats:
         (1, 'the whole prompt was known')
     """
 
-    prompt_tokens: int
-    computed_tokens: int
-    reused_tokens: int
-    shared_tokens: int
-    matched_tokens: int
-    stopped: str
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
+    reused_tokens: int = 0
+    matched_tokens: int = 0
+    stopped: str = "nothing was computed"
     host_tokens: int = 0
     disk_tokens: int = 0
+
+    @property
+    def shared_tokens(self) -> int:
+        """Number of tokens that were neither computed nor reused: they were computed for another row of the call."""
+        return self.prompt_tokens - self.computed_tokens - self.reused_tokens
 
     @property
     def device_tokens(self) -> int:
@@ -246,21 +250,3 @@ def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
     if name.endswith("_seconds"):
         return f"{value:,.1f}"
     return f"{value:.1%}" if "hit_rate" in name else f"{value:,}"
-
-
-@dataclass(slots=True)
-class RowCount:
-    """`RowCount` is a `RowStats` in the making."""
-
-    prompt_tokens: int = 0
-    computed_tokens: int = 0
-    reused_tokens: int = 0
-    matched_tokens: int = 0
-    stopped: str = "nothing was computed"
-    host_tokens: int = 0
-    disk_tokens: int = 0
-
-    def frozen(self) -> RowStats:
-        """Return the counts as they are now; tokens that were neither computed nor reused are shared."""
-        num_shared = self.prompt_tokens - self.computed_tokens - self.reused_tokens
-        return RowStats(**asdict(self), shared_tokens=num_shared)

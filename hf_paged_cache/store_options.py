@@ -5,7 +5,7 @@ Refuses bad options before anything is loaded. No torch.
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from os import PathLike, fspath
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
@@ -13,10 +13,6 @@ from .blocks.arguments import check_eviction, int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
 _OF_CACHES = ("cache_salt", "capture")  # options of a cache alone
-_GONE = {  # option that is gone -> what to do instead
-    "attention": "each call has its own keys and values now, and what rows share is read once; leave it out",
-    "on_full": "no call is refused for want of blocks: what does not fit is not kept; leave it out",
-}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -36,29 +32,17 @@ class StoreSizes(TypedDict, total=False):
     trust_hooks: bool
 
 
-_DEFAULTS: StoreSizes = {
-    "block_size": 16,
-    "num_blocks": None,
-    "max_bytes": None,
-    "host_bytes": 0,
-    "disk_folder": None,
-    "disk_bytes": None,
-    "eviction": "reuse",
-    "trust_hooks": False,
-}
-
-
 class StoreOptions(NamedTuple):
-    """`StoreOptions` holds the options of a store, in bytes and checked."""
+    """`StoreOptions` holds the options of a store, with their defaults; those that are bytes as numbers, once checked."""
 
-    block_size: int
-    num_blocks: int | None
-    max_bytes: int | None
-    host_bytes: int
-    disk_folder: str | PathLike[str] | None
-    disk_bytes: int | None
-    eviction: str
-    trust_hooks: bool
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_bytes: int | None = None
+    host_bytes: int = 0
+    disk_folder: str | PathLike[str] | None = None
+    disk_bytes: int | None = None
+    eviction: str = "reuse"
+    trust_hooks: bool = False
 
 
 def shows_store_options(function: _Function) -> _Function:
@@ -69,7 +53,7 @@ def shows_store_options(function: _Function) -> _Function:
     signature, hints = inspect.signature(function), StoreSizes.__annotations__
     sizes = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in _DEFAULTS.items()
+        for name, default in StoreOptions._field_defaults.items()
     ]
     others = [parameter for name, parameter in signature.parameters.items() if name != "sizes"]
     at = next((i for i, each in enumerate(others) if each.kind is inspect.Parameter.VAR_KEYWORD), len(others))
@@ -82,29 +66,17 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     """Return the options that say something: None counts as left out, and so does no host memory.
 
     Raises:
-        TypeError: an option that no store has, or has no more; the message names it.
+        TypeError: an option that no store has; the message names it.
     """
-    require_not_gone(sizes)
     for name in sizes:
-        if name not in _DEFAULTS:
-            close = difflib.get_close_matches(name, [*_DEFAULTS, *_OF_CACHES], 1)
+        if name not in StoreOptions._fields:
+            close = difflib.get_close_matches(name, [*StoreOptions._fields, *_OF_CACHES], 1)
             hint = f"did you mean {close[0]}? " if close else ""
             raise TypeError(
-                f"unexpected keyword argument {name!r}; {hint}a store takes {', '.join(_DEFAULTS)}, and a PagedPrefixCache also "
-                f"{', '.join(_OF_CACHES)}"
+                f"unexpected keyword argument {name!r}; {hint}a store takes {', '.join(StoreOptions._fields)}, and a "
+                f"PagedPrefixCache also {', '.join(_OF_CACHES)}"
             )
     return {name: size for name, size in sizes.items() if size is not None and (name, size) != ("host_bytes", 0)}
-
-
-def require_not_gone(given: Iterable[str]) -> None:
-    """Refuse options that are gone by name, and say what to do instead.
-
-    Raises:
-        TypeError: an option is gone; the message names the first.
-    """
-    for name in given:
-        if name in _GONE:
-            raise TypeError(f"{name} is an option no more: {_GONE[name]}")
 
 
 @shows_store_options
@@ -115,29 +87,25 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
         CacheArgumentError: an option is out of its range, or does not go with another; the message names the first such
             option.
     """
-    given: Any = {**_DEFAULTS, **given_sizes(sizes)}
-    num_blocks, max_bytes, disk_folder = given["num_blocks"], given["max_bytes"], given["disk_folder"]
-    disk_bytes = given["disk_bytes"]
-    check_eviction(given["eviction"])
-    int_of_at_least("block_size", given["block_size"], 1, "tokens; 16 suits most models")
+    options = StoreOptions(**given_sizes(sizes))  # bytes may be texts until they are read below
+    check_eviction(options.eviction)
+    int_of_at_least("block_size", options.block_size, 1, "tokens; 16 suits most models")
+    num_blocks, max_bytes, disk_folder = options.num_blocks, options.max_bytes, options.disk_folder
     if num_blocks is not None and max_bytes is not None:
         raise CacheArgumentError(f"give num_blocks or max_bytes, not both (got {num_blocks} and {max_bytes})")
     if num_blocks is not None:
         int_of_at_least("num_blocks", num_blocks, 2, "blocks: one is reserved, and a call needs at least one")
     if disk_folder is not None and not (isinstance(disk_folder, str | PathLike) and fspath(disk_folder)):
         raise CacheArgumentError(f"disk_folder is {disk_folder!r}; give a folder's path")
-    options = StoreOptions(
-        given["block_size"],
-        num_blocks,
-        None if max_bytes is None else num_bytes_of("max_bytes", max_bytes, 1),
-        num_bytes_of("host_bytes", given["host_bytes"], 0),
-        disk_folder,
-        None if disk_bytes is None else num_bytes_of("disk_bytes", disk_bytes, 1),
-        given["eviction"],
-        given["trust_hooks"],
+    host_bytes = num_bytes_of("host_bytes", options.host_bytes, 0)
+    max_bytes, disk_bytes = (
+        None if given is None else num_bytes_of(name, given, 1)
+        for name, given in (("max_bytes", max_bytes), ("disk_bytes", options.disk_bytes))
     )
     if not isinstance(options.trust_hooks, bool):
         raise CacheArgumentError(f"trust_hooks is {options.trust_hooks!r}; give True or False")
     if disk_folder is None and disk_bytes is not None:
-        raise CacheArgumentError(f"disk_bytes is {disk_bytes} without disk_folder; say in which folder they are")
-    return options
+        raise CacheArgumentError(
+            f"disk_bytes is {options.disk_bytes} without disk_folder; say in which folder they are"
+        )
+    return options._replace(max_bytes=max_bytes, host_bytes=host_bytes, disk_bytes=disk_bytes)

@@ -173,7 +173,7 @@ class _Users:
         if self.alone.random() < 0.25:
             self.forget(cache)
         deeds = [self.generate] * 12 + [self.go_on] * 2 + [self.forwards] * 2 + [self.score] * 2
-        deeds += [self.look, self.change_weights]
+        deeds.append(self.change_weights)
         self.together.choice(deeds)(cache)
         cache.check()
 
@@ -273,13 +273,6 @@ class _Users:
                 logits = self.model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
             wanted = logits.log_softmax(dim=-1)[range(len(answer)), answer]
             assert score.log_probs == pytest.approx(wanted.tolist(), abs=1e-3)
-
-    def look(self, cache: PagedPrefixCache) -> None:
-        with Forwards(self.model) as shapes:
-            found = cache.verify(self.together.choice([None, 1, 5]))
-        assert not found.differing
-        same_on_all("forwards of a look", shapes)
-        self.counts["blocks looked at"] += found.num_blocks
 
     def change_weights(self, cache: PagedPrefixCache) -> None:
         with torch.no_grad():

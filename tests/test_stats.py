@@ -87,7 +87,7 @@ def test_what_twice_as_many_blocks_would_have_hit_is_told() -> None:
 
 
 def test_a_call_prints_its_table_and_then_a_line_for_each_row() -> None:
-    rows = (RowStats(40, 8, 32, 0, 32, "no cached block resumes"), RowStats(10, 6, 0, 4, 0, "nothing known"))
+    rows = (RowStats(40, 8, 32, 32, "no cached block resumes"), RowStats(10, 6, 0, 0, "nothing known"))
     text = str(CallStats("generate", 50, 14, 32, 4, 0.64, 2**20, rows))
     head, tail = text.splitlines()[:-2], text.splitlines()[-2:]
     assert head[0].split() == ["kind", "generate"]

@@ -20,13 +20,6 @@ def test_a_store_has_these_options_with_these_defaults() -> None:
     assert of_store.keys() <= inspect.signature(PagedPrefixCache).parameters.keys()
 
 
-@pytest.mark.parametrize(("name", "value"), [("attention", "gather"), ("on_full", "bypass")])
-def test_an_option_of_before_is_refused_by_its_name_and_with_what_to_do(name: str, value: str) -> None:
-    for build in (PrefixStore, PagedPrefixCache):
-        with pytest.raises(TypeError, match=rf"^{name} is an option no more: .*; leave it out$"):
-            build(tiny("llama"), **{name: value})
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -8,22 +8,10 @@ from ..integration.current import Current
 from ..integration.ranks import Ranks
 from ..integration.side_rows import SideRows
 from ..prefix_store import PrefixStore
-from ..stats import CacheStats
 
 
 class AskedCache(Protocol):
-    """`AskedCache` is what the modules of this folder see of a `PagedPrefixCache`.
-
-    Attributes:
-        store: the cache's blocks, and their model.
-        cache_salt: namespace of the cache's blocks; b"": none.
-        _counters: counts of the cache's calls.
-        _calls: opens the cache's calls.
-        _current: rows of the cache's last call.
-        _ranks: processes that share the model.
-        _side_rows: runs forwards on rows of their own, so that the cache's rows stay as they are.
-        _num_looks: number of blocks that `verify` has looked at in turn.
-    """
+    """`AskedCache` is what the modules of this folder see of a `PagedPrefixCache`, which they must not import."""
 
     store: PrefixStore
     cache_salt: bytes
@@ -32,6 +20,4 @@ class AskedCache(Protocol):
     _current: Current
     _ranks: Ranks
     _side_rows: SideRows
-    _num_looks: int
-
-    def stats(self) -> CacheStats: ...
+    _num_looks: int  # number of blocks that `verify` has looked at in turn

@@ -12,16 +12,14 @@ from torch import Tensor
 
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..blocks.tokens import TokenIds
-from ..call.found import Found
+from ..call.found import Found, PreviousRows
 from ..call.look_up import continuation, look_up
-from ..call.match import previous_rows
 from ..errors import CacheArgumentError
 from ..integration.current import drain
 from ..wording import counted
 from .asked import AskedCache
 from .prompts import AskedPrompt, asked_prompt
 
-_DEVICE = "device"  # name of the tier where the pool is
 _NUM_SHOWN = 16  # tokens that are shown before the place where prompts part, and after it
 
 
@@ -128,21 +126,20 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
         >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.lookup(inputs["input_ids"]).num_tokens
         (80, 80)
     """
-    return _look_up(cache, asked_prompt(cache, "the prompt", token_ids))
+    return _look_up(cache, asked_prompt(cache, "the prompt", token_ids), PreviousRows(cache._current.rows))
 
 
-def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
-    blocks, last = cache.store.blocks, previous_rows(cache._current.rows)
+def _look_up(cache: AskedCache, asked: AskedPrompt, last: PreviousRows) -> Lookup:
+    blocks = cache.store.blocks
     drain(blocks)
     num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
     with blocks.lock:
         blocks.settle()
-        if asked.why_whole:
-            found, below = Found(0, asked.why_whole), None
-        else:
-            found, below = look_up(blocks, asked.row, last, num_needed)
-    num_blocks, tier = found.num_tokens // blocks.block_size, below or (_DEVICE if found.num_tokens else None)
-    return Lookup(found.num_tokens, num_blocks, found.stopped, tier)
+        found = Found(0, asked.why_whole or "")
+        if not asked.why_whole:
+            found = look_up(blocks, asked.row, last, num_needed)
+    tier = found.tier or ("device" if found.num_tokens else None)
+    return Lookup(found.num_tokens, found.num_tokens // blocks.block_size, found.stopped, tier)
 
 
 def explain(
@@ -181,47 +178,47 @@ def explain(
         raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
-    found, last = _look_up(cache, asked), previous_rows(cache._current.rows)
+    last = PreviousRows(cache._current.rows)
+    found = _look_up(cache, asked, last)
     with blocks.lock:
         blocks.settle()
         goes_on = continuation(blocks, asked.row, found.num_tokens, last)
         first = tokens[: blocks.block_size]
         is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
-    return _explanation(tokens, found, goes_on, tokenizer, is_elsewhere=is_elsewhere)
-
-
-def _explanation(
-    tokens: TokenIds, found: Lookup, goes_on: TokenIds, tokenizer: Any, *, is_elsewhere: bool
-) -> Explanation:
-    """Put together what a look has found.
-
-    Args:
-        goes_on: tokens of the closest cached prompt, from `found.num_tokens` on; empty where there is none.
-        is_elsewhere: whether nothing is known, though a cached block has the prompt's first tokens.
-    """
-    known = found.num_tokens
-    parts_at = known + num_common(goes_on, tokens[known:])
-    num_agreed = parts_at - known
-    advice = ""
-    if is_elsewhere:
-        advice = (
-            "its first tokens are cached, but after others, as without a special token at the beginning, or under other conditions: "
-            "another adapter, other weights or settings, or padding before them where the model counts columns"
-        )
-    elif image := said_image(tokens, parts_at, parts_at + 1):
-        advice = f"{image} is another one, or stands otherwise, than what is cached there"
-    elif num_agreed and parts_at < len(tokens):
-        advice = f"blocks are shared whole, so {counted(num_agreed, 'token')} from token {known} on that the two have in common {'is' if num_agreed == 1 else 'are'} computed, too"
+    num_agreed = num_common(goes_on, tokens[found.num_tokens :])
+    parts_at = found.num_tokens + num_agreed
+    rest = goes_on[num_agreed : num_agreed + _NUM_SHOWN]
     return Explanation(
         num_tokens=len(tokens),
-        num_known=known,
+        num_known=found.num_tokens,
         stopped=found.stopped,
         parts_at=parts_at,
         before=_shown(tokens[max(0, parts_at - _NUM_SHOWN) : parts_at], tokenizer),
         after=_shown(tokens[parts_at : parts_at + _NUM_SHOWN], tokenizer),
-        cached=_shown(goes_on[num_agreed : num_agreed + _NUM_SHOWN], tokenizer) if len(goes_on) > num_agreed else None,
-        advice=advice,
+        cached=_shown(rest, tokenizer) if rest else None,
+        advice=_advice(tokens, found.num_tokens, parts_at, is_elsewhere=is_elsewhere),
     )
+
+
+def _advice(tokens: TokenIds, num_known: int, parts_at: int, *, is_elsewhere: bool) -> str:
+    """Say the probable reason why no more is known; "" where nothing can be said.
+
+    Args:
+        parts_at: first token at which the prompt differs from the closest cached prompt.
+        is_elsewhere: whether nothing is known, though a cached block has the prompt's first tokens.
+    """
+    if is_elsewhere:
+        return (
+            "its first tokens are cached, but after others, as without a special token at the beginning, or under other conditions: "
+            "another adapter, other weights or settings, or padding before them where the model counts columns"
+        )
+    if image := said_image(tokens, parts_at, parts_at + 1):
+        return f"{image} is another one, or stands otherwise, than what is cached there"
+    if not num_known < parts_at < len(tokens):
+        return ""
+    agreed = counted(parts_at - num_known, "token")
+    is_computed = "is" if parts_at - num_known == 1 else "are"
+    return f"blocks are shared whole, so {agreed} from token {num_known} on that the two have in common {is_computed} computed, too"
 
 
 def _shown(tokens: "array[int]", tokenizer: Any) -> str:

@@ -46,28 +46,25 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
         CacheArgumentError: the prompt is something else, or has several rows, or padding.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
     """
-    asking = cache._calls.opening.asking
-    if not isinstance(given, Mapping):
-        tokens = array("q", one_sequence(what, given))
-        return AskedPrompt(
-            RowInput(tokens, 0, 0, _root_of(cache, len(tokens)), salt=cache.cache_salt),
-            why_whole=asking.why_in_general(),
-        )
-    if "input_ids" not in given:
-        raise CacheArgumentError(f"{what} has {', '.join(map(str, given)) or 'nothing'}; give it with its input_ids")
-    tokens = array("q", one_sequence(what, given["input_ids"]))
-    mask = given.get("attention_mask")
+    why_in_general, inputs = cache._calls.opening.asking.why_in_general(), given
+    if not isinstance(inputs, Mapping):
+        inputs = {"input_ids": given}
+    if "input_ids" not in inputs:
+        raise CacheArgumentError(f"{what} has {', '.join(map(str, inputs)) or 'nothing'}; give it with its input_ids")
+    tokens = array("q", one_sequence(what, inputs["input_ids"]))
+    mask = inputs.get("attention_mask")
     if mask is not None and any(one == 0 for one in one_sequence(f"the attention_mask of {what}", mask)):
         raise CacheArgumentError(f"{what} has padding; give one row without it")
     root = _root_of(cache, len(tokens))  # refuses where asking would change frequencies
-    if not cache.store.placeholders and not given.keys() - {"input_ids", "attention_mask"}:
-        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=asking.why_in_general())
-    if not isinstance(given["input_ids"], Tensor) or given["input_ids"].dim() != 2:
+    is_text = inputs is not given or not cache.store.placeholders
+    if is_text and not inputs.keys() - {"input_ids", "attention_mask"}:
+        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_in_general)
+    if not isinstance(inputs["input_ids"], Tensor) or inputs["input_ids"].dim() != 2:
         raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
     with cache.store.conditioning.rope.put_back():
-        request = cache._side_rows.request_of(given)
+        request = cache._side_rows.request_of(inputs)
     (row,) = request.rows
-    return AskedPrompt(row, given, request.bypass or asking.why_in_general())
+    return AskedPrompt(row, inputs, request.bypass or why_in_general)
 
 
 def _root_of(cache: AskedCache, num_tokens: int) -> bytes:

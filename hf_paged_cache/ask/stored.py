@@ -1,15 +1,10 @@
 """Reads what blocks hold of a sequence, and puts it into transformers' own layers, so that it can be compared."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
 
 from ..kv.block_pool import Slab
-from ..kv.states import LiveStates, States
-from ..model.layer_streams import put_streams
-from ..model.support import has_state
 from ..rows import memory
 from ..rows.memory import Streams
 from ..store.block_store import BlockStore
@@ -47,18 +42,3 @@ def _read(
         for (layer_idx, name), part in zip(names, tensor, strict=True):
             found.setdefault(layer_idx, {})[name] = part
     return found
-
-
-def put_rows(layers: list[Any], held: Mapping[int, Mapping[str, Tensor]], states: States, num_columns: int) -> None:
-    """Put a row into empty layers of transformers.
-
-    Args:
-        layers: layers of a cache; layers beyond those that a model's config names are appended.
-        held: layer index -> name -> [1, H, columns, D]: all columns, or the last ones that a window shows.
-        states: states that nobody else holds.
-        num_columns: number of columns of the row.
-    """
-    for index, of_layer in held.items():
-        layers += [DynamicLayer() for _ in range(len(layers), index + 1)]  # type: ignore[no-untyped-call]
-        put_streams(layers[index], of_layer, num_columns)
-    LiveStates({index: layer for index, layer in enumerate(layers) if has_state(layer)}).put(states)

@@ -1,8 +1,9 @@
 """Counts what prompts cost: in the last call, and in all calls of a cache. Plain numbers."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from ..stats import CallStats, RowCount
+from ..stats import CallStats, RowStats
 from ..store.call_totals import CallTotals
 from .call_state import CallState
 
@@ -20,18 +21,14 @@ class PromptCounters:
     def __init__(self, of_all: CallTotals | None = None) -> None:
         self.totals = CallTotals()
         self._of_all = CallTotals() if of_all is None else of_all
-        self._last: tuple[str, Sequence[RowCount]] = "none", ()
-        self._state: CallState | None = None  # state of the last call, if it ran on rows of this cache
-        self._peak = 0  # peak bytes of the last call, if it did not
+        self._last = CallState("none")
 
-    def add_call(self, kind: str, rows: Sequence[RowCount], peak_kv_bytes: int, *, bypassed: bool) -> None:
+    def add_call(self, kind: str, rows: Sequence[RowStats], peak_kv_bytes: int, *, bypassed: bool) -> None:
         """Count a call that ran elsewhere; it is the last call from here on."""
-        if bypassed:
-            self.note_bypass()
-        self._record(rows, [row.stopped for row in rows], num_calls=1)
-        self._last, self._state, self._peak = (kind, [*rows]), None, peak_kv_bytes
+        state = CallState(kind, counts=[*rows], peak_kv_bytes=peak_kv_bytes)
+        self.add_forward(state, rows, begins=True, bypassed=bypassed)
 
-    def add_forward(self, state: CallState, new: Sequence[RowCount], *, begins: bool, bypassed: bool) -> None:
+    def add_forward(self, state: CallState, new: Sequence[RowStats], *, begins: bool, bypassed: bool) -> None:
         """Count a forward of prompts; its call is the last call from here on.
 
         Args:
@@ -42,7 +39,13 @@ class PromptCounters:
         """
         if begins and bypassed:
             self.note_bypass()
-        self._record(new, [row.stopped for row in state.counts], num_calls=int(begins))
+        num_tokens = sum(row.prompt_tokens for row in new)
+        num_computed, num_reused = sum(row.computed_tokens for row in new), sum(row.reused_tokens for row in new)
+        for totals in (self.totals, self._of_all):
+            totals.record(num_tokens, num_computed, num_reused, num_calls=int(begins))
+            totals.record_reasons(
+                (row.stopped, more.computed_tokens) for row, more in zip(state.counts, new, strict=True)
+            )
         self.end_call(state)
 
     def note_bypass(self) -> None:
@@ -52,37 +55,29 @@ class PromptCounters:
 
     def end_call(self, state: CallState) -> None:
         """End a call: it is the last call from here on, also where others ran inside of it."""
-        self._last, self._state = (state.kind, state.counts), state
-
-    def _record(self, rows: Sequence[RowCount], reasons: Sequence[str], *, num_calls: int) -> None:
-        num_tokens = sum(row.prompt_tokens for row in rows)
-        num_computed, num_reused = sum(row.computed_tokens for row in rows), sum(row.reused_tokens for row in rows)
-        for totals in (self.totals, self._of_all):
-            totals.record(num_tokens, num_computed, num_reused, num_calls=num_calls)
-            totals.record_reasons((why, row.computed_tokens) for why, row in zip(reasons, rows, strict=True))
+        self._last = state
 
     @property
     def peak_kv_bytes(self) -> int:
         """Most bytes that the last call took."""
-        return self._peak if self._state is None else self._state.peak_kv_bytes
+        return self._last.peak_kv_bytes
 
     def last_call(self) -> CallStats:
         """Return what was confirmed of the last call."""
-        kind, counted = self._last
-        tokens, num_rows, dense = (0, 0, "") if self._state is None else self._state.read_once
-        rows = tuple(row.frozen() for row in counted)
+        state = self._last
+        rows = tuple(replace(row) for row in state.counts)
         prompt, reused = sum(row.prompt_tokens for row in rows), sum(row.reused_tokens for row in rows)
         return CallStats(
-            kind=kind,
+            kind=state.kind,
             prompt_tokens=prompt,
             computed_tokens=sum(row.computed_tokens for row in rows),
             reused_tokens=reused,
             shared_tokens=sum(row.shared_tokens for row in rows),
             hit_rate=reused / prompt if prompt else 0.0,
-            peak_kv_bytes=self.peak_kv_bytes,
+            peak_kv_bytes=state.peak_kv_bytes,
             rows=rows,
-            read_once_tokens=tokens,
-            read_once_rows=num_rows,
-            dense=dense,
-            captured="" if self._state is None else str(self._state.captured),
+            read_once_tokens=0 if state.seen is None else state.seen.tokens,
+            read_once_rows=0 if state.seen is None else state.seen.rows,
+            dense="" if state.seen is None else state.seen.dense,
+            captured=str(state.captured),
         )

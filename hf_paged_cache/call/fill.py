@@ -23,7 +23,6 @@ def fill(
     known: Sequence[Known],
     start: int,
     wanted: int,
-    previous: Rows | None = None,
     *,
     copies: Sequence[int] | None = None,
     takes_over: bool = False,
@@ -34,9 +33,8 @@ def fill(
         inputs: the rows as they were asked for.
         known: what is known of each row.
         wanted: columns that the rows will have, as far as that is known.
-        previous: rows of the call before.
         copies: row that goes on after the first forward -> the row that runs for it there; None: each row runs.
-        takes_over: the memory of `previous` may become these rows'.
+        takes_over: the memory of the call before may become these rows'.
     """
     rows.begin(inputs, wanted)
     captured = rows.captured  # captured rows are dense, and begin where they stay
@@ -50,43 +48,40 @@ def fill(
     shared = None
     if rows.may_be_lazy and captured is None:
         shared = share_known(store, inputs, known, start, rows.looks, copies or range(len(inputs)))
-    # streams that lie apart, as after a first call, would do so from then on
-    lie_alike = previous is not None and [names for _, names in previous.memory] == [names for _, names in slabs]
-    may_take = takes_over and lie_alike and shared is None and captured is None
-    done = _take_over(rows, inputs, known, start, previous) if may_take else 0
+    may_take = takes_over and shared is None and captured is None
+    done = _take_over(rows, inputs, known, start, [names for _, names in slabs]) if may_take else 0
     if shared is not None:
         first = shared.plan.first_own
         rows.share(shared, memory.make(memory.shapes_of_slabs(slabs), len(inputs), max(start, wanted) - first), start)
     elif done:
         rows.make_room(max(start, wanted), wanted)
     else:
-        shapes = memory.shapes_of_slabs(slabs) or _shapes_elsewhere(known, previous)
+        elsewhere = (memory.shapes_of_rows(source.all_memory()) for row in known for source, _, _ in row.sources())
+        shapes = memory.shapes_of_slabs(slabs) or next(elsewhere, [])
         rows.take(make(shapes, len(inputs), max(start, wanted)), start)
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         first = row.pad if shared is None else shared.plan.ends[number]
-        _load(store, rows, number, of_row, max(done, first), start, previous)
-    if rows.windows is not None:
-        _fill_windows(store, rows.windows, inputs, known, start, wanted, previous, is_there=bool(done))
+        _load(store, rows, number, of_row, max(done, first), start)
+    before = None if not done or known[0].previous is None else known[0].previous.rows.windows
+    if rows.windows is not None and before is not None:
+        rows.windows.take_over(before, start)
+    elif rows.windows is not None:
+        _fill_windows(store, rows.windows, inputs, known, start, wanted)
     if rows.states is not None:
         rows.states.live.put(
-            stacked([_states_at(row, start, of_row, previous) for row, of_row in zip(inputs, known, strict=True)])
+            stacked([_states_of(of_row, start - row.pad) for row, of_row in zip(inputs, known, strict=True)])
         )
     rows.start_at(start, inputs)
 
 
-def _states_at(row: RowInput, start: int, known: Known, previous: Rows | None) -> States:
-    """Return what layers carry of one row before column `start`, where the row resumes; nothing for padding."""
-    num_tokens = start - row.pad
+def _states_of(known: Known, num_tokens: int) -> States:
+    """Return what layers carry of one row after so many tokens, where it resumes; nothing for padding."""
     if num_tokens <= 0:
         return {}
-    source, number = None, 0
-    if known.ahead is not None and known.ahead[2] == num_tokens:
-        source, number, _ = known.ahead
-    elif known.previous is not None and known.num_common == num_tokens:
-        source, number = previous, known.previous
-    if source is None or source.states is None:
-        return known.states
-    return row_of(source.states.live.read(), number)
+    for source, number, num_there in known.sources():
+        if num_there == num_tokens and source.states is not None:
+            return row_of(source.states.live.read(), number)
+    return known.states
 
 
 def _fill_windows(
@@ -96,45 +91,25 @@ def _fill_windows(
     known: Sequence[Known],
     start: int,
     wanted: int,
-    previous: Rows | None,
-    *,
-    is_there: bool,
 ) -> None:
-    """Let layers with a window have what is seen after column `start`, from where each row resumes.
-
-    Args:
-        is_there: the rows go on in the memory of the call before.
-    """
-    before = None if previous is None else previous.windows
-    if is_there and before is not None:
-        windows.take_over(before, start)
-        return
+    """Let layers with a window have what is seen after column `start`, from where each row resumes."""
     with store.lock:
         slabs = store.window_slabs()
-    ahead = [row.ahead[0].windows for row in known if row.ahead is not None]
-    sources = [source for source in (*ahead, before) if source is not None]
+    there = [source.windows for row in known for source, _, _ in row.sources() if source.windows is not None]
     for sight in windows.sights:
         shapes = memory.shapes_of_slabs(slabs.get(sight, ()))
-        elsewhere = (memory.shapes_of_rows(source.of(sight)[0]) for source in sources)
+        elsewhere = (memory.shapes_of_rows(each.of(sight)[0]) for each in there)
         shapes = shapes or next(filter(None, elsewhere), [])
         windows.make(sight, shapes, len(inputs), start, max(start, wanted))
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         num_tokens = start - row.pad
         if num_tokens <= 0:
             continue
-        if of_row.ahead is not None and of_row.ahead[2] >= num_tokens:
-            source, source_row, _ = of_row.ahead
-            if source.windows is not None:
-                shift = source.prompts[source_row].pad - row.pad
-                source.windows.copy_row(source_row, shift, windows, number, start)
-        elif (
-            of_row.previous is not None
-            and previous is not None
-            and before is not None
-            and of_row.num_common >= num_tokens
-        ):
-            shift = previous.prompts[of_row.previous].pad - row.pad
-            before.copy_row(of_row.previous, shift, windows, number, start)
+        source = next((each for each in of_row.sources() if each[2] >= num_tokens), None)
+        if source is not None:
+            held, source_row, _ = source
+            if held.windows is not None:
+                held.windows.copy_row(source_row, held.prompts[source_row].pad - row.pad, windows, number, start)
         elif of_row.lease is not None:
             _load_windows(store, windows, number, row.pad, of_row.lease.block_ids, num_tokens)
 
@@ -159,20 +134,27 @@ def _load_windows(
 
 
 def _take_over(
-    rows: Rows, inputs: Sequence[RowInput], known: Sequence[Known], start: int, previous: Rows | None
+    rows: Rows,
+    inputs: Sequence[RowInput],
+    known: Sequence[Known],
+    start: int,
+    names: Sequence[tuple[memory.Stream, ...]],
 ) -> int:
     """Take the memory of the call before, where each row goes on in its own row there.
 
-    Returns:
-        the column up to which all rows do; 0: the memory was not taken.
+    Return the column up to which all rows do; 0: the memory was not taken. That is so, too, where its streams do not
+    lie together as these names do: they would lie apart from then on.
     """
+    previous = None if known[0].previous is None else known[0].previous.rows
     if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
         return 0
     if previous.base or (rows.is_exact and not previous.can_go_on_at(start)):
         return 0
+    if [of_memory for _, of_memory in previous.memory] != [*names]:
+        return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
-        if of_row.previous != number or previous.prompts[number].pad != row.pad:
+        if of_row.previous is None or of_row.previous.number != number or previous.prompts[number].pad != row.pad:
             return 0
         done = min(done, row.pad + of_row.num_common)
     if 2 * done < start or (rows.is_exact and done < start):
@@ -181,9 +163,7 @@ def _take_over(
     return done
 
 
-def _load(
-    store: BlockStore, rows: Rows, number: int, known: Known, done: int, start: int, previous: Rows | None
-) -> None:
+def _load(store: BlockStore, rows: Rows, number: int, known: Known, done: int, start: int) -> None:
     """Copy the known columns `[done, start)` of one row into it."""
     size, base, pad = store.block_size, rows.base, rows.prompts[number].pad
     first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
@@ -193,11 +173,8 @@ def _load(
         block_ids = known.lease.block_ids[first : -(-end // size)]
         memory.load_blocks(rows.memory, slabs, [number], pad + first * size - base, block_ids, end - first * size)
         done = max(done, pad + end)
-    if known.ahead is not None:
-        ahead, source, num_tokens = known.ahead
-        done = _copy(ahead, source, rows, number, done, min(start, pad + num_tokens))
-    if known.previous is not None and previous is not None:
-        _copy(previous, known.previous, rows, number, done, min(start, pad + known.num_common))
+    for source, source_row, num_tokens in known.sources():
+        done = _copy(source, source_row, rows, number, done, min(start, pad + num_tokens))
 
 
 def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop: int) -> int:
@@ -211,9 +188,3 @@ def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop:
     shift = source.prompts[source_row].pad - rows.prompts[row].pad
     source.copy_columns(source_row, start + shift, stop + shift, rows.memory, row, start - rows.base)
     return stop
-
-
-def _shapes_elsewhere(known: Sequence[Known], previous: Rows | None) -> list[memory.Shape]:
-    """Return the shapes of streams of rows in which something is known, where the pool holds nothing yet."""
-    sources = [row.ahead[0] for row in known if row.ahead is not None] + ([] if previous is None else [previous])
-    return memory.shapes_of_rows(sources[0].all_memory()) if sources else []

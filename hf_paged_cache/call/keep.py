@@ -11,7 +11,7 @@ import torch
 
 from ..blocks import Allocation, BlockHash, HashChain
 from ..blocks.image_tokens import filled_up
-from ..blocks.tokens import TokenIds, common_prefix_length
+from ..blocks.tokens import TokenIds
 from ..blocks.window_blocks import Changing, WindowBlocks
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import Slab
@@ -21,6 +21,7 @@ from ..rows.memory import Stream
 from ..rows.rows import Rows
 from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
+from .match import chain_of
 
 
 def keep(
@@ -51,7 +52,10 @@ def keep(
     have_more = (max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts)
     if not (any(taken) or any(have_more)):
         return
-    layout = _layout_for(store, rows)
+    try:
+        layout = lay_out(store, rows)
+    except torch.OutOfMemoryError:
+        return
     if layout is None:
         return
 
@@ -72,26 +76,13 @@ def keep(
         key = prompt.root + tokens[: num_blocks * size].tobytes()
         if key not in done:
             done.add(key)
-            known = _chain_of(chains, prompt.root, size, tokens)
-            _keep_row(store, rows, number, known, num_blocks, salt, make_room, may_write)
+            chains[prompt.root] = chain_of(prompt.root, size, tokens, chains)
+            _keep_row(store, rows, number, chains[prompt.root], num_blocks, salt, make_room, may_write)
         prompt.kept = max(prompt.kept, num_blocks * size)
         if prompt.image_end is not None and len(tokens) >= prompt.image_end:
             ended, prompt.image_end = filled_up(tokens, prompt.image_end, size), None
-            chain = HashChain(prompt.root, size)
-            chain.extend(ended)
-            _keep_row(store, rows, number, chain, len(ended) // size, salt, make_room, may_write)
-
-
-def _layout_for(store: BlockStore, rows: Rows) -> int | None:
-    """Return the layout of the pool that has tensors for all streams of the rows; None: the pool cannot have them."""
-    try:
-        if not lay_out(store, rows):
-            return None
-    except torch.OutOfMemoryError:
-        return None
-    with store.lock:  # a reset in another thread may have given the tensors back meanwhile
-        are_there = _lies_alike(store, rows) or _has_tensors(store, rows)
-        return store.pool.num_layouts if are_there else None
+            filled = chain_of(prompt.root, size, ended, chains)
+            _keep_row(store, rows, number, filled, len(ended) // size, salt, make_room, may_write)
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
@@ -103,23 +94,6 @@ def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
     """
     at = next((at for at in range(first, len(tokens)) if tokens[at] in ends), None)
     return tokens if at is None else tokens[: at + 1]
-
-
-def _chain_of(chains: dict[bytes, HashChain], root: bytes, size: int, tokens: TokenIds) -> HashChain:
-    """Return the hashes of these tokens; hashes that are known of a row are not computed again."""
-    best = chains.get(root)
-    if best is not None:
-        common = common_prefix_length(best.token_ids, tokens)
-        if common == len(best.token_ids):
-            best.extend(tokens[common:])
-            return best
-        chain = best.copy()
-        chain.truncate(common)
-    else:
-        chain = HashChain(root, size)
-    chain.extend(tokens[len(chain) :])
-    chains[root] = chain
-    return chain
 
 
 def _keep_row(
@@ -275,34 +249,34 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
     return fresh
 
 
-def lay_out(store: BlockStore, rows: Rows) -> bool:
+def lay_out(store: BlockStore, rows: Rows) -> int | None:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
-    Returns:
-        whether the pool can hold the streams. It cannot where it holds others, and somebody needs its blocks.
+    Return the number of the pool's layout. It is None where the pool cannot hold the streams: there is no memory, or it
+    has too many blocks for their dtype.
     """
     pool = store.pool
     with store.lock:
         if store.is_settled and _lies_alike(store, rows):
-            return True
-    streams = {
-        (layer.layer_idx, name): states
-        for layer in rows.layers
-        if layer.held is not None
-        for name, states in layer.named()
-    }
-    with store.lock:
+            return pool.num_layouts
+        streams = {
+            (layer.layer_idx, name): states
+            for layer in rows.layers
+            if layer.held is not None
+            for name, states in layer.named()
+        }
         if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
             store.make_room(1)  # tensors are made as large as the pool is
             if not pool.all.capacity:
-                return False  # there was no memory for a block
+                return None  # there was no memory for a block
             pool.lay_out_together(streams)
     if not store.is_settled:
         store.settle_budget()
     with store.lock:
         if all(_can_hold(store, stream, states) for stream, states in streams.items()) and store.fits_budget():
-            return True
-        return store.begin_anew() and lay_out(store, rows)
+            return pool.num_layouts
+        is_empty = store.begin_anew()
+    return lay_out(store, rows) if is_empty else None
 
 
 def _lies_alike(store: BlockStore, rows: Rows) -> bool:
@@ -316,12 +290,6 @@ def _lies_alike(store: BlockStore, rows: Rows) -> bool:
     if windows is not None:
         lie += chain.from_iterable(windows.of(sight)[0] for sight in windows.sights)
     return bool(lie) and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie)
-
-
-def _has_tensors(store: BlockStore, rows: Rows) -> bool:
-    """Return whether the pool has tensors for all streams of the rows. The store's lock is held."""
-    layers = [layer for layer in rows.layers if getattr(layer, "held", None) is not None]
-    return all(name in store.pool.layer(layer.layer_idx) for layer in layers for name, _ in layer.named())
 
 
 def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:

@@ -3,21 +3,18 @@
 Effects: none; whoever asks holds the store's lock.
 """
 
-from collections.abc import Sequence
-
 from ..blocks import BlockTable, Group, HashChain, resumable
 from ..blocks.image_tokens import WholeImages, end_of_image, filled_up, hold_images, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store import tier_load
 from ..store.block_store import BlockStore
 from ..store.tier_load import Wanted
-from .found import Found, PreviousRows, why_stopped
-from .match import PreviousRow
+from .found import Found, PreviousRows, why_no_state, why_no_window, why_stopped
 from .request import RowInput
 
 
-def look_up(store: BlockStore, new: RowInput, last: Sequence[PreviousRow], num_needed: int) -> tuple[Found, str | None]:
-    """Return what a call of one row would find, and the furthest lower tier that some of it would come up from, if any.
+def look_up(store: BlockStore, new: RowInput, last: PreviousRows, num_needed: int) -> Found:
+    """Return what a call of one row would find.
 
     Args:
         new: the row.
@@ -26,20 +23,20 @@ def look_up(store: BlockStore, new: RowInput, last: Sequence[PreviousRow], num_n
     """
     most = max(0, len(new.token_ids) - num_needed)
     found = _in_pool(store, new, most)
-    closest, num_common = PreviousRows(last).closest(new)
-    begins_otherwise = closest is not None and not num_common and closest.num_true_tokens
+    closest, num_common = last.closest(new)
     if closest is not None:
-        num_common = whole_images(new.token_ids, num_common)
-        if closest.is_exact and not closest.can_go_on_at(min(num_common, most)):
+        begins_otherwise, num_common = not num_common and closest.token_ids, whole_images(new.token_ids, num_common)
+        if not closest.can_go_on_at(min(num_common, most)):
             num_common = 0
-    if closest is not None and num_common > found.num_tokens:
-        found = Found(num_common, why_stopped(num_common, new.token_ids, store.block_size, closest.num_true_tokens))
-    elif begins_otherwise and not found.num_tokens:
-        found = found._replace(stopped=found.stopped + ", and the last call's begin otherwise")
+        if num_common > found.num_tokens:
+            why = why_stopped(num_common, new.token_ids, store.block_size, len(closest.token_ids))
+            found = Found(num_common, why)
+        elif begins_otherwise and not found.num_tokens:
+            found = found._replace(stopped=found.stopped + ", and the last call's begin otherwise")
     below = tier_load.look_up(store, Wanted(new.root, new.salt, new.token_ids, most))
     if below is None or below[0] <= found.num_tokens:
-        return found, None
-    return Found(below[0], why_stopped(below[0], new.token_ids, store.block_size, None)), below[1]
+        return found
+    return Found(below[0], why_stopped(below[0], new.token_ids, store.block_size, None), below[1])
 
 
 def _in_pool(store: BlockStore, new: RowInput, most: int) -> Found:
@@ -53,11 +50,9 @@ def _in_pool(store: BlockStore, new: RowInput, most: int) -> Found:
         groups: tuple[Group, ...] = (*store.groups, WholeImages(new.token_ids))
         known = resumable(groups, block_ids, min(num_tokens, most))
         if known < min(num_tokens, most // store.block_size * store.block_size):
-            return Found(known, f"blocks are cached up to token {num_tokens}, but no state after token {known}")
+            return Found(known, why_no_state(num_tokens, known))
     if num_tokens < shown:
-        return Found(
-            num_tokens, f"a window no longer shows what is before token {shown}, up to which blocks are cached"
-        )
+        return Found(num_tokens, why_no_window(shown))
     return Found(num_tokens, why_stopped(num_tokens, new.token_ids, store.block_size, None))
 
 
@@ -70,7 +65,7 @@ def _end_of_image(table: BlockTable, tokens: TokenIds, num_hit: int, block_size:
     return end if table.match_prefix(filled).num_tokens == len(filled) else 0
 
 
-def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequence[PreviousRow]) -> TokenIds:
+def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: PreviousRows) -> TokenIds:
     """Return how the closest of what a call would find continues after a row's first `num_tokens` tokens.
 
     The result is empty where nothing continues there.
@@ -80,8 +75,8 @@ def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequen
     Args:
         last: see `look_up`.
     """
-    row, num_common = PreviousRows(last).closest(new)
-    found = [row.true_token_ids[num_tokens:]] if row is not None and num_common >= num_tokens else []
+    row, num_common = last.closest(new)
+    found = [row.token_ids[num_tokens:]] if row is not None and num_common >= num_tokens else []
     if num_tokens % store.block_size == 0:
         chain = HashChain(new.root, store.block_size)
         chain.extend(new.token_ids[:num_tokens])

@@ -5,6 +5,7 @@ This changes nothing but who holds which block: a lease keeps the blocks that it
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from ..blocks import Allocation, HashChain
@@ -13,96 +14,39 @@ from ..blocks.tokens import TokenIds, common_prefix_length
 from ..kv.states import States
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
-from .found import PreviousRows, why_stopped
+from .found import PreviousRow, PreviousRows, why_no_state, why_no_window, why_stopped
 from .request import RowInput
 
 
-class PreviousRow:
-    """`PreviousRow` is a row of the call before, described by its prefix key and its tokens.
-
-    Attributes:
-        number: number of the row among the rows of that call.
-    """
-
-    def __init__(self, number: int, root: bytes, tokens: TokenIds, pad: int = 0, rows: Rows | None = None) -> None:
-        self.number, self.root, self.true_token_ids = number, root, tokens
-        self._pad, self._rows = pad, rows
-
-    def can_go_on_at(self, num_tokens: int) -> bool:
-        """Return whether another row may go on after the first `num_tokens` tokens of this row.
-
-        It may not where layers with a window have given up what is seen there. Where layers carry states, it may go on
-        only after the last token.
-        """
-        return self._rows is None or self._rows.can_go_on_at(self._pad + num_tokens)
-
-    @property
-    def is_exact(self) -> bool:
-        """True if rows go on only after certain columns."""
-        return self._rows is not None
-
-    @property
-    def num_true_tokens(self) -> int:
-        """Number of all tokens of the row."""
-        return len(self.true_token_ids)
-
-
-def previous_rows(rows: Rows | None) -> Sequence[PreviousRow]:
-    """Return the rows of a call that is over; empty where they may hold something else than their tokens say."""
-    if rows is None or not rows.is_source:
-        return ()
-    tokens, exact = rows.token_ids(), rows if rows.is_exact else None
-    return [
-        PreviousRow(number, prompt.root, tokens[number], prompt.pad, exact)
-        for number, prompt in enumerate(rows.prompts)
-    ]
-
-
+@dataclass(slots=True)
 class Known:
-    """`Known` says what is known of one row.
+    """`Known` says what is known of one row."""
 
-    Attributes:
-        chain: the row's tokens and their hashes.
-        lease: lease of the blocks that hold the row's first tokens; None: the blocks were not asked for.
-        previous: number of the row of the call before that begins alike; None: there is none.
-        num_common: number of tokens that the row has in common with that row.
-        ahead: rows that were computed first for this call, the number of one of them, and how many of its tokens this
-            row has.
-        num_in_blocks: number of leading tokens that blocks hold.
-        num_tokens: number of leading tokens that are known, wherever.
-        num_found: number of leading tokens that could be reused, if the row might start anywhere.
-        num_matched: number of leading tokens of which blocks are known, whether layers with a state can resume after
-            them or not.
-        states: what layers with a state carry after the tokens in blocks.
-        brought: lower tier -> number of tokens in blocks that have come from there for this call.
-        stopped: why no more of the row was known, before anything ran ahead.
-    """
+    chain: HashChain  # the row's tokens and their hashes
+    lease: Allocation | None  # lease of the blocks that hold its first tokens; None: the blocks were not asked for
+    num_in_blocks: int  # leading tokens that blocks hold
+    previous: PreviousRow | None  # row of the call before that begins alike
+    num_common: int  # tokens that the row has in common with that row
+    ahead: tuple[Rows, int, int] | None = None  # rows that ran first for this call, one's number, tokens of it to have
+    states: States = field(default_factory=dict)  # what layers with a state carry after the tokens in blocks
+    brought: Mapping[str, int] = field(default_factory=dict)  # lower tier -> tokens that came from there for this call
+    num_tokens: int = 0  # leading tokens that are known, wherever
+    num_found: int = 0  # leading tokens that could be reused, if the row might start anywhere
+    num_matched: int = 0  # leading tokens in known blocks, whether layers with a state can resume after them or not
+    stopped: str = ""  # why no more of the row was known, before anything ran ahead
 
-    __slots__ = (
-        *("ahead", "brought", "chain", "lease", "num_common", "num_in_blocks", "num_matched", "num_tokens", "previous"),
-        *("num_found", "states", "stopped"),
-    )
-
-    def __init__(
-        self,
-        chain: HashChain,
-        lease: Allocation | None,
-        num_in_blocks: int,
-        previous: PreviousRow | None,
-        num_common: int,
-    ) -> None:
-        self.states: States = {}
-        self.brought: Mapping[str, int] = {}
-        self.chain, self.lease = chain, lease
-        self.num_in_blocks = num_in_blocks
-        self.previous, self.num_common = None if previous is None else previous.number, num_common
-        self.ahead: tuple[Rows, int, int] | None = None
-        self.num_tokens = self.num_matched = num_in_blocks
-        num_previous: int | None = None
-        if previous is not None and num_common > num_in_blocks:
-            self.num_tokens, num_previous = num_common, len(previous.true_token_ids)
+    def __post_init__(self) -> None:
+        self.num_tokens, num_previous = self.num_in_blocks, None
+        self.num_matched = self.num_in_blocks
+        if self.previous is not None and self.num_common > self.num_in_blocks:
+            self.num_tokens, num_previous = self.num_common, len(self.previous.token_ids)
         self.num_found = self.num_tokens
-        self.stopped = why_stopped(self.num_tokens, chain.token_ids, chain.block_size, num_previous)
+        self.stopped = why_stopped(self.num_tokens, self.chain.token_ids, self.chain.block_size, num_previous)
+
+    def sources(self) -> list[tuple[Rows, int, int]]:
+        """Return rows that have the row's first tokens, the number of one of them, and how many tokens it has."""
+        previous = [] if self.previous is None else [(self.previous.rows, self.previous.number, self.num_common)]
+        return [*([] if self.ahead is None else [self.ahead]), *previous]
 
     def forget(self) -> None:
         """Let the row begin anew, whatever is known of it."""
@@ -125,7 +69,7 @@ class Known:
 def match(
     store: BlockStore,
     new: Sequence[RowInput],
-    previous: Sequence[PreviousRow],
+    previous: PreviousRows,
     chains: Mapping[bytes, HashChain],
     latest: int | None = None,
     brought: Mapping[int, str] = MappingProxyType({}),
@@ -143,15 +87,15 @@ def match(
     Returns:
         what is known of each row; each lease is the caller's to give back.
     """
-    before, found = PreviousRows(previous), []
+    found = []
     for row in new:
-        closest, num_common = before.closest(row)
-        chain = _chain_of(row, store.block_size, chains)
+        closest, num_common = previous.closest(row)
+        chain = chain_of(row.root, store.block_size, row.token_ids, chains)
         if latest is None:
-            known = _anywhere(store, row, chain, closest, max(0, num_common), is_alone=len(new) == 1)
+            known = _anywhere(store, row, chain, closest, num_common, is_alone=len(new) == 1)
         else:
-            known = _exactly(store, row, chain, closest, max(0, num_common), latest)
-        if not known.num_tokens and closest is not None and not num_common and closest.true_token_ids:
+            known = _exactly(store, row, chain, closest, num_common, latest)
+        if not known.num_tokens and closest is not None and not num_common and closest.token_ids:
             known.stopped += ", and the last call's begin otherwise"
         if brought and known.lease is not None:
             size = store.block_size
@@ -219,15 +163,15 @@ def _exactly(
         if known.lease is not None and num_held:
             known.states = store.states.use(lease.block_ids, num_held)
         if known.num_tokens < min(num_matched, most // store.block_size * store.block_size):
-            known.stopped = f"blocks are cached up to token {num_matched}, but no state after token {known.num_tokens}"
+            known.stopped = why_no_state(num_matched, known.num_tokens)
             return known
         num_whole = num_matched
     known.num_found = max(num_whole, num_common, known.num_tokens)
     by_previous = closest is not None and (num_there > num_held or num_common > num_whole)
-    num_previous = closest.num_true_tokens if closest is not None and by_previous else None
+    num_previous = len(closest.token_ids) if closest is not None and by_previous else None
     known.stopped = why_stopped(known.num_found, row.token_ids, store.block_size, num_previous)
     if known.num_found < (shown := whole_images(row.token_ids, num_matched)):
-        known.stopped = f"a window no longer shows what is before token {shown}, up to which blocks are cached"
+        known.stopped = why_no_window(shown)
     return known
 
 
@@ -237,17 +181,12 @@ def _is_known(store: BlockStore, chain: HashChain, token: int, salt: bytes) -> b
     return block < chain.num_full_blocks and bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), salt))
 
 
-def _chain_of(row: RowInput, size: int, chains: Mapping[bytes, HashChain]) -> HashChain:
-    """Return a row's tokens and their hashes.
-
-    Hashes of the tokens that the row has in common with an earlier row are not computed again.
-    """
-    before = chains.get(row.root)
-    if before is None:
-        chain = HashChain(row.root, size)
-        chain.extend(row.token_ids)
-        return chain
-    chain = before.copy()  # whoever has that row may go on with it
-    chain.truncate(common_prefix_length(chain.token_ids, row.token_ids))
-    chain.extend(row.token_ids[len(chain) :])
+def chain_of(root: bytes, size: int, tokens: TokenIds, chains: Mapping[bytes, HashChain]) -> HashChain:
+    """Return a row's tokens and their hashes, of which those are not computed again that a chain of its root has."""
+    if root not in chains:
+        chain = HashChain(root, size)
+    else:
+        chain = chains[root].copy()  # whoever has that row may go on with it
+        chain.truncate(common_prefix_length(chain.token_ids, tokens))
+    chain.extend(tokens[len(chain) :])
     return chain

@@ -14,7 +14,7 @@ its padding there.
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,12 +47,10 @@ class PlannedRow(NamedTuple):
 class Bounds(NamedTuple):
     """`Bounds` says where the forward over all rows may lie, and what forwards ahead of it cost."""
 
-    before: int  # the forward starts at this column or further right
     stop: int  # column at which the forward ends
     latest: int  # last column at which the forward may start
     forward_cost: int  # cost of one more forward, in tokens
     is_exact: bool = False  # rows start where they are known, or anew; if not, also further left
-    first: int = 0  # column at which rows begin anew, if not later in their padding
     width: int = 0  # columns of padding that a row must see, if it has so many, to be as if it saw all
     least: int = 1  # fewest columns of a forward that does not begin with the rows, 1 or 2
     align: int = 1  # rows share prefixes of a multiple of so many tokens
@@ -106,11 +104,11 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
     Examples:
         >>> from array import array
         >>> rows = [PlannedRow(0, 0, array("q", [*range(100), last, 7])) for last in (1, 2, 3)]
-        >>> found = plan(rows, Bounds(before=0, stop=102, latest=101, forward_cost=8, align=4))
+        >>> found = plan(rows, Bounds(stop=102, latest=101, forward_cost=8, align=4))
         >>> found.prefixes, found.column, found.cost
         ((Prefix(row=0, num_tokens=100, known=0, heirs={0: 100, 1: 100, 2: 100}),), 100, 114)
         >>> rows = [PlannedRow(pad=0, start=100), PlannedRow(pad=20, start=120)]
-        >>> plan(rows, Bounds(before=0, stop=140, latest=139, forward_cost=10)).steps
+        >>> plan(rows, Bounds(stop=140, latest=139, forward_cost=10)).steps
         (Step(rows=(0,), start=100, stop=120),)
     """
     best = _climb(rows, bounds, may_run_ahead=may_run_ahead)
@@ -129,40 +127,14 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
         known = rows[row].known
         if known and length - known < bounds.least:
             continue
-        # Where a prefix ends at what the row knows, and rows need only its blocks, that very forward goes further.
-        at = next((at for at, held in enumerate(prefixes) if held.row in heirs and held.num_tokens == known), None)
-        longer = Prefix(row, length, known, dict.fromkeys(heirs, length))
-        if bounds.is_exact or at is None:
-            changed, cost = [*prefixes, longer], ahead + length - known + bounds.forward_cost
-        else:
-            held = prefixes[at]
-            longer = longer._replace(row=held.row, known=held.known, heirs={**held.heirs, **longer.heirs})
-            changed, cost = [*prefixes[:at], longer, *prefixes[at + 1 :]], ahead + length - known
+        cost = ahead + length - known + bounds.forward_cost
         after = [row._replace(start=row.pad + length) if at in heirs else row for at, row in enumerate(rows)]
-        ended = set() if bounds.is_exact else {held.row for held in changed if held.num_tokens == after[held.row].known}
-        found = _climb(after, bounds, ended)
+        found = _climb(after, bounds)
         if found is not None and found.cost + cost < best.cost:
-            prefixes, ahead, rows = changed, cost, after
-            best = _with_prefixes(found._replace(cost=found.cost + cost), prefixes, rows, ended)
+            prefixes.append(Prefix(row, length, known, dict.fromkeys(heirs, length)))
+            ahead, rows = cost, after
+            best = found._replace(prefixes=tuple(prefixes), cost=found.cost + cost)
     return best
-
-
-def _with_prefixes(found: Plan, prefixes: Sequence[Prefix], rows: Sequence[PlannedRow], ended: Collection[int]) -> Plan:
-    """Put prefixes before a plan.
-
-    Where the first step only resumes in the row of a prefix, the forward of that prefix itself goes further.
-    """
-    first = found.steps[0] if found.steps else None
-    if first is None or len(first.rows) > 1 or first.rows[0] not in ended:
-        return found._replace(prefixes=tuple(prefixes))
-    (number,), num_tokens = first.rows, first.stop - rows[first.rows[0]].pad
-    longer = [
-        prefix._replace(num_tokens=num_tokens, heirs={**prefix.heirs, number: num_tokens})
-        if prefix.row == number and prefix.num_tokens == rows[number].known
-        else prefix
-        for prefix in prefixes
-    ]
-    return found._replace(prefixes=tuple(longer), steps=found.steps[1:])
 
 
 def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int, ...], int]]:
@@ -189,15 +161,10 @@ def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int,
     return sorted(found.items(), key=lambda item: (item[1], item[0]))
 
 
-def _climb(
-    rows: Sequence[PlannedRow], bounds: Bounds, ended: Collection[int] = (), *, may_run_ahead: bool = True
-) -> Plan | None:
+def _climb(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan | None:
     """Plan without prefixes.
 
     Of the rows that start where they are known, those of which least is known begin anew where that costs less.
-
-    Args:
-        ended: rows at the end of a forward, which may as well go further.
     """
     exact = {
         number: row.start
@@ -206,7 +173,7 @@ def _climb(
     }
     best: Plan | None = None
     while True:
-        found = _staircase(rows, exact, bounds, ended, may_run_ahead=may_run_ahead)
+        found = _staircase(rows, exact, bounds, may_run_ahead=may_run_ahead)
         if found is not None and (best is None or found.cost < best.cost):
             best = found
         if not exact:
@@ -219,7 +186,6 @@ def _staircase(
     rows: Sequence[PlannedRow],
     exact: Mapping[int, int],
     bounds: Bounds,
-    ended: Collection[int],
     *,
     may_run_ahead: bool,
 ) -> Plan | None:
@@ -230,14 +196,12 @@ def _staircase(
     ends = []  # for each row, the last column at which it may join
     for number, row in enumerate(rows):
         end = row.pad - bounds.width if bounds.is_exact or row.start is None else row.start
-        ends.append(exact.get(number, max(bounds.first, min(end, bounds.latest))))
-    columns = sorted({bounds.first, bounds.before, *ends})
+        ends.append(exact.get(number, max(0, min(end, bounds.latest))))
+    columns = sorted({0, *ends})
     if not exact and len(columns) > _MAX_WEIGHED:
-        columns = sorted({bounds.first, bounds.before, min(ends), *columns[:: -(-len(columns) // _MAX_WEIGHED)]})
+        columns = sorted({0, min(ends), *columns[:: -(-len(columns) // _MAX_WEIGHED)]})
     must, joined = set(exact.values()), sorted(ends)
-    ways: dict[
-        int, tuple[int, int | None]
-    ] = {}  # column -> cost of the rows that run up to it, and the stair before it
+    ways: dict[int, tuple[int, int | None]] = {}  # column -> cost of rows that run up to it, and the stair before it
     for at, stop in enumerate(columns):
         if stop <= joined[0]:
             ways[stop] = (0, None)
@@ -247,19 +211,13 @@ def _staircase(
         pad = max(row.pad for row, end in zip(rows, ends, strict=True) if end < stop)
         for start in reversed(columns[:at]):
             if start in ways and _may_run(start, stop, pad, bounds):
-                cost = ways[start][0] + num_running * (stop - start)
-                if num_running > 1 or start != joined[0] or ends.index(start) not in ended:
-                    cost += bounds.forward_cost
+                cost = ways[start][0] + num_running * (stop - start) + bounds.forward_cost
                 if stop not in ways or cost < ways[stop][0]:
                     ways[stop] = cost, start
             if start in must:
                 break
     last = max(must, default=0)
-    tops = [
-        (cost + len(rows) * (bounds.stop - column), column)
-        for column, (cost, _) in ways.items()
-        if column >= bounds.before and column >= last
-    ]
+    tops = [(cost + len(rows) * (bounds.stop - column), column) for column, (cost, _) in ways.items() if column >= last]
     if not tops:
         return None
     cost, column = min(tops)
@@ -280,13 +238,10 @@ def _may_run(start: int, stop: int, pad: int, bounds: Bounds) -> bool:
     return stop - start > 1 or (pad <= start and (bounds.least < 2 or not start))
 
 
-def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds, *, share: int = 8) -> Plan:
+def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:
     """Cut the forwards of a plan where snapshots are wanted.
 
-    All cuts of a single row, or cuts that all rows want, are made; other cuts are made where they are cheap.
-
-    Args:
-        share: the other cuts cost at most the tokens computed, divided by this number.
+    All cuts of a single row, or cuts that all rows want, are made; others as far as they cost an eighth of the plan.
     """
     columns: Counter[int] = Counter()
     starts = plan.starts(len(rows))
@@ -298,7 +253,7 @@ def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds, *, share: int = 
         pad = max((rows[number].pad for number in starts if starts[number] <= start), default=0)
         return _may_run(start, stop, pad, bounds)
 
-    allowed = plan.cost // share // max(1, bounds.forward_cost)
+    allowed = plan.cost // 8 // max(1, bounds.forward_cost)
     taken = {plan.column, *(at for step in plan.steps for at in (step.start, step.stop))}
     cuts: list[int] = []
     for column, number in sorted(columns.items(), key=lambda pair: (-pair[1], -pair[0])):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ..stats import RowCount
+from ..stats import RowStats
 from .match import Known
 from .request import ForwardRequest
 
@@ -15,7 +15,7 @@ def count_prompt(
     copies: Sequence[int],
     start: int,
     ahead: Mapping[int, int],
-) -> list[RowCount]:
+) -> list[RowStats]:
     """Count the tokens of each row of the batch.
 
     Args:
@@ -29,7 +29,7 @@ def count_prompt(
     counts = []
     for row in request.rows:
         num_tokens = max(0, request.num_new_columns - row.pad - row.num_hidden)
-        counts.append(RowCount(prompt_tokens=num_tokens))
+        counts.append(RowStats(prompt_tokens=num_tokens))
     for number, (member, of_row) in enumerate(zip(members, known, strict=True)):
         count, pad = counts[member], request.rows[member].pad
         skipped = max(0, start - pad)
@@ -52,6 +52,6 @@ def count_prompt(
     return counts
 
 
-def count_bypassed(num_tokens: Sequence[int], why: str) -> list[RowCount]:
+def count_bypassed(num_tokens: Sequence[int], why: str) -> list[RowStats]:
     """Count the tokens of each row of a call, or of one more forward, that reuses and keeps nothing."""
-    return [RowCount(number, number, stopped=why) for number in num_tokens]
+    return [RowStats(number, number, stopped=why) for number in num_tokens]

@@ -41,40 +41,22 @@ class Chunks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ForwardRequest:
-    """`ForwardRequest` describes a forward as it was called.
+    """`ForwardRequest` describes a forward as it was called."""
 
-    Attributes:
-        rows: one input for each row of the batch.
-        num_new_columns: columns of the forward's token ids, padding included.
-        num_logits_needed: number of last columns that are computed whatever is known; at least 1.
-        bypass: why no row may match or be committed; None when they may.
-        keep_columns: why no known column may be left out; None when they may.
-        may_alias: True if equal rows may be computed once.
-        max_position: largest position passed, that of padding included; None where no positions were passed.
-        has_images: True if ids of some rows do not say what runs, see `image_tokens`.
-        chunks: chunks of the prompt, where each forward must be of one of their shapes.
-    """
+    rows: tuple[RowInput, ...]  # one for each row of the batch
+    num_new_columns: int  # columns of the forward's token ids, padding included
+    num_logits_needed: int = 1  # last columns that are computed whatever is known; at least 1
+    bypass: str | None = None  # why no row may match or be kept; None when they may
+    keep_columns: str | None = None  # why no known column may be left out; None when they may
+    may_alias: bool = True  # equal rows may be computed once
+    max_position: int | None = None  # largest position passed, of padding, too; None where no positions were passed
+    chunks: Chunks | None = None  # chunks of the prompt, where each forward must be of one of their shapes
 
-    rows: tuple[RowInput, ...]
-    num_new_columns: int
-    num_logits_needed: int = 1
-    bypass: str | None = None
-    keep_columns: str | None = None
-    may_alias: bool = True
-    max_position: int | None = None
-    has_images: bool = False
-    chunks: Chunks | None = None
-
-    def latest_start(self, before: int, num_needed: int) -> int:
-        """Return the last column at which the forward may start, so that all that is asked of it is computed in it.
-
-        Args:
-            before: columns that the rows have before the forward.
-            num_needed: number of last columns that must be computed.
-        """
+    def latest_start(self, num_needed: int) -> int:
+        """Return the last column at which rows may start, so that the last `num_needed` columns are computed."""
         if self.keep_columns is not None or self.bypass is not None:
-            return before
-        return before + self.num_new_columns - num_needed
+            return 0
+        return self.num_new_columns - num_needed
 
 
 class RequestRead(BaseException):

@@ -49,7 +49,7 @@ def share_known(
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
         digests = [each.digest for each in of_row.chain.hashes_of(0, num_blocks)]
         layouts.append(BlockRow(row.pad, [numbers.setdefault(each, len(numbers)) for each in digests]))
-    launch = _launch_tokens([slab for slab, _ in slabs], layouts_padded(layouts), looks)
+    launch = _launch_tokens([slab for slab, _ in slabs], any(row.pad for row in layouts), looks)
     plan = find_segments([layouts[source] for source in copies], start, size, launch)
     plan = None if plan is None else _of_sources(plan, copies)
     if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
@@ -75,11 +75,6 @@ def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
     )
     pads, ends = tuple(plan.pads[row] for row in firsts), tuple(plan.ends[row] for row in firsts)
     return plan._replace(segments=tuple(segments), pads=pads, ends=ends)
-
-
-def layouts_padded(layouts: Sequence[BlockRow]) -> bool:
-    """Return whether any row has padding."""
-    return any(row.pad for row in layouts)
 
 
 def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColumns | None:

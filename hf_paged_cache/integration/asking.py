@@ -82,7 +82,7 @@ class Asking:
         request, why, seen = self.read(rows, arguments, _NO_ROWS, state.images)
         named, why_unnamed = seen.named(request, self._store.block_size)
         why = why or why_unnamed
-        request = replace(request, rows=tuple(named), has_images=seen.images is not None)
+        request = replace(request, rows=tuple(named))
         adapters = conditioning.adapter_names()
         if why is None and not rows.kinds.sights == self.sights() == self._store.windows_now():
             why = "layers have other windows than before, or calls with the windows of before hold blocks"

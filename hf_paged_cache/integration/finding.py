@@ -6,7 +6,8 @@ What is found is leased, and whoever asks gives the leases back.
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ..call.match import Known, match, previous_rows
+from ..call.found import PreviousRows
+from ..call.match import Known, match
 from ..call.request import RowInput
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
@@ -45,7 +46,7 @@ class Finding:
         with self._store.lock:
             self._store.settle()
             exactly = latest if rows.is_exact else None
-            known = match(self._store, inputs, previous_rows(previous), chains, exactly, brought)
+            known = match(self._store, inputs, PreviousRows(previous), chains, exactly, brought)
             self._store.pool.join_streams()
         return known
 

@@ -171,7 +171,7 @@ class Opening:
         if rows.states is not None:
             is_padding = not all(row.token_ids for row in request.rows)
             num_needed = max(num_needed, rows.states.num_needed(request.num_new_columns, is_padding=is_padding))
-        latest = request.latest_start(0, num_needed)
+        latest = request.latest_start(num_needed)
         brought = self._finding.load(running, latest)
         hides_images = any(row.shift or hold_images(row.token_ids) for row in running)
         # a shorter forward would have other frequencies, and processes in step must run equally many forwards
@@ -189,7 +189,7 @@ class Opening:
                 else:
                     known, latest = self._start_together(known, together, column), column or latest
             start, ahead, made = self._ahead.run(
-                running, known, request, latest, arguments, previous, may_share=may_share, is_exact=rows.is_exact
+                running, known, request, latest, arguments, may_share=may_share, is_exact=rows.is_exact
             )
             if hides_images and not rows.is_exact:
                 start = _without_cuts(running, start)
@@ -203,7 +203,7 @@ class Opening:
             self.begin_captured(rows, request, prompt.adapters, start, stop)
             self._may_be_lazy(rows)
             wanted = self._columns_to_make(rows, stop)
-            fill(self.store, rows, running, known, start, wanted, previous, copies=prompt.copies, takes_over=True)
+            fill(self.store, rows, running, known, start, wanted, copies=prompt.copies, takes_over=True)
             return _Begun(known, num_found, start, ahead)
         finally:
             self._finding.give_back(known)
@@ -353,7 +353,7 @@ class Opening:
             try:
                 if column:
                     wanted = self._columns_to_make(rows, request.num_new_columns)
-                    fill(self.store, rows, prompt.running, known, column, wanted, rows.previous)
+                    fill(self.store, rows, prompt.running, known, column, wanted)
                     self._begun_chunks(rows, chunked.request_of_columns(column), known, column)
                     chunked.known = column
             finally:
@@ -379,12 +379,11 @@ class Opening:
         known: Sequence[Known],
         start: int,
         stop: int,
-        previous: Rows | None,
     ) -> Rows:
         """Make rows that run ahead: they have their columns before `start`, and room up to column `stop`."""
         rows = self.new_rows()
         self._may_be_lazy(rows)
-        fill(self.store, rows, inputs, known, start, stop, previous)
+        fill(self.store, rows, inputs, known, start, stop)
         return rows
 
     def _columns_to_make(self, rows: Rows, stop: int) -> int:

@@ -11,7 +11,7 @@ from ..blocks import HashChain, resumable
 from ..blocks.tokens import TokenIds
 from ..call.request import RowInput
 from ..errors import OutOfBlocksError
-from ..stats import RowCount
+from ..stats import RowStats
 from ..store.block_store import BlockStore
 from .side_rows import SideRows
 
@@ -60,7 +60,7 @@ class Prefill:
         self._chunk_size = -(-chunk_size // blocks.states.align) * blocks.states.align
         self.peak_kv_bytes, self.is_bypassed = 0, False
 
-    def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowCount]]:
+    def run(self, prompts: Sequence[Prompt]) -> tuple[Prefilled, list[RowStats]]:
         """Compute what is not known of the prompts; return what was done, and what each prompt cost.
 
         Raises:
@@ -150,9 +150,9 @@ class Prefill:
             )
 
 
-def _count(ran: Prefilled, num_found: int) -> RowCount:
+def _count(ran: Prefilled, num_found: int) -> RowStats:
     """Return the count of one prompt, of which `num_found` tokens were known before any prompt ran."""
     _, num_known, num_computed = ran
     stopped = "the rest was computed" if num_computed else "the whole prefix was known"
     num_reused = min(num_found, num_known)
-    return RowCount(num_known + num_computed, num_computed, num_reused, num_reused, stopped)
+    return RowStats(num_known + num_computed, num_computed, num_reused, num_reused, stopped)

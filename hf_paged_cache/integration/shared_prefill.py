@@ -20,9 +20,8 @@ from .side_forward import SideForwards
 _LEAST_GAIN = 64  # states are kept only if they save the next prompt so many tokens after a known place
 
 
-# (what each row brings, what is known of it, column before which that is taken, column up to which there is room, rows of
-# the call before) -> rows
-MakeRows = Callable[[Sequence[RowInput], Sequence[Known], int, int, Rows | None], Rows]
+# (what each row brings, what is known of it, column before which that is taken, column up to which there is room) -> rows
+MakeRows = Callable[[Sequence[RowInput], Sequence[Known], int, int], Rows]
 
 
 class Ahead(NamedTuple):
@@ -46,7 +45,6 @@ class SharedPrefill:
         request: ForwardRequest,
         latest: int,
         arguments: Mapping[str, Any],
-        previous: Rows | None,
         *,
         may_share: bool,
         is_exact: bool,
@@ -56,7 +54,6 @@ class SharedPrefill:
         Args:
             latest: last column at which the rows may start.
             arguments: arguments of the forward, by name.
-            previous: rows of the call before.
             may_share: whether forwards may run ahead.
             is_exact: whether rows start exactly where they are known, or begin anew.
         """
@@ -75,7 +72,7 @@ class SharedPrefill:
             return Ahead(0 if is_exact else _least(inputs, known, latest))
         if may_share and are_cut:
             found = self._cut(found, rows, known, bounds)
-        ahead = self._run(found, inputs, known, arguments, previous) if found.runs else Ahead(found.column)
+        ahead = self._run(found, inputs, known, arguments) if found.runs else Ahead(found.column)
         if is_exact:
             return ahead if any(row.pad < found.column for row in inputs) else ahead._replace(start=0)
         least = _least(inputs, known, latest)
@@ -92,7 +89,6 @@ class SharedPrefill:
             on_host = store.pool.is_on_host
         cost, rules = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR, store.states.rules
         return Bounds(
-            0,
             request.num_new_columns,
             latest,
             cost,
@@ -135,7 +131,6 @@ class SharedPrefill:
         inputs: Sequence[RowInput],
         known: Sequence[Known],
         arguments: Mapping[str, Any],
-        previous: Rows | None,
     ) -> Ahead:
         """Run the forwards of a plan, with the plain arguments that the call's forward has."""
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
@@ -145,7 +140,7 @@ class SharedPrefill:
             some, rows = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some], going_on
             if rows is None:
                 start = 0 if all(row.pad >= start for row in some) else start
-                rows = self._make_rows(some, [known[number] for number in numbers], start, stop, previous)
+                rows = self._make_rows(some, [known[number] for number in numbers], start, stop)
                 rows.in_generate = True
                 made.append(rows)
             self._side.run(rows, some, start, stop, options=options)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError
-from ..store_options import StoreOptions, given_sizes, require_not_gone, store_options
+from ..store_options import StoreOptions, given_sizes, store_options
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -94,7 +94,6 @@ class How:
             raise CacheArgumentError(f"column is {self.column!r}; give the name of a column")
         if not isinstance(self.out, str | PathLike | None) or "\0" in fspath(self.out or "") or self.out == "":
             raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
-        require_not_gone(self.options)
         store_options(**self.of_cache)
 
     @property

@@ -144,17 +144,6 @@ def test_what_generate_cannot_do_is_refused_before_anything_is_written(
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    "option", [{"attention": "paged"}, {"on_full": "bypass"}], ids=lambda option: next(iter(option))
-)
-def test_what_is_an_option_no_more_is_refused_before_anything_is_written(
-    option: dict[str, str], tokenizer: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(TypeError, match=f"^{next(iter(option))} is an option no more: "):
-        together(repeater(), tokenizer, out=tmp_path / "out.jsonl", **option)
-    assert not [*tmp_path.iterdir()]
-
-
 OFF: list[dict[str, Any]] = [
     {"num_beam_groups": 1, "diversity_penalty": 0.0, "guidance_scale": 1.0, "encoder_repetition_penalty": 1.0},
     {"num_assistant_tokens": 20, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4},

@@ -371,11 +371,3 @@ def test_what_is_never_a_cache_is_refused_by_name(given: Any, said: str) -> None
     if "build one" in said:
         with pytest.raises(CacheArgumentError, match=re.escape(f"past_key_values is {said}")):
             model(ids, past_key_values=given)
-
-
-def test_a_store_says_that_its_size_is_not_known_yet() -> None:
-    cache = PagedPrefixCache(tiny("llama"))
-    assert repr(cache.store) == "PrefixStore(LlamaForCausalLM, block_size=16, num_blocks=known after the first forward)"
-    with torch.no_grad():
-        cache.store.model(torch.tensor([PROMPT]), past_key_values=cache)
-    assert repr(cache.store) == f"PrefixStore(LlamaForCausalLM, block_size=16, num_blocks={cache.stats().num_blocks})"

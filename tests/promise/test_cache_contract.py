@@ -240,12 +240,6 @@ def test_a_cache_is_true_even_when_it_is_empty(tiny_llama: Any) -> None:
     assert PagedPrefixCache(tiny_llama)
 
 
-def test_a_cache_says_what_it_holds(filled: Any) -> None:
-    assert repr(filled[0]).startswith(
-        "PagedPrefixCache(2 rows of 23 tokens, PrefixStore(LlamaForCausalLM, block_size=4"
-    )
-
-
 # Content
 
 

@@ -430,7 +430,7 @@ def _rank(rank: int, port: int, results: Any) -> None:
             run(model, cache, input_ids=torch.tensor([row((9, 30))]), max_new_tokens=1, synced_gpus=False)
         for ids, reference in zip(prompts, references, strict=True):
             assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=5, synced_gpus=True))
-        with pytest.raises(UnsupportedModelError, match="processes with prompts of their own share this model"):
+        with pytest.raises(UnsupportedModelError, match="other processes share this model"):
             cache.verify()
         for score, reference in zip(cache.score(context, continuations), scores, strict=True):
             assert score.log_probs == pytest.approx(reference.log_probs, abs=1e-4)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, PagedCacheError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, PagedCacheError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
-from ..internals import held_tensors, make_forwards_cheap, reused_of_chunks
+from ..internals import make_forwards_cheap, reused_of_chunks
 from ..ranks import RankPool, random_calls, tensor_parallel, two_ranks
 from ..reference import Forwards, assert_same, batch, row, run
 from ..tiny_models import build
@@ -284,30 +284,15 @@ def test_what_rows_share_is_computed_once_on_both_ranks(on_ranks: Starter) -> No
     assert one == [[(1, 64), (3, 9)], [(3, 9)], [(1, 64), (3, 9)], [(1, 64), (3, 9)]]
 
 
-def _spoiled_on_one(model: PreTrainedModel) -> Any:
-    """And it knows a prompt more, of which nothing is looked at."""
+def _looked_at(model: PreTrainedModel) -> bool:
     cache = PagedPrefixCache(model)
-    reference = run(model, input_ids=IDS)
-    run(model, cache, input_ids=torch.tensor([row((7, 40))]))
-    cache.reset()
-    if not is_first():
-        cache.reset_prefix_cache()
-    run(model, cache, input_ids=IDS)
-    cache.reset()
-    equal = [cache.verify(number) for number in (1, None)]
-    if is_first():
-        for held in held_tensors(cache):
-            held[1:] += 1
-    with Forwards(model) as looked:
-        found = cache.verify()
-    spoiled = shapes_of(model, lambda: assert_same(reference, run(model, cache, input_ids=IDS)))
-    return equal, found[:2], len(found.differing), looked, spoiled[0], cache.last_call.rows[0].matched_tokens
+    with pytest.raises(UnsupportedModelError, match="so none was: other processes share this model"):
+        cache.verify()
+    return True
 
 
-def test_a_block_that_one_rank_finds_wrong_both_forget(on_ranks: Starter) -> None:
-    one, other = on_ranks(_spoiled_on_one)
-    assert one == ([(1, 3, ()), (4, 0, ())], (4, 0), 4, [(1, 64)], (1, 65), 0)
-    assert other == ([(1, 3, ()), (4, 0, ())], (4, 0), 0, [(1, 64)], (1, 65), 0)
+def test_where_processes_share_a_model_it_is_said_that_no_block_is_recomputed(on_ranks: Starter) -> None:
+    assert on_ranks(_looked_at) == [True, True]
 
 
 def _score(model: PreTrainedModel) -> Any:

@@ -1,4 +1,4 @@
-"""`cache.score`: what one plain forward of context and continuation says, with the context and common beginnings run once."""
+"""`cache.score`: what one plain forward of context and continuation says, with the context run once."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 MODELS = ("llama", "gpt2", "mistral", "gemma3", "bloom", "bert_decoder")
 SHARED = row((2, 3))  # what all but the last begin with
 CONTINUATIONS = [SHARED + row((3, 4)), SHARED + row((4, 40)), SHARED, SHARED[:2] + row((5, 1)), SHARED + row((3, 2))]
+NUM_BEHIND = 6 + 42  # tokens that run after the context: of the first two alone, as all others are beginnings of them
 
 
 def log_probs(model: PreTrainedModel, context: Sequence[int], continuation: Sequence[int]) -> torch.Tensor:
@@ -53,10 +54,10 @@ def test_scores_are_those_of_plain_forwards_and_reuse(name: str, batch_size: int
     cache = PagedPrefixCache(model)
     for turn in range(2):
         assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS, batch_size=batch_size))
-        # all as if run alone; then the context, of which 48 tokens are known the second time, the 3 shared, two tails
+        # all as if run alone; then the context, of which 48 tokens are known the second time, and the two longest
         stats = cache.stats()
         assert stats.prompt_tokens == (turn + 1) * (5 * 50 + sum(len(tokens) - 1 for tokens in CONTINUATIONS))
-        assert stats.computed_tokens == (turn + 1) * (50 + 3 + 3 + 39) - turn * 48
+        assert stats.computed_tokens == (turn + 1) * (50 + NUM_BEHIND) - turn * 48
         assert stats.num_calls == turn + 1
         assert stats.num_blocks_in_use == 0
         cache.check()
@@ -97,14 +98,14 @@ def test_what_is_known_is_not_run_and_only_the_logits_that_are_read_are_computed
     logits.clear()
     with Forwards(model) as shapes:
         cache.score(PROMPT, CONTINUATIONS)
-        assert shapes == [(1, 2 + 3), (2, 39)]
-        assert logits == [(1, 1 + 3), (2, 39)]
+        assert shapes == [(1, 2), (2, 42)]
+        assert logits == [(1, 1), (2, 42)]
         shapes.clear()
         cache.score(row((1, 48)), [[7], [8], [9]])  # all of the context is known; its last token says what follows
         assert shapes == [(1, 1)]
         shapes.clear()
         cache.score(PROMPT + SHARED, [SHARED] * 3)
-        assert shapes == [(1, 5 + 2)]
+        assert shapes == [(1, 5), (1, 2)]
 
 
 def test_a_continuation_s_blocks_are_found_by_later_calls(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
@@ -220,7 +221,7 @@ def test_the_last_call_tells_of_a_score_with_a_row_for_each_continuation(by_leng
     assert first.kind == "score"
     assert [each.prompt_tokens for each in first.rows] == num_tokens
     assert (first.reused_tokens, first.hit_rate) == (0, 0.0)
-    assert first.rows[3].stopped.startswith("no cached block has these first 16")  # the shortest runs first
+    assert first.rows[0].stopped.startswith("no cached block has these first 16")
     cache.score(PROMPT, continuations)
     again = cache.last_call
     assert all(each.reused_tokens == 48 for each in again.rows)
@@ -345,4 +346,4 @@ def test_each_adapter_has_scores_of_its_own(model: PreTrainedModel) -> None:
         assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
         with adapted.disable_adapter():
             assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
-    assert cache.stats().computed_tokens == 4 * 95 - 2 * 48
+    assert cache.stats().computed_tokens == 4 * (50 + NUM_BEHIND) - 2 * 48
