@@ -91,11 +91,10 @@ class PagedPrefixCache(Cache):
         attach(store.model)
         self._counters = PromptCounters(store.blocks.call_totals)
         self._ranks = Ranks(store.conditioning, store.blocks)
-        self._calls = Calls(store, self.cache_salt, self._counters, self._ranks)
-        self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt))
         takes_positions = store.argument_reader.takes_positions
         self._capturing = Capturing(store.conditioning, capture, store.arena, takes_positions=takes_positions)
-        self._calls.capture(self._capturing)
+        self._calls = Calls(store, self.cache_salt, self._counters, self._ranks, self._capturing)
+        self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt))
         self._rows: Rows | None = None  # the rows of `_current`
         self._current = Current(
             self._calls, WeakMethod(self._show)
@@ -167,7 +166,7 @@ class PagedPrefixCache(Cache):
             yield
         except torch.OutOfMemoryError:
             rows.reset()
-            self._calls.give_way(rows)
+            self._calls.opening.give_way(rows)
             raise
         except Exception as error:
             self._ranks.tell_refusal(error)

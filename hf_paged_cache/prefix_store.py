@@ -29,7 +29,6 @@ from .model.placeholders import Placeholders
 from .model.probing import input_device, measure_bytes_per_token, measure_layers, measure_states
 from .model.state_traits import StateTraits, read_state_traits
 from .model.support import (
-    attention_of,
     cache_layers,
     default_arguments,
     has_keys,
@@ -318,7 +317,6 @@ def _argument_reader(model: PreTrainedModel, *, carries_states: bool, sees_colum
     takes_positions = takes(model, "position_ids")
     return ArgumentReader(
         model.config,
-        partial(attention_of, model),
         takes_positions=takes_positions,
         takes_logits_to_keep=takes(model, "logits_to_keep"),
         defaults=default_arguments(model),

@@ -10,7 +10,6 @@ says why.
 
 import contextlib
 import copy
-import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from ..call.call_state import CallState
 from ..call.counters import PromptCounters
@@ -36,7 +34,7 @@ from ..rows.columns import Prompt
 from ..rows.layers import SPARE
 from ..rows.rows import Rows
 from ..rows.shared import SharedColumns
-from .asking import GRADIENTS, num_shown
+from .asking import GRADIENTS, num_shown, running_rows
 from .begin import (
     NO_CACHE_WANTED,
     another_model,
@@ -45,7 +43,6 @@ from .begin import (
     require_continues,
     require_may_begin,
     require_whole_prompt,
-    running_rows,
 )
 from .capturing import Capturing
 from .chunked_prompt import chunked_prompt
@@ -58,7 +55,6 @@ from .ranks import Ranks
 from .store_parts import StoreParts
 
 RAN_ELSEWHERE = "generate ran no forward with the cache: some models leave it out at the length from which on their rotary frequencies are others"
-logger = logging.getLogger("hf_paged_cache")
 
 
 class Calls:
@@ -69,20 +65,19 @@ class Calls:
         salt: part of every root, and the namespace of the blocks.
         counters: counters of the cache.
         ranks: processes that share the model.
+        capturing: lets forwards run by graphs.
     """
 
-    def __init__(self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks) -> None:
+    def __init__(
+        self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks, capturing: Capturing
+    ) -> None:
         self.store, self.conditioning, self.salt, self.counters = parts.blocks, parts.conditioning, salt, counters
         self.looks, self.model = parts.looks, parts.model
         self.keeping = Keeping(self.store, self.conditioning, salt)
         self._images = parts.image_inputs
         self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         self._ranks = ranks
-        self.opening = Opening(self, parts, salt, self.keeping, counters, ranks)
-
-    def capture(self, capturing: Capturing) -> None:
-        """Let calls run on static rows, where `capturing` allows it."""
-        self.opening.capturing = capturing
+        self.opening = Opening(self, parts, salt, self.keeping, ranks, capturing)
 
     # Calls of `generate`.
 
@@ -101,6 +96,8 @@ class Calls:
             chunked = chunked_prompt(self.conditioning.model, given)
             if chunked is not None:
                 self.opening.begin_chunks(rows, chunked, given)
+                if rows.state.pending is not None:
+                    self._count_pending(rows)
         return rows
 
     def begin_side(self, kind: str) -> Rows:
@@ -127,11 +124,6 @@ class Calls:
             forked.state.counts_more = False
         return forked
 
-    def count_with(self, counters: PromptCounters) -> None:
-        """Count calls in `counters` from now on."""
-        self.counters = counters
-        self.opening.count_with(counters)
-
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
         """Begin a loop of forwards, or a `generate` that was looked up before the cache was attached; return its rows.
 
@@ -139,20 +131,19 @@ class Calls:
             CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or see
                 `require_whole_prompt`.
         """
-        aside, is_generate, current.is_in_unseen_generate = current.aside, current.is_in_unseen_generate, False
-        if is_generate and arguments.get("use_cache") is False:
-            raise CacheArgumentError(NO_CACHE_WANTED)
-        if is_generate and aside is not None and continues(arguments, aside):
-            current.rows = current.take()
-            return aside
+        begins, before = current.begins, current.take()
+        is_generate = begins != "loop"
         if is_generate:
-            require_whole_prompt(arguments, 0 if aside is None else aside.get_seq_length())
+            if arguments.get("use_cache") is False:
+                raise CacheArgumentError(NO_CACHE_WANTED)
+            if before is not None and continues(arguments, before):
+                current.rows = before
+                return before
+            require_whole_prompt(arguments, 0 if before is None else before.get_seq_length())
         rows = self.opening.new_rows()
-        rows.previous = current.take()
-        if is_generate:
-            rows.state = CallState("generate", UNLIMITED, beams=False)
-            rows.state.counts_more = False
-        current.begin(rows)
+        rows.previous, rows.state = before, CallState("generate" if is_generate else "forward", UNLIMITED, beams=False)
+        rows.state.counts_more, rows.state.is_custom = not is_generate, begins == "function"
+        current.rows = rows
         return rows
 
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
@@ -168,7 +159,7 @@ class Calls:
             rows.state.digest, rows.state.resets = before.digest, before.resets
             rows.state.regime = before.regime
         if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
-            rows.judge(rows.n, held=False)  # what follows under a changed model is not kept
+            rows.note_look(is_same=False)  # what follows under a changed model is not kept
         rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
         rows.state.calls_back = rows.state.calls_back or self.conditioning.own_forward is not None
         if before is not None and before.deltas is not None:  # modules hold the deltas of whichever call ran last
@@ -198,7 +189,7 @@ class Calls:
         beams = (given.num_beams or 1) > 1
         state = CallState("generate", given.limits, beams=beams)
         state.is_custom = given.passed.get("custom_generate") is not None
-        state.calls_back = given.calls_back or given.is_round or state.is_custom
+        state.calls_back = given.calls_back or state.is_custom
         state.counts_more, state.is_in_step, state.images = not state.is_custom, given.synced_gpus, given.images
         return state
 
@@ -218,25 +209,15 @@ class Calls:
             with self.store.lock:
                 in_use = self.store.kv_bytes_in_use(self.salt)
             rows.state.note_bytes(in_use, rows.kv_bytes)
-        if logger.isEnabledFor(logging.INFO) and rows.state is not None:
-            reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows.state.counts))
-            prompt = sum(row.prompt_tokens for row in rows.state.counts)
-            reused = sum(row.reused_tokens for row in rows.state.counts)
-            logger.info("reused %d of %d prompt tokens: %s", reused, prompt, reasons)
 
     def note_elsewhere(self, rows: Rows, given: GenerateArguments) -> None:
         """Count a `generate` that ran no forward on the rows it was passed, and give up the rows of the call before."""
         if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
         rows.give_up_previous()
-        ids, mask = given.passed.get("input_ids"), given.passed.get("attention_mask")
-        num_rows = ids.shape[0] if isinstance(ids, Tensor) else 1
-        of_batch: list[int] = [given.num_given] * num_rows
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            of_batch = mask.sum(dim=1).tolist()
-        shown = [number for number in of_batch for _ in range(given.limits.num_rows // max(1, num_rows))]
+        counts = count_bypassed([given.num_given] * max(1, given.limits.num_rows), RAN_ELSEWHERE)
         with self.store.lock:
-            self.counters.add_call("generate", count_bypassed(shown, RAN_ELSEWHERE), 0, bypassed=True)
+            self.counters.add_call("generate", counts, 0, bypassed=True)
 
     # Methods that rows call.
 
@@ -260,37 +241,32 @@ class Calls:
                 "use one cache a thread: PagedPrefixCache(cache.store) shares all blocks"
             )
 
-    def give_way(self, rows: Rows) -> None:
-        """Make room after a call ran out of memory and its rows were given up; see `Opening.give_way`."""
-        self.opening.give_way(rows)
-
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Get ready for a forward of a loop, or the first forward of a call that resumes.
 
         What is complete is kept, and the rows are bypassed if the forward is an unusual one.
         """
-        try:
-            return self._go_on(rows, arguments)
-        except PagedCacheError as error:
-            self._tell_refusal(rows, error)
-            raise
-
-    def _go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         rows.thread = threading.get_ident()
         is_prompt = rows.reads_next or not rows.in_generate
         reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
         rows.reads_next = False
         rows.roll_back()
-        if reads and rows.why_bypassed is None:
-            return self._read_on(rows, arguments, is_prompt=is_prompt)
-        if is_prompt:
-            self._count_on_a_bypass(rows, arguments)
+        try:
+            if reads and rows.why_bypassed is None:
+                return self._read_on(rows, arguments, is_prompt=is_prompt)
+            if is_prompt:
+                self._count_on_a_bypass(rows, arguments)
+        except PagedCacheError as error:
+            if not rows.in_generate:
+                self._ranks.is_settled = False
+                self._ranks.tell_refusal(error)
+            raise
         return arguments
 
     def _read_on(self, rows: Rows, arguments: Mapping[str, Any], *, is_prompt: bool) -> Mapping[str, Any]:
         """Read a forward of rows that go on; return what it is to run with. From an unusual forward on, rows are bypassed."""
         if not rows.in_generate:
-            self.keeping.keep(rows, rows.n, held=True)  # the model was looked at when the last forward had returned
+            self.keeping.keep(rows)
         request, why, _ = self.opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
         if rows.chunks is not None:
             self._go_on_in_chunks(rows, request, why)
@@ -301,9 +277,12 @@ class Calls:
         if why is None:
             self._follow_padding(rows, request)
         else:
-            if rows.in_generate:
-                self.keeping.keep(rows, rows.n, held=self.keeping.held_so_far(rows))
-            arguments = self.opening.bypass(rows, arguments, why, request)
+            self.keeping.keep(rows)
+            arguments = self.opening.bypass(rows, arguments, why)
+            for row in rows.state.counts:
+                row.stopped += f"; then {why}"
+            with self.store.lock:
+                self.counters.note_bypass()
         if is_prompt:
             self._count_more(rows, num_shown(request))
             if why is None and rows.in_generate and rows.captured is None and rows.chunks is None:
@@ -317,7 +296,7 @@ class Calls:
         if not rows.in_generate:
             self.opening.asking.require_filled(arguments, before)
         num_rows, num_new = shape_of(arguments, before)
-        self._count_more(rows, _shown(arguments, num_rows, num_new))
+        self._count_more(rows, [num_new] * num_rows)
         if rows.chunks is not None:  # another chunk of the prompt may follow
             rows.reads_next = before + num_new < rows.state.limits.num_prompt_columns
 
@@ -355,13 +334,13 @@ class Calls:
             self._spread(rows, rows.copies, output)
         if state.pending is not None:
             self._count_pending(rows)
-        if rows.handle is not None and (handle := rows.handle()) is not None:
-            name = cache_argument(self.conditioning.model)
-            if rows.is_behind_handle and getattr(output, name, None) is rows:
+        if rows.is_behind_handle and rows.handle is not None and (handle := rows.handle()) is not None:
+            name = cache_argument(self.model)
+            if getattr(output, name, None) is rows:
                 setattr(output, name, handle)
         rows.must_confirm = not rows.in_generate or bool(state.regime)
         if not rows.in_generate and rows.why_bypassed is None:
-            rows.judge(rows.n, held=self.keeping.held_so_far(rows))
+            rows.note_look(is_same=self.keeping.is_same(rows))
         return output
 
     def _note_what_the_model_keeps(self, rows: Rows) -> None:
@@ -369,7 +348,7 @@ class Calls:
         state = rows.state
         if state.regime and self.conditioning.rope.now() != state.regime:
             # the new columns have other frequencies than those before
-            rows.trust_end = min(rows.trust_end, rows.n - rows.num_new)
+            rows.keep_less(rows.n - rows.num_new)
         if self._has_deltas and rows.num_forwards == 1:
             state.deltas = RopeDeltas(self.model)
             state.deltas.note()
@@ -422,14 +401,6 @@ class Calls:
         with self.store.lock:
             self.store.sharing.add(rows)
 
-    # Parts of the methods above.
-
-    def _tell_refusal(self, rows: Rows, error: PagedCacheError) -> None:
-        """Tell other ranks that a forward of a loop is refused."""
-        if not rows.in_generate:
-            self._ranks.is_settled = False
-            self._ranks.tell_refusal(error)
-
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
         """Count more tokens of a prompt, which run in rows that have begun."""
         state = rows.state
@@ -444,12 +415,3 @@ class Calls:
             row.computed_tokens += more.computed_tokens
         state.pending = new, begins
         rows.must_confirm = True
-
-
-def _shown(arguments: Mapping[str, Any], num_rows: int, num_new: int) -> list[int]:
-    """Return for each row how many tokens a mask shows among the new columns."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == num_rows and num_new:
-        counts: list[int] = (mask[:, -num_new:] != 0).sum(dim=1).tolist()
-        return counts
-    return [num_new] * num_rows

@@ -3,12 +3,16 @@
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 from weakref import WeakMethod
 
 from ..errors import CacheBusyError
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
+
+# What a forward begins that is passed the cache itself while the cache has no rows: a loop of forwards; a `generate`
+# without a bracket; or the own forwards of a function in the place of `generate`, which is taken for one.
+Begins = Literal["loop", "generate", "function"]
 
 
 class ClosesRows(Protocol):
@@ -23,22 +27,22 @@ class ClosesRows(Protocol):
 class Current:
     """`Current` holds the rows of a cache's last call, or of its running loop.
 
+    Where a `generate` begins of which nothing is known yet, the rows are set aside: the cache has none, and the
+    `generate` may go on where they stop.
+
     Args:
         calls: keeps what rows have computed.
         show: method of the cache that is told which rows the cache has.
 
     Attributes:
-        is_in_unseen_generate: True if a `generate` has begun that was looked up before the cache was attached.
+        begins: what the next forward begins if the cache has no rows.
     """
 
     def __init__(self, calls: ClosesRows, show: WeakMethod[Callable[[Rows | None], None]]) -> None:
         self._calls, self._show = calls, show
-        self._rows: Rows | None = None
-        self.is_in_unseen_generate = False
-        self._aside: Rows | None = None  # rows of the call before a `generate` that has not opened its rows yet
-        self._around: list[int] = []  # idents of the threads in which functions run in the place of `generate`
-        self._is_by_hand = False  # whether such a function runs in which no `generate` has begun
-        self._by_hand: Rows | None = None  # rows that such a function's own forwards have begun
+        self._held: Rows | None = None  # rows of the cache, or rows set aside
+        self.begins: Begins = "loop"
+        self._around: int | None = None  # ident of the thread in which a function runs in the place of `generate`
         with calls.store.lock:
             calls.store.currents.add(self)
 
@@ -55,37 +59,36 @@ class Current:
 
     @property
     def rows(self) -> Rows | None:
-        """Rows of the cache; None: before the first call, and after `reset()`."""
-        return self._rows
+        """Rows of the cache; None: before the first call, after `reset()`, and while the rows are set aside."""
+        return self._held if self.begins == "loop" else None
 
     @rows.setter
     def rows(self, rows: Rows | None) -> None:
-        self._rows = rows
+        self._held, self.begins = rows, "loop"
         if rows is not None:
             rows.is_lent = False
         if (show := self._show()) is not None:
             show(rows)
 
-    def set_aside(self) -> None:
-        """Set the rows aside as a `generate` begins of which nothing is known yet: it may go on where they stop."""
-        self._aside, self.is_in_unseen_generate = self.take(), True
-        if self._aside is not None:
-            self._calls.close(self._aside)
+    def _set_aside(self, begins: Begins) -> None:
+        """Set the rows aside as a `generate` begins, or a function in its place."""
+        aside = self.take()
+        if aside is not None:
+            self._calls.close(aside)
+        self._held, self.begins = aside, begins
 
     def begin_unseen_generate(self) -> None:
         """Begin a `generate` without a bracket: on new rows, or on those of forwards that its function ran by hand."""
-        by_hand, self._by_hand, self._is_by_hand = self._by_hand, None, False
-        if by_hand is None or by_hand is not self._rows:
-            self.set_aside()
-
-    def begin(self, rows: Rows) -> None:
-        """Take the rows of a loop of forwards, or of a `generate` without a bracket, that has begun."""
-        self.rows, self._by_hand = rows, rows if self._is_by_hand else None
+        rows = self.rows
+        if self.is_around and rows is not None and rows.state.is_custom:
+            rows.state.is_custom = False
+        else:
+            self._set_aside("generate")
 
     @property
     def is_around(self) -> bool:
         """True if a function runs in the place of `generate`."""
-        return bool(self._around)
+        return self._around is not None
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -96,52 +99,42 @@ class Current:
         """
         here = threading.get_ident()
         with self._calls.store.lock:
-            if self._around and (self._around[-1] != here or self._rows is not None):
-                where = "" if self._around[-1] == here else " in another thread"
+            if self.is_around:
+                where = "" if self._around == here else " in another thread"
                 raise CacheBusyError(
                     f"a generate call is running on this cache{where}; use another cache on the same store for this one: "
                     "PagedPrefixCache(cache.store)"
                 )
-            self._around.append(here)
+            self._around = here
         try:
-            self.set_aside()
-            self._is_by_hand = True
+            self._set_aside("function")
             yield
         finally:
-            self.is_in_unseen_generate = self._is_by_hand = False
-            self._by_hand = None
-            self._around.remove(here)
-            rows = self._rows
-            if rows is not None and not self.is_loop:
-                self._calls.close(rows)
-            elif rows is None and self._aside is not None:  # the function has run no forward
-                self.rows, self._aside = self._aside, None
+            with self._calls.store.lock:
+                self._around, has_run = None, self.begins == "loop"
+                self.rows = self._held  # the rows of the call before, if no forward has run
+            if has_run and self._held is not None and not self.is_loop:
+                self._calls.close(self._held)
 
     @property
     def is_loop(self) -> bool:
         """True if the rows are those of a loop of forwards, which may go on."""
-        rows = self._rows
+        rows = self.rows
         return rows is not None and rows.is_open and rows.state is not None and rows.state.kind == "forward"
 
-    @property
-    def aside(self) -> Rows | None:
-        """Rows of the call before a `generate` that has not run a forward yet."""
-        return self._aside
-
     def take(self) -> Rows | None:
-        """Return the rows, and hold them no longer."""
+        """Return the rows, also rows set aside, and hold them no longer."""
         with self._calls.store.lock:  # of two calls that begin at once, only one gets the rows
-            rows = self._aside if self._rows is None else self._rows
-            self._rows = self._aside = None
+            rows, self._held, self.begins = self._held, None, "loop"
         if (show := self._show()) is not None:
             show(None)  # also if an interrupt came between these two statements before
         return rows
 
     def lose_threads(self, idents: Collection[int]) -> None:
         """Forget threads that ended with a fork, and drop rows that one of them ran: these may be half written."""
-        self._around = [ident for ident in self._around if ident not in idents]
-        rows = self._rows if self._rows is not None else self._aside
-        if rows is not None and rows.is_lost(idents):
+        if self._around in idents:
+            self._around = None
+        if self._held is not None and self._held.is_lost(idents):
             self.take()
 
     def take_previous(self) -> Rows | None:
@@ -163,7 +156,7 @@ class Current:
 
     @property
     def _is_loop_elsewhere(self) -> bool:
-        rows = self._rows
+        rows = self.rows
         if rows is None or not self.is_loop or rows.thread == threading.get_ident():
             return False
         return any(thread.ident == rows.thread for thread in threading.enumerate())
@@ -196,11 +189,7 @@ def drain(store: BlockStore) -> None:
 def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
     """Begin to forget blocks: rows of calls that are over hold none from here on.
 
-    Args:
-        salt: salt of the blocks; None: all salts.
-
-    Returns:
-        the `Current` of each cache of this salt; its rows end once all is forgotten.
+    Return the `Current` of each cache of this salt, or of all salts if it is None. Its rows end once all is forgotten.
 
     Raises:
         CacheBusyError: rows of one of these caches are those of a loop, which may go on; nothing has changed.

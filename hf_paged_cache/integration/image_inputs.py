@@ -129,7 +129,7 @@ class ImageInputs:
                 plain.pop(name, None)
             if rows.num_columns:
                 return Seen(plain, images, why_whole=_RESUMES)
-        running = rows.in_batch()
+        running = rows.rows
         ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
             return Seen(plain, images, why_whole=why)

@@ -42,7 +42,7 @@ class KeepsRows(Protocol):
 
     def keep_full(self, rows: "Rows") -> None: ...  # called when rows change places
 
-    def keep_complete(self, rows: "Rows") -> None: ...  # called before somebody may write to the rows
+    def keep(self, rows: "Rows") -> None: ...  # called before somebody may write to the rows
 
 
 class RunsRows(Protocol):
@@ -105,9 +105,9 @@ class Rows(RowsColumns):
         in_generate: True if `generate` runs the rows; it passes what it must.
         num_forwards: number of forwards that have returned.
         num_new: columns of the last forward.
-        judged: column before which somebody has seen that the model was the same.
-        trust_end: first column that is not trusted. From it on the model was another one, or columns were computed
-            otherwise than those of a prompt. Infinite: all columns are trusted.
+        seen_same: number of columns that were there when somebody last saw that the model is the same.
+        keep_end: first column that is never kept, nor read by other rows: from it on columns are not what their tokens
+            and prefix keys say.
         must_confirm: True if `calls` is told of the next forward that returns.
         reads_next, reads_all: True if the arguments of the next forward, or of all forwards, are looked at.
         escaped: True if somebody else may hold the rows, so that their memory never becomes that of another call.
@@ -141,8 +141,8 @@ class Rows(RowsColumns):
         self.ids = IdsStream()
         self.is_open = self.in_generate = False
         self.must_confirm = True
-        self.judged = self.num_forwards = 0
-        self.trust_end = math.inf
+        self.seen_same = self.num_forwards = 0
+        self.keep_end = math.inf
         self.reads_next = self.reads_all = False
         self.escaped = False
         self.records_drafts = False
@@ -224,7 +224,7 @@ class Rows(RowsColumns):
         if self.lacks_windows or (self.states is not None and not self.states.are_whole):
             self._require_not_lost()
         if self.chunks is not None:
-            self.trust_end = min(self.trust_end, self.chunks.commit_end(self.n, num_new))
+            self.keep_less(self.chunks.commit_end(self.n, num_new))
         if self.states is not None:
             self._start_states(self.states, num_new)
         self.ids.note(ids, self.n)
@@ -268,7 +268,7 @@ class Rows(RowsColumns):
         What is complete is kept before that, and nothing more after it.
         """
         if self.is_whole and not self.is_running and self.why_bypassed is None:
-            self.calls.keeping.keep_complete(self)
+            self.calls.keeping.keep(self)
             super().note_shown()
 
     def _heed(self) -> None:
@@ -371,12 +371,16 @@ class Rows(RowsColumns):
         self.layers[:] = layers  # the same list: whoever holds it sees these layers
         self.layer_class_to_replicate = DynamicLayer
 
-    def judge(self, stop: int, *, held: bool) -> None:
-        """Note whether the model was found to be the same up to column `stop`."""
-        if held:
-            self.judged = max(self.judged, stop)
+    def note_look(self, *, is_same: bool) -> None:
+        """Note whether the model was seen to be the same now; if not, nothing is kept that came since the last look."""
+        if is_same:
+            self.seen_same = self.n
         else:
-            self.trust_end = min(self.trust_end, self.judged)
+            self.keep_less(self.seen_same)
+
+    def keep_less(self, stop: float) -> None:
+        """Never keep the columns from `stop` on: they are not what their tokens and prefix keys say."""
+        self.keep_end = min(self.keep_end, stop)
 
     @property
     def num_columns(self) -> int:
@@ -384,14 +388,9 @@ class Rows(RowsColumns):
         return self.n if self.why_bypassed is None else self._num_bypassed
 
     @property
-    def is_suspect(self) -> bool:
-        """True if some columns are not trusted; see `trust_end`."""
-        return not math.isinf(self.trust_end)
-
-    @property
     def num_true_columns(self) -> int:
         """Number of columns that are what their tokens say, under their prefix keys, as far as anybody has looked."""
-        return int(min(self.n, self.trust_end))
+        return int(min(self.n, self.keep_end))
 
     @property
     def is_source(self) -> bool:
@@ -400,7 +399,7 @@ class Rows(RowsColumns):
         return is_ours and self.num_true_columns > 0
 
     def token_ids(self) -> list[TokenIds]:
-        """Return the token ids that ran in each row, without padding, as far as the columns are trusted."""
+        """Return the token ids that ran in each row, without padding, as far as the columns are what these say."""
         return self.ids.rows([prompt.pad for prompt in self.prompts], self.num_true_columns)
 
     # States that layers carry.
@@ -422,7 +421,7 @@ class Rows(RowsColumns):
     def _start_states(self, states: RowStates, num_new: int) -> None:
         """Begin a forward of `num_new` columns in the layers that carry states."""
         if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
-            self.trust_end = min(self.trust_end, self.n)  # what is computed so differs from what a prompt computes
+            self.keep_less(self.n)  # what is computed so differs from what a prompt computes
         states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
 
     def _crop_states(self, states: RowStates, num_columns: int) -> None:
@@ -547,7 +546,7 @@ class Rows(RowsColumns):
         self._num_bypassed = max(0, self._num_bypassed + int(tokens_to_remove))
         if not self.n and not self.in_generate and self.why_bypassed is None:
             self.reset()  # after that, other rows may begin
-        self.judged, self.common_columns = min(self.judged, self.n), min(self.common_columns, self.n)
+        self.seen_same, self.common_columns = min(self.seen_same, self.n), min(self.common_columns, self.n)
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, self.n - prompt.pad))
 
@@ -574,7 +573,7 @@ class Rows(RowsColumns):
         self.is_open = self.is_running = self.has_own = self.lacks_windows = False
         self._given.clear()
         self._tensors, self._versions, self._room_end, self._lengths = [], (), math.inf, None
-        self.judged, self.trust_end = 0, math.inf
+        self.seen_same, self.keep_end = 0, math.inf
 
     def activate_past_recording(self) -> None:
         """Get ready to take drafts back: a model that cannot say which logits it needs computes all of them."""
@@ -708,8 +707,8 @@ class Rows(RowsColumns):
 _COPIED = (
     *(
         "n",
-        "judged",
-        "trust_end",
+        "seen_same",
+        "keep_end",
         "is_open",
         "in_generate",
         "why_bypassed",
