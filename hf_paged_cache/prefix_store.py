@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.current import begin_to_forget, bytes_of_rows, drain
+from .integration.current import begin_to_forget, bytes_of_rows
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
@@ -221,7 +221,6 @@ class PrefixStore:
                 "None for all"
             )
         permissions = file_mode("mode", mode)
-        drain(self.blocks)
         with _bar("saving", progress) as show:
             return save_blocks(
                 self.blocks,
@@ -278,7 +277,6 @@ class PrefixStore:
         rows of all caches. Only a cache knows the most bytes that there were.
         """
         blocks = self.blocks
-        drain(blocks)
         with blocks.lock:
             blocks.settle()
             of_rows = bytes_of_rows([each.rows for each in [*blocks.currents]], [*blocks.running])

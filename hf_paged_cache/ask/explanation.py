@@ -16,7 +16,6 @@ from ..call.found import Found
 from ..call.look_up import continuation, look_up
 from ..call.match import previous_rows
 from ..errors import CacheArgumentError
-from ..integration.current import drain
 from ..wording import counted
 from .asked import AskedCache
 from .prompts import AskedPrompt, asked_prompt
@@ -133,7 +132,6 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 def _look_up(cache: AskedCache, asked: AskedPrompt) -> Lookup:
     blocks, last = cache.store.blocks, previous_rows(cache._current.rows)
-    drain(blocks)
     num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
     with blocks.lock:
         blocks.settle()

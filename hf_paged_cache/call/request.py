@@ -51,8 +51,6 @@ class ForwardRequest:
         keep_columns: why no known column may be left out; None when they may.
         may_alias: True if equal rows may be computed once.
         max_position: largest position passed, that of padding included; None where no positions were passed.
-        has_images: True if ids of some rows do not say what runs, see `image_tokens`.
-        chunks: chunks of the prompt, where each forward must be of one of their shapes.
     """
 
     rows: tuple[RowInput, ...]
@@ -62,8 +60,6 @@ class ForwardRequest:
     keep_columns: str | None = None
     may_alias: bool = True
     max_position: int | None = None
-    has_images: bool = False
-    chunks: Chunks | None = None
 
     def latest_start(self, before: int, num_needed: int) -> int:
         """Return the last column at which the forward may start, so that all that is asked of it is computed in it.

@@ -32,7 +32,6 @@ class FirstForward(NamedTuple):
         request: what the forward asks for.
         images: images that begin with it; None: there are none.
         why_bypassed: why it reuses and keeps nothing; the attributes below are then empty. None: it may.
-        adapters: adapter of each row of the batch; None: PEFT was not told.
         running: rows that run; equal rows of the batch run as one.
         members: row that runs -> the row of the batch that it is.
         copies: row of the batch -> the row that runs for it.
@@ -41,19 +40,13 @@ class FirstForward(NamedTuple):
     request: ForwardRequest
     images: PromptImages | None
     why_bypassed: str | None = None
-    adapters: list[str] | None = None
     running: Sequence[RowInput] = ()
     members: Sequence[int] = ()
     copies: Sequence[int] = ()
 
 
 class Asking:
-    """`Asking` reads the forwards of one cache.
-
-    Args:
-        parts: what calls share with all other calls of the store.
-        salt: part of every root, and the namespace of the blocks.
-        ranks: processes that share the model.
+    """`Asking` reads the forwards of one cache: see `Calls` for what it is made of.
 
     Attributes:
         reads_only: True if a first forward is not to run; what it asks for is raised as RequestRead.
@@ -86,11 +79,11 @@ class Asking:
         if state.chunked is not None:
             request = replace(request, keep_columns=request.keep_columns or IN_CHUNKS, may_alias=False)
         request = self._follow_length(state, replace(request, may_alias=request.may_alias and adapters is None))
-        inputs = self.with_roots(state, request, adapters)
+        inputs = self.with_roots(state, request)
         if self.reads_only:
             raise RequestRead(replace(request, rows=tuple(inputs)))
         members, copies = _distinct(inputs) if request.may_alias else ([*range(len(inputs))], [*range(len(inputs))])
-        return FirstForward(request, seen.images, None, adapters, [inputs[at] for at in members], members, copies)
+        return FirstForward(request, seen.images, None, [inputs[at] for at in members], members, copies)
 
     def read(
         self, rows: Rows, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None
@@ -98,11 +91,7 @@ class Asking:
         """Return what a forward asks for, why it reuses and keeps nothing if its arguments say so, and its images.
 
         Args:
-            running: rows that resume.
             images: images that `generate` was passed; None: they are among the arguments.
-
-        Raises:
-            CacheArgumentError: the arguments contradict each other.
         """
         if not rows.in_generate:
             self.require_filled(arguments, running.num_columns)
@@ -117,7 +106,7 @@ class Asking:
         return request, seen.why_whole or request.bypass, seen
 
     def require_filled(self, arguments: Mapping[str, Any], before: int) -> None:
-        """Refuse a forward of a prompt that has placeholders which nothing fills.
+        """Refuse a prompt that has placeholders which nothing fills: images must come with every prompt.
 
         Args:
             before: number of columns of the rows that resume.
@@ -132,9 +121,9 @@ class Asking:
         if unfilled is not None:
             raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}, or call the model without this cache")
 
-    def with_roots(self, state: CallState, request: ForwardRequest, adapters: list[str] | None) -> list[RowInput]:
+    def with_roots(self, state: CallState, request: ForwardRequest) -> list[RowInput]:
         """Return the rows of the batch with their prefix keys."""
-        inputs, chunked = [], state.chunked
+        inputs, chunked, adapters = [], state.chunked, self._conditioning.adapter_names()
         for number, row in enumerate(request.rows):
             counted_from = row.pad
             if self._reader.takes_positions:

@@ -6,9 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..errors import CacheArgumentError
-from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
-from ..rows.rows import Rows
 from .chunked_prompt import require_slices
 from .generate_arguments import GenerateArguments
 from .hooks import is_attached
@@ -19,48 +17,24 @@ NO_CACHE_WANTED = (
 )
 
 
-def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
-    """Return whether a first forward brings new tokens alone: its positions begin where the rows stop."""
-    firsts = _first_positions(arguments)
-    if firsts is None or not rows.prompts:
-        return False
-    expected = [rows.n - prompt.pad + prompt.first_position for prompt in rows.prompts]
-    return bool(expected[0] and (firsts == expected or firsts == expected[:1] == [*{*expected}]))
-
-
 def require_whole_prompt(arguments: Mapping[str, Any], num_held: int) -> None:
-    """Refuse the first forward of a `generate` that brings new tokens alone, after rows that are not there.
+    """Refuse a first forward without a mask whose positions do not begin at 0: the rows before it are not there.
 
     Args:
-        num_held: number of columns of the rows that are there.
-
-    Raises:
-        CacheArgumentError: the forward has no mask, and its positions do not begin at 0.
+        num_held: number of columns of the cache's rows.
     """
-    firsts = _first_positions(arguments)
-    if arguments.get("attention_mask") is None and firsts and min(firsts) > 0:
+    positions = arguments.get("position_ids")
+    is_counted = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1]
+    first = int(positions[:, 0].min()) if is_counted else 0
+    if arguments.get("attention_mask") is None and first > 0:
         raise CacheArgumentError(
-            f"the attention mask has {min(firsts)} columns before the ids that are passed, and the cache holds rows of {num_held}: pass "
-            "the whole prompt, or ids that continue exactly where the rows stopped"
+            f"the attention mask has {first} columns before the ids that are passed, and the cache holds rows of {num_held}, with "
+            "which a generate that was looked up before the cache was built does not go on: pass the whole prompt"
         )
 
 
-def _first_positions(arguments: Mapping[str, Any]) -> list[int] | None:
-    """Return the first position of each row; None: none were passed, or not one for each token."""
-    positions = arguments.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or not positions.shape[1]:
-        return None
-    firsts: list[int] = positions[:, 0].tolist()
-    return firsts
-
-
 def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> None:
-    """Refuse a `generate` of another model, or one that asks for a cache of its own.
-
-    Raises:
-        CacheArgumentError: the call is of another model, or asks for a cache of its own.
-        UnsupportedModelError: adapters that do more than change layers have been put round the model.
-    """
+    """Refuse a `generate` of another model, under adapters that do more than change layers, or on another cache."""
     if running is not model:
         raise another_model(model, running)
     require_layer_adapters(running)
@@ -71,25 +45,10 @@ def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> Non
         )
 
 
-def require_filled(placeholders: Placeholders, given: GenerateArguments) -> None:
-    """Refuse a `generate` of a prompt that has placeholders which nothing fills: images must come with every prompt.
-
-    Raises:
-        CacheArgumentError: the prompt has such placeholders.
-    """
-    before = given.num_masked - given.num_given if given.only_new_tokens else 0
-    unfilled = placeholders.unfilled(given.passed, before) if placeholders.kinds else None
-    if unfilled is not None:
-        raise CacheArgumentError(f"{unfilled.what}: pass {unfilled.fillers}")
-
-
 def require_continues(given: GenerateArguments, num_held: int) -> None:
     """Refuse a `generate` of new tokens alone that does not resume exactly where the rows stopped.
 
     This is checked here because a mask of ones never reaches the forward.
-
-    Raises:
-        CacheArgumentError: the tokens resume elsewhere, or would run in chunks from the first column on.
     """
     require_slices(given)
     if given.num_masked != num_held + given.num_given:

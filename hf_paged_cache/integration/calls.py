@@ -38,7 +38,6 @@ from .asking import GRADIENTS, num_shown, running_rows
 from .begin import (
     NO_CACHE_WANTED,
     another_model,
-    continues,
     prepares_otherwise,
     require_continues,
     require_may_begin,
@@ -82,36 +81,28 @@ class Calls:
     # Calls of `generate`.
 
     def begin(self, given: GenerateArguments, previous: Rows | None) -> Rows:
-        """Begin a `generate`, and return the rows that it is to run on.
-
-        Args:
-            previous: rows of the call before.
-        """
+        """Begin a `generate` after the rows of the call before, and return the rows that it is to run on."""
         rows = self.opening.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
         rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
-        rows.reads_all = rows.state.is_custom or prepares_otherwise(self.conditioning.model)
-        if given.chunk_size is not None and not given.verifies_drafts:
-            chunked = chunked_prompt(self.conditioning.model, given)
-            if chunked is not None:
-                self.opening.begin_chunks(rows, chunked, given)
-                if rows.state.pending is not None:
-                    self._count_pending(rows)
+        rows.reads_all = rows.state.is_custom or prepares_otherwise(self.model)
+        chunked = None if given.verifies_drafts else chunked_prompt(self.model, given)
+        if chunked is not None:
+            self.opening.begin_chunks(rows, chunked, given)
+            if rows.state.pending is not None:
+                self._count_pending(rows)
         return rows
 
     def begin_side(self, kind: str) -> Rows:
-        """Begin a call of ours, of this kind, and return the rows that its forwards are to run on."""
+        """Begin a call of ours, and return the rows that its forwards are to run on."""
         rows = self.opening.new_rows()
         rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False)
         rows.state.counts_more = False
         return rows
 
     def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
-        """Make rows that go on beside `rows`, row `i` from row `sources[i]`.
-
-        Where that pays, the new rows read what `rows` hold in place.
-        """
+        """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
         index = memory.as_index(sources)
         if rows.why_bypassed is None:
             shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
@@ -125,20 +116,17 @@ class Calls:
         return forked
 
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
-        """Begin a loop of forwards, or a `generate` that was looked up before the cache was attached; return its rows.
+        """Begin a loop of forwards, or a `generate` without a bracket; return its rows.
 
         Raises:
-            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or see
-                `require_whole_prompt`.
+            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or it
+                brings new tokens alone.
         """
         begins, before = current.begins, current.take()
         is_generate = begins != "loop"
         if is_generate:
             if arguments.get("use_cache") is False:
                 raise CacheArgumentError(NO_CACHE_WANTED)
-            if before is not None and continues(arguments, before):
-                current.rows = before
-                return before
             require_whole_prompt(arguments, 0 if before is None else before.get_seq_length())
         rows = self.opening.new_rows()
         rows.previous, rows.state = before, CallState("generate" if is_generate else "forward", UNLIMITED, beams=False)
@@ -147,32 +135,27 @@ class Calls:
         return rows
 
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
-        """Let a `generate` of new tokens alone go on with rows.
-
-        Raises:
-            PagedCacheError: another rank has refused the call; nothing has changed.
-        """
+        """Let a `generate` of new tokens alone go on with rows."""
         self._ranks.settle_resumption(rows.get_seq_length(), given.num_given)
         rows.in_generate = rows.reads_next = True
         before, rows.state = rows.state, self._state_of(given)
-        if before is not None:
-            rows.state.digest, rows.state.resets = before.digest, before.resets
-            rows.state.regime = before.regime
-        if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
+        state = rows.state
+        state.digest, state.resets, state.regime, state.deltas = (
+            before.digest,
+            before.resets,
+            before.regime,
+            before.deltas,
+        )
+        if rows.why_bypassed is None and self.conditioning.digest() != state.digest:
             rows.note_look(is_same=False)  # what follows under a changed model is not kept
-        rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
-        rows.state.calls_back = rows.state.calls_back or self.conditioning.own_forward is not None
-        if before is not None and before.deltas is not None:  # modules hold the deltas of whichever call ran last
-            rows.state.deltas = before.deltas
-            before.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
+        state.was_alone = not self.conditioning.may_change_in_a_forward()
+        state.calls_back = state.calls_back or self.conditioning.own_forward is not None
+        if state.deltas is not None:  # modules hold the deltas of whichever call ran last
+            state.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
-        """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on.
-
-        Raises:
-            CacheArgumentError: see `require_may_begin` and `require_continues`.
-        """
-        require_may_begin(self.conditioning.model, model, given)
+        """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on."""
+        require_may_begin(self.model, model, given)
         if given.only_new_tokens:
             require_continues(given, rows.get_seq_length())
             self.resume(given, rows)
@@ -186,8 +169,7 @@ class Calls:
         return begun
 
     def _state_of(self, given: GenerateArguments) -> CallState:
-        beams = (given.num_beams or 1) > 1
-        state = CallState("generate", given.limits, beams=beams)
+        state = CallState("generate", given.limits, beams=(given.num_beams or 1) > 1)
         state.is_custom = given.passed.get("custom_generate") is not None
         state.calls_back = given.calls_back or state.is_custom
         state.counts_more, state.is_in_step, state.images = not state.is_custom, given.synced_gpus, given.images
@@ -222,12 +204,17 @@ class Calls:
     # Methods that rows call.
 
     def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
-        """Return the images that a `generate` is not to be passed; see `ImageInputs.of_generate`."""
+        """Return the images that a `generate` is not to be passed."""
         return self._images.of_generate(self.model, passed)
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Open rows before their first forward; see `Opening.open`."""
-        return self.opening.open(rows, arguments)
+        """Open rows before their first forward; return the arguments that it is to run with."""
+        self._ranks.is_settled = False
+        try:
+            return self.opening.open(rows, arguments)
+        except Exception as error:
+            self._ranks.tell_refusal(error)
+            raise
 
     def refuse(self, model: Any) -> NoReturn:
         """Raise CacheArgumentError: a forward of another model was passed these rows."""
@@ -242,10 +229,7 @@ class Calls:
             )
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Get ready for a forward of a loop, or the first forward of a call that resumes.
-
-        What is complete is kept, and the rows are bypassed if the forward is an unusual one.
-        """
+        """Get ready for a forward of a loop, or the first forward of a call that resumes; return its arguments."""
         rows.thread = threading.get_ident()
         is_prompt = rows.reads_next or not rows.in_generate
         reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
@@ -265,8 +249,6 @@ class Calls:
 
     def _read_on(self, rows: Rows, arguments: Mapping[str, Any], *, is_prompt: bool) -> Mapping[str, Any]:
         """Read a forward of rows that go on; return what it is to run with. From an unusual forward on, rows are bypassed."""
-        if not rows.in_generate:
-            self.keeping.keep(rows)
         request, why, _ = self.opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
         if rows.chunks is not None:
             self._go_on_in_chunks(rows, request, why)
@@ -286,8 +268,7 @@ class Calls:
         if is_prompt:
             self._count_more(rows, num_shown(request))
             if why is None and rows.in_generate and rows.captured is None and rows.chunks is None:
-                adapters = self.conditioning.adapter_names()
-                self.opening.begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
+                self.opening.begin_captured(rows, request, rows.n, rows.n + request.num_new_columns)
         return arguments
 
     def _count_on_a_bypass(self, rows: Rows, arguments: Mapping[str, Any]) -> None:
@@ -301,22 +282,17 @@ class Calls:
             rows.reads_next = before + num_new < rows.state.limits.num_prompt_columns
 
     def _go_on_in_chunks(self, rows: Rows, request: ForwardRequest, why_bypassed: str | None) -> None:
-        """Check the next chunk of a prompt, and note whether more chunks follow.
-
-        Raises:
-            ForwardMismatchError: the chunk does not continue what the rows have begun with.
-        """
+        """Check that the next chunk of a prompt continues the rows, and note whether more chunks follow."""
         state, stop = rows.state, rows.n + request.num_new_columns
         if not rows.num_forwards:
-            inputs = self.opening.asking.with_roots(state, request, self.conditioning.adapter_names())
+            inputs = self.opening.asking.with_roots(state, request)
             state.chunked.require(replace(request, rows=tuple(inputs), bypass=why_bypassed), rows.n)
         rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
 
     def _follow_padding(self, rows: Rows, request: ForwardRequest) -> None:
         """Let rows of padding alone begin further right, if they get more padding."""
         if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
-            adapters = self.conditioning.adapter_names()
-            inputs = self.opening.asking.with_roots(rows.state, request, adapters)
+            inputs = self.opening.asking.with_roots(rows.state, request)
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
 
     def confirm(self, rows: Rows, output: Any) -> Any:
@@ -328,8 +304,11 @@ class Calls:
                 "the forward did not write any layer: gradient "
                 "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
             )
-        if rows.why_bypassed is None:
-            self._note_what_the_model_keeps(rows)
+        if rows.why_bypassed is None and state.regime and self.conditioning.rope.now() != state.regime:
+            rows.keep_less(rows.n - rows.num_new)  # the new columns have other frequencies than those before
+        if rows.why_bypassed is None and self._has_deltas and rows.num_forwards == 1:
+            state.deltas = RopeDeltas(self.model)
+            state.deltas.note()
         if rows.copies is not None:
             self._spread(rows, rows.copies, output)
         if state.pending is not None:
@@ -340,18 +319,8 @@ class Calls:
                 setattr(output, name, handle)
         rows.must_confirm = not rows.in_generate or bool(state.regime)
         if not rows.in_generate and rows.why_bypassed is None:
-            rows.note_look(is_same=self.keeping.is_same(rows))
+            self.keeping.keep(rows)
         return output
-
-    def _note_what_the_model_keeps(self, rows: Rows) -> None:
-        """Note what a forward has left in the model's modules: rotary frequencies, and how far images move positions."""
-        state = rows.state
-        if state.regime and self.conditioning.rope.now() != state.regime:
-            # the new columns have other frequencies than those before
-            rows.keep_less(rows.n - rows.num_new)
-        if self._has_deltas and rows.num_forwards == 1:
-            state.deltas = RopeDeltas(self.model)
-            state.deltas.note()
 
     def _spread(self, rows: Rows, copies: Sequence[int], output: Any) -> None:
         """Let rows that ran for several rows of the batch become these rows, and the forward's logits theirs."""
@@ -379,15 +348,10 @@ class Calls:
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
         """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
-        n, limits, first = rows.n, rows.state.limits, shared.plan.first_own
-        room = SPARE if math.isinf(limits.max_columns) else max(1, int(limits.max_columns) - n)
-        index, held = memory.as_index(copies), rows.all_memory()
-        room = n - first + min(room, n + SPARE)
-        own = (
-            memory.selected(held, index, n - first, room)
-            if first < n
-            else memory.make(memory.shapes_of_rows(held), len(copies), room)
-        )
+        n, index, num_own = rows.n, memory.as_index(copies), rows.n - shared.plan.first_own
+        most = rows.state.limits.max_columns
+        room = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
+        own = memory.selected(rows.all_memory(), index, num_own, num_own + room)
         rows.prompts = [rows.prompts[source].copy() for source in copies]
         if rows.windows is not None:
             rows.windows.select(index, n)

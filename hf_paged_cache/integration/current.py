@@ -3,8 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal, Protocol
-from weakref import WeakMethod
+from typing import Literal
 
 from ..errors import CacheBusyError
 from ..rows.rows import Rows
@@ -15,15 +14,6 @@ from ..store.block_store import BlockStore
 Begins = Literal["loop", "generate", "function"]
 
 
-class ClosesRows(Protocol):
-    """`ClosesRows` keeps what rows have computed, and closes the rows."""
-
-    store: BlockStore
-    salt: bytes
-
-    def close(self, rows: Rows) -> None: ...
-
-
 class Current:
     """`Current` holds the rows of a cache's last call, or of its running loop.
 
@@ -31,31 +21,27 @@ class Current:
     `generate` may go on where they stop.
 
     Args:
-        calls: keeps what rows have computed.
-        show: method of the cache that is told which rows the cache has.
+        store: blocks of the model.
+        salt: salt of the cache.
+        close: keeps what rows have computed, and closes the rows.
 
     Attributes:
         begins: what the next forward begins if the cache has no rows.
     """
 
-    def __init__(self, calls: ClosesRows, show: WeakMethod[Callable[[Rows | None], None]]) -> None:
-        self._calls, self._show = calls, show
+    def __init__(self, store: BlockStore, salt: bytes, close: Callable[[Rows], None]) -> None:
+        self._store, self.salt, self._close = store, salt, close
         self._held: Rows | None = None  # rows of the cache, or rows set aside
         self.begins: Begins = "loop"
         self._around: int | None = None  # ident of the thread in which a function runs in the place of `generate`
-        with calls.store.lock:
-            calls.store.currents.add(self)
-
-    @property
-    def salt(self) -> bytes:
-        """Salt of the cache."""
-        return self._calls.salt
+        with store.lock:
+            store.currents.add(self)
 
     def end(self) -> None:
         """End the rows; what a loop has completed is kept."""
         rows = self.take()
         if rows is not None:
-            self._calls.close(rows)
+            self._close(rows)
 
     @property
     def rows(self) -> Rows | None:
@@ -65,16 +51,12 @@ class Current:
     @rows.setter
     def rows(self, rows: Rows | None) -> None:
         self._held, self.begins = rows, "loop"
-        if rows is not None:
-            rows.is_lent = False
-        if (show := self._show()) is not None:
-            show(rows)
 
     def _set_aside(self, begins: Begins) -> None:
         """Set the rows aside as a `generate` begins, or a function in its place."""
         aside = self.take()
         if aside is not None:
-            self._calls.close(aside)
+            self._close(aside)
         self._held, self.begins = aside, begins
 
     def begin_unseen_generate(self) -> None:
@@ -98,7 +80,7 @@ class Current:
             CacheBusyError: another call is running on this cache.
         """
         here = threading.get_ident()
-        with self._calls.store.lock:
+        with self._store.lock:
             if self.is_around:
                 where = "" if self._around == here else " in another thread"
                 raise CacheBusyError(
@@ -110,11 +92,11 @@ class Current:
             self._set_aside("function")
             yield
         finally:
-            with self._calls.store.lock:
+            with self._store.lock:
                 self._around, has_run = None, self.begins == "loop"
                 self.rows = self._held  # the rows of the call before, if no forward has run
             if has_run and self._held is not None and not self.is_loop:
-                self._calls.close(self._held)
+                self._close(self._held)
 
     @property
     def is_loop(self) -> bool:
@@ -124,10 +106,8 @@ class Current:
 
     def take(self) -> Rows | None:
         """Return the rows, also rows set aside, and hold them no longer."""
-        with self._calls.store.lock:  # of two calls that begin at once, only one gets the rows
+        with self._store.lock:  # of two calls that begin at once, only one gets the rows
             rows, self._held, self.begins = self._held, None, "loop"
-        if (show := self._show()) is not None:
-            show(None)  # also if an interrupt came between these two statements before
         return rows
 
     def lose_threads(self, idents: Collection[int]) -> None:
@@ -142,15 +122,12 @@ class Current:
 
         None: there are none, or they are those of a loop in another thread, which goes on.
         """
-        with self._calls.store.lock:
-            rows = None if self._is_loop_elsewhere else self.take()
-            if rows is not None:
-                rows.is_lent = True  # until the new call's rows have opened, or have ended
-            return rows
+        with self._store.lock:
+            return None if self._is_loop_elsewhere else self.take()
 
     def put(self, rows: Rows) -> None:
         """Take the rows of a `generate` that has ended, unless a loop in another thread has begun meanwhile."""
-        with self._calls.store.lock:
+        with self._store.lock:
             if not self._is_loop_elsewhere:
                 self.rows = rows
 
@@ -161,14 +138,6 @@ class Current:
             return False
         return any(thread.ident == rows.thread for thread in threading.enumerate())
 
-    def end_left(self) -> None:
-        """Keep what a loop has computed, after the cache was collected."""
-        rows = self.take()
-        if rows is not None and rows.is_source:
-            size = self._calls.store.block_size
-            if any(rows.n - prompt.pad - prompt.kept >= size for prompt in rows.prompts):
-                self._calls.close(rows)
-
 
 def bytes_of_rows(held: Sequence[Rows | None], running: Sequence[Rows]) -> int:
     """Return the bytes of the last rows of caches, and of running rows as of their last forward of a prompt."""
@@ -176,14 +145,6 @@ def bytes_of_rows(held: Sequence[Rows | None], running: Sequence[Rows]) -> int:
     begun = [rows.state for rows in running if rows.state is not None]
     num_bytes: int = sum(state.kv_bytes for state in begun)
     return num_bytes + sum(rows.kv_bytes for rows in ended)
-
-
-def drain(store: BlockStore) -> None:
-    """Keep what the rows of collected caches had computed."""
-    left = store.left
-    while left:
-        with contextlib.suppress(IndexError):  # another thread has taken the last rows
-            left.popleft().end_left()
 
 
 def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
@@ -194,7 +155,6 @@ def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
     Raises:
         CacheBusyError: rows of one of these caches are those of a loop, which may go on; nothing has changed.
     """
-    drain(store)
     with store.lock:
         currents = [each for each in store.currents if salt in (None, each.salt)]
         sharing = [rows for rows in store.sharing if salt in (None, rows.calls.salt)]
@@ -204,7 +164,8 @@ def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
             f"rows of plain forwards may resume {where}; reset the prefix cache when they have ended (rows of plain forwards "
             "end with their cache's reset())"
         )
-    for rows in sharing:  # also rows that a call has returned
-        if not (rows.in_generate or rows.is_running or rows.is_lent):
-            rows.make_dense()
+    with store.lock:
+        for rows in sharing:  # also rows that a call has returned
+            if not (rows.in_generate or rows.is_running or rows.is_lent):
+                rows.make_dense()
     return currents

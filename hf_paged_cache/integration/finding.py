@@ -32,10 +32,18 @@ class Finding:
         self._brought = store.tiers.load(below) if store.tiers and below else {}
 
     def __enter__(self) -> "Finding":
+        self._lend(True)
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._lend(False)
         self._give_back()
+
+    def _lend(self, is_lent: bool) -> None:
+        """Note whether the rows of the call before are read, so that nobody moves them meanwhile."""
+        if self._previous is not None:
+            with self._store.lock:
+                self._previous.is_lent = is_lent
 
     def _give_back(self) -> None:
         for row in self.known:
@@ -55,23 +63,14 @@ class Finding:
             self.known = match(self._store, self._inputs, before, chains, exactly, self._brought)
             self._store.pool.join_streams()
 
-    def ends(self) -> list[int]:
-        """Return for each row the column up to which it is known."""
-        return [row.pad + of_row.num_tokens for row, of_row in zip(self._inputs, self.known, strict=True)]
-
-    def are_apart(self) -> bool:
-        """Return whether the rows cannot all start at the column up to which the least known of them is known."""
-        ends = self.ends()
-        return not all(end == min(ends) or row.pad >= min(ends) for row, end in zip(self._inputs, ends, strict=True))
-
-    def look_together(self, latest: int, size: int = 1) -> int:
+    def look_together(self, latest: int, size: int) -> int:
         """Find what is known of rows that all start at one column without a forward ahead; return this column.
 
         It is the last such column, and a multiple of `size`; 0: there is none.
         """
         while True:
             self.look(latest)
-            ends = self.ends()
+            ends = [row.pad + of_row.num_tokens for row, of_row in zip(self._inputs, self.known, strict=True)]
             column = min(*ends, latest) // size * size
             if all(row.pad >= column for row in self._inputs):
                 return 0

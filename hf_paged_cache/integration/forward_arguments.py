@@ -62,7 +62,6 @@ class ArgumentReader:
     Attributes:
         config: config of the model, which may ask for tuples.
         takes_positions: True if the forward has `position_ids`; if not, positions follow the mask.
-        takes_logits_to_keep: True if the forward can leave out logits.
         defaults: what the forward takes for arguments that are left out.
         default_numbering: what the model numbers where no positions are passed: see `model.trial`.
         cross_inputs: arguments that a cross attention reads; they are refused.
@@ -92,8 +91,6 @@ class ArgumentReader:
         """Read a forward's arguments. The caller adds the roots of the rows.
 
         Args:
-            arguments: arguments of the forward, by name.
-            running: rows that resume.
             in_generate: whether `generate` calls, which uses only the last logits.
             records_drafts: whether drafts are verified; `generate` may then want logits that it does not ask for.
             by_default: outputs that are computed unless the arguments say otherwise.
@@ -138,12 +135,7 @@ class ArgumentReader:
         )
 
     def _require_readable(self, arguments: Mapping[str, Any], running: RunningRows, by_default: Sequence[str]) -> None:
-        """Refuse a forward whose layers would read what rows cannot hold.
-
-        Raises:
-            CacheArgumentError: a cross attention is used, or attention may see padding whose keys and values are not
-                kept.
-        """
+        """Refuse a forward whose layers would read what rows cannot hold: a cross attention's, or padding."""
         for name in self.cross_inputs:
             if arguments.get(name) is not None:
                 raise CacheArgumentError(
@@ -157,9 +149,9 @@ class ArgumentReader:
             )
 
     def _why_unread(self, arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:
-        """Return, in words, what may condition keys and values and is not read, or is asked for beside logits.
+        """Return, in words, what may condition keys and values and is not read; None: there is nothing.
 
-        Outputs beside logits cover all tokens, and some models compute otherwise with them. None: there is nothing.
+        Outputs beside logits cover all tokens, and some models compute otherwise with them.
         """
         for name, value in arguments.items():
             if value is None or name in _READ or self._is_default(name, value):
@@ -181,13 +173,10 @@ class ArgumentReader:
     def _read_mask(
         self, mask: Any, shown: np.ndarray | None, running: RunningRows, num_rows: int, num_new: int
     ) -> _Mask:
-        """Return what a mask says of each row.
+        """Return what a mask says of each row. One that may show padding is refused: it has no keys and values.
 
         Args:
             shown: columns that the mask shows, [rows, columns]; None: it is none of rows and columns, or there is none.
-
-        Raises:
-            CacheArgumentError: the mask shows padding whose keys and values are not kept, or cannot be asked.
         """
         before, none = running.num_columns, [0] * num_rows
         pads = first_shown = none
@@ -247,12 +236,7 @@ class ArgumentReader:
         *,
         is_bypassed: bool,
     ) -> tuple[list[int], str | None]:
-        """Return the position of each row's first token, and why positions do not simply count on.
-
-        Args:
-            given: the positions as they were passed.
-            numbers: their values; None: there are none.
-        """
+        """Return the position of each row's first token, and why positions, as given, do not simply count on."""
         before = running.num_columns
         expected = [row.first_position for row in running.rows] or [0] * len(pads)
         if not self.takes_positions:
@@ -347,9 +331,6 @@ def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
     """Return the numbers of rows and new columns of a forward.
 
     They are those of its embeddings or ids; else of its mask, after `before` columns, or of its positions.
-
-    Raises:
-        CacheArgumentError: the forward has none of these, or ids of another kind.
     """
     embeddings, ids = arguments.get("inputs_embeds"), arguments.get("input_ids")
     if embeddings is None and ids is not None:
@@ -378,9 +359,6 @@ def _values(
     Returns:
         token ids of each row, all new columns, -1 for each embedding; which columns a mask of [rows, columns] shows;
         and the positions. None: there are none.
-
-    Raises:
-        CacheArgumentError: the mask has another number of rows or columns.
     """
     ids = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else None
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
@@ -421,8 +399,7 @@ def _why_miscounted(cache_position: Any, before: int, num_new: int) -> str | Non
 
 def _why_not_counted(positions: Any, num_rows: int, num_new: int) -> str | None:
     """Return why positions are not one number for each new token; None: they are."""
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.shape[0] not in (1, num_rows):
-        return "positions are not one number a token"
-    if positions.shape[1] != num_new:
-        return "positions of another length than the token ids"
-    return "positions are no integers" if positions.is_floating_point() else None
+    if not isinstance(positions, Tensor) or positions.dim() != 2 or positions.is_floating_point():
+        return "positions are not one integer for each token"
+    is_alike = positions.shape[0] in (1, num_rows) and positions.shape[1] == num_new
+    return None if is_alike else "positions of another number of rows or columns than the token ids"

@@ -27,15 +27,12 @@ class GenerateArguments:
     """`GenerateArguments` says what is known of one call of `generate` before it starts.
 
     Attributes:
-        limits: how far the call can go.
         num_masked: number of columns of the mask.
         num_given: number of columns of the prompt.
-        cache_implementation: as given; None: not given.
         why_no_cache: what was given under which the call can use no cache of ours, in words; "": nothing.
         is_assistant: True if the call drafts for another model's `generate`.
         synced_gpus: True if the call was told that several processes run equally many forwards.
         chunk_size: columns of each forward in which the prompt is computed; None: all in one forward.
-        num_beams: beams of a beam search; None: not given.
         num_logits: number of last columns of the prompt whose logits are asked for.
         pad_token_id: id of padding; where no mask is passed, a prompt without this id has no padding.
         calls_back: True if code of the caller's may run between forwards.

@@ -84,8 +84,7 @@ class GenerateBracket:
 
     def _takes_cache(self) -> bool:
         """Return whether a `generate` of the model's own can be passed a cache."""
-        name = cache_argument(self.model)
-        parameters = inspect.signature(self._generate()).parameters.values()
+        name, parameters = cache_argument(self.model), self.__signature__.parameters.values()
         return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
     def _generate(self) -> Any:

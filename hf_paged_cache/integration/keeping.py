@@ -11,13 +11,7 @@ from ..store.block_store import BlockStore
 
 
 class Keeping:
-    """`Keeping` keeps what the rows of one cache have computed, if the model was the same all the time.
-
-    Args:
-        store: blocks of the model.
-        conditioning: the model, and what its keys and values depend on.
-        salt: namespace of the blocks.
-    """
+    """`Keeping` keeps what the rows of one cache have computed, if the model was the same all the time."""
 
     def __init__(self, store: BlockStore, conditioning: Conditioning, salt: bytes) -> None:
         self._store, self._conditioning, self._salt = store, conditioning, salt
@@ -54,11 +48,7 @@ class Keeping:
             self.keep_prompt(rows)
 
     def keep_ahead(self, rows: Rows, resets: tuple[int, int]) -> None:
-        """Keep what rows that run ahead have computed.
-
-        Args:
-            resets: what `BlockStore.resets_of` returned when the rows began for which these run.
-        """
+        """Keep what rows that run ahead have computed, unless all was to be forgotten since `resets` were read."""
         keep(self._store, rows, rows.n, self._salt, {}, is_wanted=partial(self._is_as_before, resets))
 
     def keep_at_the_end(self, rows: Rows) -> None:

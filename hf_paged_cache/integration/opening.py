@@ -26,7 +26,6 @@ from ..stats import RowCount
 from .asking import Asking, FirstForward, num_shown
 from .capturing import Capturing
 from .chunked_prompt import ChunkedPrompt
-from .current import drain
 from .finding import Finding
 from .forward_arguments import cut
 from .generate_arguments import GenerateArguments
@@ -42,19 +41,7 @@ _MOST_TAKEN_BACK = 32  # most tokens of drafts that layers with a window can tak
 
 
 class Opening:
-    """`Opening` opens the rows of one cache.
-
-    Args:
-        calls: calls to which the rows belong.
-        parts: what calls share with all other calls of the store.
-        salt: part of every root, and the namespace of the blocks.
-        keeping: keeps what runs ahead.
-        ranks: processes that share the model.
-        capturing: lets forwards run by graphs.
-
-    Attributes:
-        asking: reads what forwards ask for.
-    """
+    """`Opening` opens the rows of one cache: see `Calls` for what it is made of."""
 
     def __init__(
         self, calls: RunsRows, parts: StoreParts, salt: bytes, keeping: Keeping, ranks: Ranks, capturing: Capturing
@@ -84,19 +71,7 @@ class Opening:
 
         Where memory runs out, the rows of the call before are given up, then what the pool need not hold, and opening
         is tried again.
-
-        Raises:
-            CacheArgumentError: the arguments contradict each other.
         """
-        self._ranks.is_settled = False
-        try:
-            return self._open(rows, arguments)
-        except Exception as error:
-            self._ranks.tell_refusal(error)
-            raise
-
-    def _open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        drain(self.store)
         rows.state.is_in_step = rows.state.is_in_step or not self._ranks.may_run_more
         may_run_ahead = may_give_way = True
         while True:
@@ -105,8 +80,6 @@ class Opening:
                 self._agree(rows, asked.request, (), is_kept=False)
                 return self._begin_bypassed(rows, arguments, asked)
             previous, rows.previous, is_short = rows.previous, None, False
-            if previous is not None:
-                previous.is_lent = True
             try:
                 start = self._begin(rows, asked, arguments, previous, may_run_ahead=may_run_ahead)
                 if start is not None:
@@ -115,9 +88,6 @@ class Opening:
                 if (previous is None and not may_give_way) or self._ranks.are_several:
                     raise
                 is_short = True
-            finally:
-                if previous is not None:
-                    previous.is_lent = False
             may_run_ahead = False
             if not is_short:  # the model has changed, so what ran ahead is of no use
                 rows.previous = previous
@@ -142,9 +112,6 @@ class Opening:
         """Fill rows with what is known, and with what runs ahead; return the column at which they start.
 
         None: the model has changed meanwhile.
-
-        Args:
-            previous: rows of the call before.
         """
         request, running = asked.request, asked.running
         latest = request.latest_start(0, _num_needed(rows, request))
@@ -156,8 +123,6 @@ class Opening:
             found.look(latest)
             num_found = [row.num_found for row in found.known]
             self._agree(rows, request, found.known)
-            if rows.is_exact and found.are_apart():
-                latest = self._start_together(found, asked, latest, may_share=may_share)
             start, num_ahead, made = self._ahead.run(
                 running, found.known, request, latest, arguments, previous, may_share=may_share, is_exact=rows.is_exact
             )
@@ -171,7 +136,7 @@ class Opening:
             else:
                 return None
             stop = request.num_new_columns
-            self.begin_captured(rows, request, asked.adapters, start, stop)
+            self.begin_captured(rows, request, start, stop)
             self._may_be_lazy(rows)
             wanted, copies = self._columns_to_make(rows, stop), asked.copies
             fill(self.store, rows, running, found.known, start, wanted, previous, copies=copies, takes_over=True)
@@ -179,30 +144,8 @@ class Opening:
             _note_begun(rows.state, counts, found.known)
             return start
 
-    def _start_together(self, found: Finding, asked: FirstForward, latest: int, *, may_share: bool) -> int:
-        """Let rows that could each start further right start at one column, unless running ahead costs less.
-
-        Return the last column at which they may start.
-        """
-        request, running = asked.request, asked.running
-        first = found.known
-        of_ahead = self._ahead.cost(running, first, request, latest) if may_share else math.inf
-        column = found.look_together(min(latest, *found.ends()))
-        if of_ahead < len(running) * (request.num_new_columns - column):
-            found.look(latest)
-            return latest
-        for row, before in zip(found.known, first, strict=True):
-            row.stopped = before.stopped
-            if not column:
-                row.forget()
-        return column or latest
-
     def _agree(self, rows: Rows, request: ForwardRequest, known: Sequence[Known], *, is_kept: bool = True) -> None:
-        """Limit what is known of rows to what every rank knows, if several ranks run the call; one message a call.
-
-        Raises:
-            PagedCacheError: see `Ranks.settle`.
-        """
+        """Limit what is known of rows to what every rank knows, if several ranks run the call; one message a call."""
         least = self._ranks.settle(rows, request, [row.num_tokens for row in known], is_kept=is_kept)
         for row, num_tokens in zip(known, least, strict=True):
             row.limit(num_tokens)
@@ -254,11 +197,11 @@ class Opening:
         with self.store.lock:
             self.store.make_way()
 
-    def begin_captured(
-        self, rows: Rows, request: ForwardRequest, adapters: list[str] | None, start: int, stop: int
-    ) -> None:
+    def begin_captured(self, rows: Rows, request: ForwardRequest, start: int, stop: int) -> None:
         """Let the next forward, of the columns `[start, stop)`, and later ones run by graphs, if they may be."""
-        unusual = "adapters were given for each row" if adapters is not None else request.keep_columns
+        unusual = request.keep_columns
+        if self.conditioning.adapter_names() is not None:
+            unusual = "adapters were given for each row"
         if rows.state.is_custom:
             unusual = "custom_generate calls the model in its own way"
         elif self._image_inputs.takes_images:
@@ -295,18 +238,14 @@ class Opening:
             if column:
                 wanted = self._columns_to_make(rows, request.num_new_columns)
                 fill(self.store, rows, inputs, found.known, column, wanted, rows.previous)
-                self._begun_chunks(rows, chunked.request_of_columns(column), found.known, column)
-                chunked.known = column
-
-    def _begun_chunks(self, rows: Rows, request: ForwardRequest, known: Sequence[Known], column: int) -> None:
-        """Count what is known of the prompt, which the rows hold, and expect the next chunk."""
-        numbers = [*range(len(known))]
-        num_found = [row.num_tokens for row in known]
-        _note_begun(rows.state, count_prompt(request, known, num_found, numbers, numbers, column, {}), known)
-        rows.seen.dense = READ_IN_CHUNKS if len(known) > 1 else ""
-        rows.give_up_previous()
-        rows.reads_next = True
-        rows.prompt_end = int(rows.state.limits.num_prompt_columns)
+                numbers, num_found = [*range(len(inputs))], [row.num_tokens for row in found.known]
+                request = chunked.request_of_columns(column)
+                counts = count_prompt(request, found.known, num_found, numbers, numbers, column, {})
+                _note_begun(rows.state, counts, found.known)
+                rows.seen.dense = READ_IN_CHUNKS if len(inputs) > 1 else ""
+                rows.give_up_previous()
+                rows.reads_next, chunked.known = True, column
+                rows.prompt_end = int(rows.state.limits.num_prompt_columns)
 
     def run_ahead(
         self,
@@ -358,7 +297,6 @@ def _encoded(
 
     Args:
         members: row that runs -> the row of the batch that it is.
-        num_rows: number of rows of the batch.
     """
     encoded = images.encode(members, num_rows, start)
     plain = {name: value for name, value in arguments.items() if name not in (*images.arguments, ENCODED)}

@@ -295,8 +295,7 @@ class Rows(RowsColumns):
 
     def give_up_previous(self) -> None:
         """Stop reading the rows of the call before."""
-        if self.previous is not None:
-            self.previous.is_lent, self.previous = False, None
+        self.previous = None
 
     def roll_back(self) -> None:
         """Take back a forward that died; if it was the first one, the rows begin again."""
