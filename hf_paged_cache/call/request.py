@@ -16,7 +16,6 @@ class RowInput(NamedTuple):
     pad: int  # columns of left padding of the whole row
     first_position: int  # position of the row's first token; 0 unless somebody numbers tokens otherwise
     root: bytes = b""  # parent of the first block: all that conditions keys and values besides tokens
-    num_hidden: int = 0  # new tokens that the mask hides, as right padding does
     salt: bytes = b""  # namespace of the row's blocks
     shift: int | None = 0  # how far images have moved the positions of the text after them; None: not known
 

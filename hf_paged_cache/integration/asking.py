@@ -185,11 +185,6 @@ def running_rows(rows: Rows) -> RunningRows:
     return RunningRows(n, running, began and any(row.pad for row in running))
 
 
-def num_shown(request: ForwardRequest) -> list[int]:
-    """Return for each row how many of its tokens the mask shows."""
-    return [len(row.token_ids) - row.num_hidden for row in request.rows]
-
-
 def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
     """Return the numbers of rows that differ, and for each row the place of its equal among them."""
     places: dict[tuple[bytes, int, bytes], int] = {}

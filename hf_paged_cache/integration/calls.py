@@ -34,7 +34,7 @@ from ..rows.columns import Prompt
 from ..rows.layers import SPARE
 from ..rows.rows import Rows
 from ..rows.shared import SharedColumns
-from .asking import GRADIENTS, num_shown, running_rows
+from .asking import GRADIENTS, running_rows
 from .begin import (
     NO_CACHE_WANTED,
     another_model,
@@ -122,15 +122,14 @@ class Calls:
             CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or it
                 brings new tokens alone.
         """
-        begins, before = current.begins, current.take()
-        is_generate = begins != "loop"
-        if is_generate:
-            if arguments.get("use_cache") is False:
-                raise CacheArgumentError(NO_CACHE_WANTED)
+        is_generate, before = current.awaits_generate, current.take()
+        if is_generate and arguments.get("use_cache") is False:
+            raise CacheArgumentError(NO_CACHE_WANTED)
+        if is_generate or current.is_around:
             require_whole_prompt(arguments, 0 if before is None else before.get_seq_length())
         rows = self.opening.new_rows()
         rows.previous, rows.state = before, CallState("generate" if is_generate else "forward", UNLIMITED, beams=False)
-        rows.state.counts_more, rows.state.is_custom = not is_generate, begins == "function"
+        rows.state.counts_more = not is_generate
         current.rows = rows
         return rows
 
@@ -197,7 +196,10 @@ class Calls:
         if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
         rows.give_up_previous()
-        counts = count_bypassed([given.num_given] * max(1, given.limits.num_rows), RAN_ELSEWHERE)
+        mask, num_rows = given.passed.get("attention_mask"), max(1, given.limits.num_rows)
+        is_counted = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        shown = mask.sum(dim=1).tolist() if is_counted else [given.num_given]
+        counts = count_bypassed([number for number in shown for _ in range(num_rows // len(shown))], RAN_ELSEWHERE)
         with self.store.lock:
             self.counters.add_call("generate", counts, 0, bypassed=True)
 
@@ -266,7 +268,7 @@ class Calls:
             with self.store.lock:
                 self.counters.note_bypass()
         if is_prompt:
-            self._count_more(rows, num_shown(request))
+            self._count_more(rows, [len(row.token_ids) for row in request.rows])
             if why is None and rows.in_generate and rows.captured is None and rows.chunks is None:
                 self.opening.begin_captured(rows, request, rows.n, rows.n + request.num_new_columns)
         return arguments

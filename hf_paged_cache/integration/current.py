@@ -3,22 +3,14 @@
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Literal
 
 from ..errors import CacheBusyError
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 
-# What a forward begins that is passed the cache itself while the cache has no rows: a loop of forwards; a `generate`
-# without a bracket; or the own forwards of a function in the place of `generate`, which is taken for one.
-Begins = Literal["loop", "generate", "function"]
-
 
 class Current:
     """`Current` holds the rows of a cache's last call, or of its running loop.
-
-    Where a `generate` begins of which nothing is known yet, the rows are set aside: the cache has none, and the
-    `generate` may go on where they stop.
 
     Args:
         store: blocks of the model.
@@ -26,13 +18,14 @@ class Current:
         close: keeps what rows have computed, and closes the rows.
 
     Attributes:
-        begins: what the next forward begins if the cache has no rows.
+        awaits_generate: True if the next forward is the first of a `generate` without a bracket. Until then the cache
+            has no rows, and the rows of the call before are set aside.
     """
 
     def __init__(self, store: BlockStore, salt: bytes, close: Callable[[Rows], None]) -> None:
         self._store, self.salt, self._close = store, salt, close
         self._held: Rows | None = None  # rows of the cache, or rows set aside
-        self.begins: Begins = "loop"
+        self.awaits_generate = False
         self._around: int | None = None  # ident of the thread in which a function runs in the place of `generate`
         with store.lock:
             store.currents.add(self)
@@ -46,26 +39,22 @@ class Current:
     @property
     def rows(self) -> Rows | None:
         """Rows of the cache; None: before the first call, after `reset()`, and while the rows are set aside."""
-        return self._held if self.begins == "loop" else None
+        return None if self.awaits_generate else self._held
 
     @rows.setter
     def rows(self, rows: Rows | None) -> None:
-        self._held, self.begins = rows, "loop"
-
-    def _set_aside(self, begins: Begins) -> None:
-        """Set the rows aside as a `generate` begins, or a function in its place."""
-        aside = self.take()
-        if aside is not None:
-            self._close(aside)
-        self._held, self.begins = aside, begins
+        self._held, self.awaits_generate = rows, False
 
     def begin_unseen_generate(self) -> None:
-        """Begin a `generate` without a bracket: on new rows, or on those of forwards that its function ran by hand."""
+        """Begin a `generate` without a bracket: on new rows, or on those of a loop that its own function has begun."""
         rows = self.rows
-        if self.is_around and rows is not None and rows.state.is_custom:
-            rows.state.is_custom = False
+        if rows is not None and self.is_around and self.is_loop:
+            rows.state.kind = "generate"
         else:
-            self._set_aside("generate")
+            aside = self.take()
+            if aside is not None:
+                self._close(aside)
+            self._held, self.awaits_generate = aside, True
 
     @property
     def is_around(self) -> bool:
@@ -74,7 +63,7 @@ class Current:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """Enclose a function in the place of `generate`: what it runs is taken for a `generate` unless shown otherwise.
+        """Enclose a function in the place of `generate`, which runs a `generate`, forwards of its own, or nothing.
 
         Raises:
             CacheBusyError: another call is running on this cache.
@@ -89,14 +78,14 @@ class Current:
                 )
             self._around = here
         try:
-            self._set_aside("function")
+            self.end()
             yield
         finally:
-            with self._store.lock:
-                self._around, has_run = None, self.begins == "loop"
-                self.rows = self._held  # the rows of the call before, if no forward has run
-            if has_run and self._held is not None and not self.is_loop:
-                self._close(self._held)
+            self._around = None
+            if self.rows is None:
+                self.take()  # of a generate that has run no forward
+            elif self.is_loop:
+                self.rows.state.kind = "generate"
 
     @property
     def is_loop(self) -> bool:
@@ -107,7 +96,7 @@ class Current:
     def take(self) -> Rows | None:
         """Return the rows, also rows set aside, and hold them no longer."""
         with self._store.lock:  # of two calls that begin at once, only one gets the rows
-            rows, self._held, self.begins = self._held, None, "loop"
+            rows, self._held, self.awaits_generate = self._held, None, False
         return rows
 
     def lose_threads(self, idents: Collection[int]) -> None:

@@ -27,7 +27,7 @@ class Finding:
         self, store: BlockStore, inputs: Sequence[RowInput], latest: int, previous: Rows | None, *, is_exact: bool
     ) -> None:
         self.known: list[Known] = []
-        self._store, self._inputs, self._previous, self._is_exact = store, inputs, previous, is_exact
+        self._store, self.inputs, self._previous, self._is_exact = store, inputs, previous, is_exact
         below = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in inputs if row.pad < latest]
         self._brought = store.tiers.load(below) if store.tiers and below else {}
 
@@ -60,21 +60,30 @@ class Finding:
         with self._store.lock:
             self._store.settle()
             before = previous_rows(self._previous)
-            self.known = match(self._store, self._inputs, before, chains, exactly, self._brought)
+            self.known = match(self._store, self.inputs, before, chains, exactly, self._brought)
             self._store.pool.join_streams()
 
-    def look_together(self, latest: int, size: int) -> int:
+    def ends(self) -> list[int]:
+        """Return for each row the column up to which it is known."""
+        return [row.pad + of_row.num_tokens for row, of_row in zip(self.inputs, self.known, strict=True)]
+
+    def are_apart(self) -> bool:
+        """Return whether some rows are known further than others that are not padding alone up to there."""
+        least = min(self.ends())
+        return not all(end == least or row.pad >= least for row, end in zip(self.inputs, self.ends(), strict=True))
+
+    def look_together(self, latest: int, size: int = 1) -> int:
         """Find what is known of rows that all start at one column without a forward ahead; return this column.
 
         It is the last such column, and a multiple of `size`; 0: there is none.
         """
         while True:
             self.look(latest)
-            ends = [row.pad + of_row.num_tokens for row, of_row in zip(self._inputs, self.known, strict=True)]
+            ends = self.ends()
             column = min(*ends, latest) // size * size
-            if all(row.pad >= column for row in self._inputs):
+            if all(row.pad >= column for row in self.inputs):
                 return 0
-            there = [row.pad >= column or end == column for row, end in zip(self._inputs, ends, strict=True)]
+            there = [row.pad >= column or end == column for row, end in zip(self.inputs, ends, strict=True)]
             if not column or not self._is_exact or all(there):
                 return column
             latest = column

@@ -47,14 +47,6 @@ class RunningRows(NamedTuple):
     lacks_padding: bool = False  # keys and values of padding are not what a model would compute
 
 
-class _Mask(NamedTuple):
-    """`_Mask` is what a mask says of each row, and why the mask is not of the form 0...01...1."""
-
-    pads: Sequence[int]  # columns of left padding
-    num_hidden: Sequence[int]  # new columns that the mask hides
-    why_unusual: str | None = None
-
-
 @dataclass(frozen=True)
 class ArgumentReader:
     """`ArgumentReader` reads the arguments of one model's forwards.
@@ -106,24 +98,23 @@ class ArgumentReader:
                 f"the cache runs {len(running.rows)} rows, got {num_rows}; cache.reset() it for another batch"
             )
         token_ids, shown, positions = _values(arguments, num_rows, before, num_new)
-        mask = self._read_mask(arguments.get("attention_mask"), shown, running, num_rows, num_new)
+        pads, why_unusual = self._read_mask(arguments.get("attention_mask"), shown, running, num_rows, before + num_new)
         bypass = (
             self._why_unread(arguments, by_default)
-            or mask.why_unusual
+            or why_unusual
             # `generate` itself numbers columns right
             or (None if in_generate else _why_miscounted(arguments.get("cache_position"), before, num_new))
-            or self._why_other_padding(running, mask.pads, num_new)
+            or self._why_other_padding(running, pads, num_new)
         )
-        pads = mask.pads if bypass is None else [row.pad for row in running.rows] or [0] * num_rows
-        firsts, why = self._first_positions(
-            arguments.get("position_ids"), positions, running, pads, num_new, is_bypassed=bypass is not None
-        )
+        if bypass is not None:
+            pads = [row.pad for row in running.rows] or [0] * num_rows
+        firsts, why = self._first_positions(arguments.get("position_ids"), positions, running, pads, num_new)
         bypass = bypass or why
         keep_columns, num_needed = self._read_outputs(arguments, in_generate, records_drafts)
-        rows = []
-        for tokens, pad, first, num_hidden in zip(token_ids, pads, firsts, mask.num_hidden, strict=True):
-            skipped = num_pads(pad, before, num_new)
-            rows.append(RowInput(tokens[skipped:], pad, first, num_hidden=max(0, num_hidden - skipped)))
+        rows = [
+            RowInput(tokens[num_pads(pad, before, num_new) :], pad, first)
+            for tokens, pad, first in zip(token_ids, pads, firsts, strict=True)
+        ]
         return ForwardRequest(
             rows=tuple(rows),
             num_new_columns=num_new,
@@ -171,19 +162,22 @@ class ArgumentReader:
         return type(value) is type(default) and isinstance(value, bool | int | float | str) and value == default
 
     def _read_mask(
-        self, mask: Any, shown: np.ndarray | None, running: RunningRows, num_rows: int, num_new: int
-    ) -> _Mask:
-        """Return what a mask says of each row. One that may show padding is refused: it has no keys and values.
+        self, mask: Any, shown: np.ndarray | None, running: RunningRows, num_rows: int, num_columns: int
+    ) -> tuple[list[int], str | None]:
+        """Return how many columns of left padding each row has, and why a mask is not of the form 0...01...1.
+
+        A mask that may show padding of rows that resume is refused: that padding has no keys and values.
 
         Args:
             shown: columns that the mask shows, [rows, columns]; None: it is none of rows and columns, or there is none.
         """
-        before, none = running.num_columns, [0] * num_rows
-        pads = first_shown = none
-        if mask is None and running.rows and not self.sees_columns:  # there is nothing that it could hide
-            pads = [row.pad for row in running.rows]
-            return _Mask(pads, [num_pads(pad, before, num_new) for pad in pads])
-        if mask is not None and shown is None:
+        if mask is None and running.rows and not self.sees_columns:
+            return [row.pad for row in running.rows], None  # there is nothing that it could hide
+        pads = first_shown = [0] * num_rows
+        if shown is not None:
+            pads, firsts = (num_columns - shown.sum(axis=1)).tolist(), shown.argmax(axis=1).tolist()
+            first_shown = [pad if pad == num_columns else first for pad, first in zip(pads, firsts, strict=True)]
+        elif mask is not None:
             kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
             why = f"the attention mask is a {kind}, not [rows, columns]"
             for number, row in enumerate(running.rows):
@@ -192,12 +186,7 @@ class ArgumentReader:
                         f"{why}, and cannot be asked whether it hides the padding of row {number}, which has no keys and values; "
                         "pass a mask of [rows, columns], of all columns, or cache.reset() first"
                     )
-            return _Mask(none, none, why)
-        if shown is not None and not shown.all():
-            num_columns = before + num_new
-            pads = (num_columns - shown.sum(axis=1)).tolist()
-            first_ones = shown.argmax(axis=1).tolist()
-            first_shown = [pad if pad == num_columns else first for pad, first in zip(pads, first_ones, strict=True)]
+            return pads, why
         for number, (row, first) in enumerate(zip(running.rows, first_shown, strict=False)):
             if first < row.pad:
                 raise CacheArgumentError(
@@ -205,10 +194,12 @@ class ArgumentReader:
                     "pass the mask of all columns, or cache.reset() first"
                 )
         for number, (pad, first) in enumerate(zip(pads, first_shown, strict=True)):
-            if pad != first and shown is not None:
-                why = f"the attention mask of row {number} has zeros after its first one (right padding or holes)"
-                return _Mask(none, (num_new - shown[:, before:].sum(axis=1)).tolist(), why)
-        return _Mask(pads, [num_pads(pad, before, num_new) for pad in pads])
+            if pad != first:
+                return (
+                    pads,
+                    f"the attention mask of row {number} has zeros after its first one (right padding or holes)",
+                )
+        return pads, None
 
     def _why_other_padding(self, running: RunningRows, pads: Sequence[int], num_new: int) -> str | None:
         """Return why rows cannot have this padding: only a row of padding alone may get more; None: they can."""
@@ -227,14 +218,7 @@ class ArgumentReader:
         return None
 
     def _first_positions(
-        self,
-        given: Any,
-        numbers: np.ndarray | None,
-        running: RunningRows,
-        pads: Sequence[int],
-        num_new: int,
-        *,
-        is_bypassed: bool,
+        self, given: Any, numbers: np.ndarray | None, running: RunningRows, pads: Sequence[int], num_new: int
     ) -> tuple[list[int], str | None]:
         """Return the position of each row's first token, and why positions, as given, do not simply count on."""
         before = running.num_columns
@@ -262,14 +246,8 @@ class ArgumentReader:
                 continue
             if behind_others[at] > skipped:
                 return expected, "positions do not count up by one"
-            position = last[at] + skipped  # position of the first new token
-            start = position - max(0, before - pad)
+            start = last[at] + skipped - max(0, before - pad)
             if running.rows and start != expected[row]:
-                if start < 0 and not is_bypassed:  # other starts may come from counting tokens, not columns
-                    raise CacheArgumentError(
-                        f"row {row} resumes at position {position}, but the cache holds {max(0, before - pad)} tokens of "
-                        "it: pass positions that continue these, or none; or cache.reset() first, for a new prompt"
-                    )
                 return expected, "positions do not continue where the row stopped"
             firsts.append(start)
         return firsts, None

@@ -23,7 +23,7 @@ from ..rows.shared import IN_CHUNKS as READ_IN_CHUNKS
 from ..rows.shared import MODEL_LOOKS
 from ..rows.states import StatePlaces
 from ..stats import RowCount
-from .asking import Asking, FirstForward, num_shown
+from .asking import Asking, FirstForward
 from .capturing import Capturing
 from .chunked_prompt import ChunkedPrompt
 from .finding import Finding
@@ -123,6 +123,8 @@ class Opening:
             found.look(latest)
             num_found = [row.num_found for row in found.known]
             self._agree(rows, request, found.known)
+            if rows.is_exact and found.are_apart():
+                latest = self._start_together(found, request, latest, may_share=may_share)
             start, num_ahead, made = self._ahead.run(
                 running, found.known, request, latest, arguments, previous, may_share=may_share, is_exact=rows.is_exact
             )
@@ -143,6 +145,23 @@ class Opening:
             counts = count_prompt(request, found.known, num_found, asked.members, copies, start, num_ahead)
             _note_begun(rows.state, counts, found.known)
             return start
+
+    def _start_together(self, found: Finding, request: ForwardRequest, latest: int, *, may_share: bool) -> int:
+        """Let rows that are known to several columns start at one of these, unless running ahead costs less.
+
+        Return the last column at which they may start.
+        """
+        known, inputs = found.known, found.inputs
+        of_ahead = self._ahead.cost(inputs, known, request, latest) if may_share else math.inf
+        column = found.look_together(min(latest, *found.ends()))
+        if of_ahead < len(inputs) * (request.num_new_columns - column):
+            found.look(latest)
+            return latest
+        for row, first in zip(found.known, known, strict=True):
+            row.stopped = first.stopped
+            if not column:
+                row.forget()
+        return column or latest
 
     def _agree(self, rows: Rows, request: ForwardRequest, known: Sequence[Known], *, is_kept: bool = True) -> None:
         """Limit what is known of rows to what every rank knows, if several ranks run the call; one message a call."""
@@ -178,7 +197,7 @@ class Opening:
         arguments = self.bypass(rows, arguments, why)
         if state.chunked is not None:
             rows.reads_next = asked.request.num_new_columns < state.limits.num_prompt_columns
-        _note_begun(state, count_bypassed(num_shown(asked.request), why), ())
+        _note_begun(state, count_bypassed([len(row.token_ids) for row in asked.request.rows], why), ())
         return arguments
 
     def bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str) -> Mapping[str, Any]:

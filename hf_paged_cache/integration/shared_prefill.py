@@ -5,6 +5,7 @@ part of a prompt after which the states are kept. Each is a small call of rows o
 copied from its rows to those of the call.
 """
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -114,6 +115,12 @@ class SharedPrefill:
             return Ahead(found.column, made.num_computed, made.rows)
         starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
         return Ahead(min(found.column, _least(inputs, known, starts)), made.num_computed, made.rows)
+
+    def cost(self, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int) -> float:
+        """Return what it costs, in tokens, to bring rows to one column if they start exactly where they are known."""
+        starts = [min(row.pad + of_row.num_tokens, latest) for row, of_row in zip(inputs, known, strict=True)]
+        found = plan(_planned(inputs, known, starts), self._bounds(request, latest, is_exact=True))
+        return math.inf if found is None else found.cost
 
     def _bounds(self, request: ForwardRequest, latest: int, *, is_exact: bool) -> Bounds:
         store = self._opening.store

@@ -56,7 +56,7 @@ def test_random_calls_in_chunks_give_the_same_bits(kind: str) -> None:
 
 def test_hits_inside_a_chunk_are_seen_in_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     look_together = Finding.look_together
-    monkeypatch.setattr(Finding, "look_together", lambda self, latest, _=1: look_together(self, latest))
+    monkeypatch.setattr(Finding, "look_together", lambda self, latest, _: look_together(self, latest, 1))
     assert any(play_drawn("bits:llama", seed).failure for seed in range(SEED, SEED + 20))
 
 

@@ -184,7 +184,7 @@ def test_a_chunk_size_that_is_none_is_refused() -> None:
 def anywhere(patch: pytest.MonkeyPatch) -> None:
     """Hits end at any token."""
     look_together = Finding.look_together
-    patch.setattr(Finding, "look_together", lambda self, latest, _=1: look_together(self, latest))
+    patch.setattr(Finding, "look_together", lambda self, latest, _: look_together(self, latest, 1))
 
 
 def any_shape(patch: pytest.MonkeyPatch) -> None:
