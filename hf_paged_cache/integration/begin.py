@@ -23,9 +23,9 @@ def require_whole_prompt(arguments: Mapping[str, Any], num_held: int) -> None:
     Args:
         num_held: number of columns of the cache's rows.
     """
-    positions = arguments.get("position_ids")
-    is_counted = isinstance(positions, Tensor) and positions.dim() == 2 and positions.shape[1]
-    first = int(positions[:, 0].min()) if is_counted else 0
+    positions, first = arguments.get("position_ids"), 0
+    if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel():
+        first = int(positions[:, 0].min())
     if arguments.get("attention_mask") is None and first > 0:
         raise CacheArgumentError(
             f"the attention mask has {first} columns before the ids that are passed, and the cache holds rows of {num_held}, with "

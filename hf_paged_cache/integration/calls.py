@@ -139,12 +139,8 @@ class Calls:
         rows.in_generate = rows.reads_next = True
         before, rows.state = rows.state, self._state_of(given)
         state = rows.state
-        state.digest, state.resets, state.regime, state.deltas = (
-            before.digest,
-            before.resets,
-            before.regime,
-            before.deltas,
-        )
+        state.digest, state.resets = before.digest, before.resets
+        state.regime, state.deltas = before.regime, before.deltas
         if rows.why_bypassed is None and self.conditioning.digest() != state.digest:
             rows.note_look(is_same=False)  # what follows under a changed model is not kept
         state.was_alone = not self.conditioning.may_change_in_a_forward()
@@ -196,9 +192,9 @@ class Calls:
         if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
         rows.give_up_previous()
-        mask, num_rows = given.passed.get("attention_mask"), max(1, given.limits.num_rows)
-        is_counted = isinstance(mask, torch.Tensor) and mask.dim() == 2
-        shown = mask.sum(dim=1).tolist() if is_counted else [given.num_given]
+        mask, num_rows, shown = given.passed.get("attention_mask"), max(1, given.limits.num_rows), [given.num_given]
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            shown = mask.sum(dim=1).tolist()
         counts = count_bypassed([number for number in shown for _ in range(num_rows // len(shown))], RAN_ELSEWHERE)
         with self.store.lock:
             self.counters.add_call("generate", counts, 0, bypassed=True)
