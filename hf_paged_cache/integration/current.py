@@ -44,6 +44,8 @@ class Current:
     @rows.setter
     def rows(self, rows: Rows | None) -> None:
         self._held, self.awaits_generate = rows, False
+        if rows is not None:
+            rows.is_lent = False  # also if an interrupt left it so
 
     def begin_unseen_generate(self) -> None:
         """Begin a `generate` without a bracket: on new rows, or on those of a loop that its own function has begun."""
