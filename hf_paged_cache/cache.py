@@ -8,7 +8,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NoReturn, Unpack
-from weakref import WeakMethod, finalize, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from .attention.backends import name_of
 from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
-from .integration.begin import how_to_run, require_continues, require_filled, require_may_begin
+from .integration.begin import how_to_run, require_continues, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current, begin_to_forget, bytes_of_rows, drain
+from .integration.current import Current, begin_to_forget, bytes_of_rows
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.ranks import Ranks
@@ -67,7 +67,6 @@ class PagedPrefixCache(Cache):
     """
 
     is_paged_prefix_cache = True
-    layers: list[Any]
 
     @shows_store_options
     def __init__(
@@ -88,14 +87,12 @@ class PagedPrefixCache(Cache):
         attach(store.model)
         self._counters = PromptCounters(store.blocks.call_totals)
         self._ranks = Ranks(store.conditioning, store.blocks)
-        self._calls = Calls(store, self.cache_salt, self._counters, self._ranks)
-        self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt))
         takes_positions = store.argument_reader.takes_positions
         self._capturing = Capturing(store.conditioning, capture, store.arena, takes_positions=takes_positions)
-        self._calls.capture(self._capturing)
-        self._rows: Rows | None = None  # the rows of `_current`
-        self._current = Current(self._calls, WeakMethod(self._show))  # rows of the last call, or of the running loop
-        finalize(self, store.blocks.left.append, self._current).atexit = False
+        self._calls = Calls(store, self.cache_salt, self._counters, self._ranks, self._capturing)
+        self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt))
+        # the rows of the last call, or of the running loop
+        self._current = Current(store.blocks, self.cache_salt, self._calls.close)
         self._capture = capture
         self._records_past = False  # whether rows record past columns from a loop's first forward on
         if capture:
@@ -115,7 +112,8 @@ class PagedPrefixCache(Cache):
         """
         try:
             require_may_begin(self.store.model, model, given)
-            require_filled(self.store.placeholders, given)
+            num_before = given.num_masked - given.num_given if given.only_new_tokens else 0
+            self._calls.opening.asking.require_filled(given.passed, num_before)
             return self._resume_rows(given) if given.only_new_tokens else self._new_rows(given)
         except PagedCacheError as error:
             self._ranks.tell_refusal(error, always=True)
@@ -129,12 +127,7 @@ class PagedPrefixCache(Cache):
         if previous is not None and previous.is_exact:  # of other previous rows, the new rows keep what they take over
             self._calls.close(previous)
         self._ranks.is_settled = False
-        try:
-            rows = self._calls.begin(given, previous)
-        except Exception:
-            if previous is not None:
-                previous.is_lent = False
-            raise
+        rows = self._calls.begin(given, previous)
         rows.handle = ref(self)
         return rows
 
@@ -161,7 +154,7 @@ class PagedPrefixCache(Cache):
             yield
         except torch.OutOfMemoryError:
             rows.reset()
-            self._calls.give_way(rows)
+            self._calls.opening.give_way(rows)
             raise
         except Exception as error:
             self._ranks.tell_refusal(error)
@@ -204,12 +197,10 @@ class PagedPrefixCache(Cache):
         """Return the output: the forward has run on rows, and the rows are told."""
         return output
 
-    def _show(self, rows: Rows | None) -> None:
-        """Set the rows that the cache has from here on, and show their layers."""
-        with self.store.blocks.lock:
-            if rows is not self._rows:
-                self._rows = rows
-                self.layers = self._without_rows if rows is None else rows.layers
+    @property
+    def _rows(self) -> Rows | None:
+        """Rows of the last call, or of the running loop; None: there are none."""
+        return self._current.rows
 
     def _follow_model(self) -> None:
         """Fit the store to the model as rows begin: windows may be others."""
@@ -224,6 +215,16 @@ class PagedPrefixCache(Cache):
             self._current.rows = rows
 
     # Methods that `generate` and the model call.
+
+    @property
+    def layers(self) -> list[Any]:
+        """Layers of the rows; without rows, layers that hold nothing."""
+        rows = self._current.rows
+        return self._without_rows if rows is None else rows.layers
+
+    @layers.setter
+    def layers(self, layers: list[Any]) -> None:
+        """Change nothing: the layers are always those of the rows."""
 
     @property
     def _is_user_defined(self) -> bool:
@@ -300,8 +301,6 @@ class PagedPrefixCache(Cache):
         self._current.end()
         with self.store.blocks.lock:
             self._records_past, self._without_rows = False, list(cache_layers(self.store.model))
-            if self._rows is None:  # no other thread has begun meanwhile
-                self.layers = self._without_rows
 
     # Methods that users call.
 
@@ -317,7 +316,6 @@ class PagedPrefixCache(Cache):
         a salt, all blocks of the store are. `PrefixStore.stats()` counts the calls of all caches.
         """
         blocks = self.store.blocks
-        drain(blocks)
         with blocks.lock:
             blocks.settle()
             running = [each for each in [*blocks.running] if each.handle() is self]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.current import begin_to_forget, bytes_of_rows, drain
+from .integration.current import begin_to_forget, bytes_of_rows
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
@@ -29,7 +29,6 @@ from .model.placeholders import Placeholders
 from .model.probing import input_device, layers_after_a_token, measure_bytes_per_token
 from .model.state_traits import StateTraits
 from .model.support import (
-    attention_of,
     cache_layers,
     default_arguments,
     has_keys,
@@ -217,7 +216,6 @@ class PrefixStore:
                 "None for all"
             )
         permissions = file_mode("mode", mode)
-        drain(self.blocks)
         with _bar("saving", progress) as show:
             return save_blocks(
                 self.blocks,
@@ -274,7 +272,6 @@ class PrefixStore:
         rows of all caches. Only a cache knows the most bytes that there were.
         """
         blocks = self.blocks
-        drain(blocks)
         with blocks.lock:
             blocks.settle()
             of_rows = bytes_of_rows([each.rows for each in [*blocks.currents]], [*blocks.running])
@@ -313,7 +310,6 @@ def _argument_reader(model: PreTrainedModel, *, carries_states: bool, sees_colum
     takes_positions = takes(model, "position_ids")
     return ArgumentReader(
         model.config,
-        partial(attention_of, model),
         takes_positions=takes_positions,
         takes_logits_to_keep=takes(model, "logits_to_keep"),
         defaults=default_arguments(model),

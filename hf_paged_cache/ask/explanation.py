@@ -15,7 +15,6 @@ from ..blocks.tokens import TokenIds
 from ..call.found import Found, PreviousRows
 from ..call.look_up import continuation, look_up
 from ..errors import CacheArgumentError
-from ..integration.current import drain
 from ..wording import counted
 from .asked import AskedCache
 from .prompts import AskedPrompt, asked_prompt
@@ -131,7 +130,6 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 def _look_up(cache: AskedCache, asked: AskedPrompt, last: PreviousRows) -> Lookup:
     blocks = cache.store.blocks
-    drain(blocks)
     num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
     with blocks.lock:
         blocks.settle()

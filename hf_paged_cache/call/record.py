@@ -28,7 +28,7 @@ def count_prompt(
     """
     counts = []
     for row in request.rows:
-        num_tokens = max(0, request.num_new_columns - row.pad - row.num_hidden)
+        num_tokens = max(0, request.num_new_columns - row.pad)
         counts.append(RowStats(prompt_tokens=num_tokens))
     for number, (member, of_row) in enumerate(zip(members, known, strict=True)):
         count, pad = counts[member], request.rows[member].pad

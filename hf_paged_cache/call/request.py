@@ -16,7 +16,6 @@ class RowInput(NamedTuple):
     pad: int  # columns of left padding of the whole row
     first_position: int  # position of the row's first token; 0 unless somebody numbers tokens otherwise
     root: bytes = b""  # parent of the first block: all that conditions keys and values besides tokens
-    num_hidden: int = 0  # new tokens that the mask hides, as right padding does
     salt: bytes = b""  # namespace of the row's blocks
     shift: int | None = 0  # how far images have moved the positions of the text after them; None: not known
 
@@ -50,7 +49,6 @@ class ForwardRequest:
     keep_columns: str | None = None  # why no known column may be left out; None when they may
     may_alias: bool = True  # equal rows may be computed once
     max_position: int | None = None  # largest position passed, of padding, too; None where no positions were passed
-    chunks: Chunks | None = None  # chunks of the prompt, where each forward must be of one of their shapes
 
     def latest_start(self, num_needed: int) -> int:
         """Return the last column at which rows may start, so that the last `num_needed` columns are computed."""

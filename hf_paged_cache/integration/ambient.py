@@ -18,31 +18,24 @@ from ..locks import new_lock
 
 
 class AmbientScope:
-    """`AmbientScope` is one `with cache:` block, or one block of `in_all_threads`.
-
-    A scope that has ended is over in every context that still lists it.
-    """
+    """`AmbientScope` is one `with cache:` block, or one block of `in_all_threads`."""
 
     __slots__ = ("_cache", "_model", "in_all_threads", "is_open")
 
     def __init__(self, model: nn.Module, cache: Any, *, in_all_threads: bool = False) -> None:
         self._model, self._cache = ref(model), ref(cache)
         self.in_all_threads = in_all_threads
-        self.is_open = True
+        self.is_open = True  # if not, the scope is over in every context that still lists it
 
     @property
     def cache(self) -> Any:
         """Cache of the scope; None: the block was left, or nobody holds the cache any more."""
         return self._cache() if self.is_open else None
 
-    def is_of(self, model: nn.Module | None) -> bool:
-        """Return whether the scope is for calls of this model."""
-        return self._model() is model
-
-    def stands_in_the_way_of(self, other: AmbientScope) -> bool:
-        """Return whether both scopes are for all threads of one model, with different caches."""
-        is_rival = self.in_all_threads and other.in_all_threads and self.is_of(other._model())
-        return is_rival and self.cache is not other.cache
+    @property
+    def model(self) -> Any:
+        """Model for whose calls the scope is; None: nobody holds it any more."""
+        return self._model()
 
 
 _opening = new_lock()  # held to replace `_open`; reading `_open` needs no lock
@@ -53,7 +46,7 @@ _here: ContextVar[tuple[AmbientScope, ...]] = ContextVar("hf_paged_cache_scopes"
 def ambient_cache(model: nn.Module) -> Any:
     """Return the cache for a `generate` that is called here and brings none; None: no scope gives one."""
     for scope in (*reversed(_here.get()), *(scope for scope in _open if scope.in_all_threads)):
-        if scope.is_of(model) and (cache := scope.cache) is not None:
+        if scope.model is model and (cache := scope.cache) is not None:
             return cache
     return None
 
@@ -67,7 +60,8 @@ def open_scope(scope: AmbientScope) -> None:
     global _open
     with _opening:
         others = _of_those_open(_open)
-        if any(other.stands_in_the_way_of(scope) for other in others):
+        of_all_threads = [other for other in others if other.in_all_threads and other.model is scope.model]
+        if scope.in_all_threads and any(other.cache is not scope.cache for other in of_all_threads):
             raise CacheBusyError(
                 "another cache is this model's in all threads; leave its `with cache.in_all_threads():` block first, or "
                 "use `with cache:`, which is for this thread"

@@ -12,8 +12,8 @@ from ..call.call_state import CallState
 from ..call.request import ForwardRequest, RequestRead, RowInput
 from ..errors import CacheArgumentError
 from ..rows.rows import Rows
-from .begin import RunningRows
 from .chunked_prompt import IN_CHUNKS
+from .forward_arguments import RunningRow, RunningRows
 from .image_inputs import Seen
 from .prompt_images import PromptImages
 from .ranks import Ranks
@@ -23,38 +23,30 @@ GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
-_NO_ROWS = RunningRows(0, [])  # rows that a first forward resumes
 
 
-class Prompt(NamedTuple):
-    """`Prompt` says what a first forward asks for.
+class FirstForward(NamedTuple):
+    """`FirstForward` says what the first forward of rows asks for.
 
     Attributes:
         request: what the forward asks for.
+        images: images that begin with it; None: there are none.
+        why_bypassed: why it reuses and keeps nothing; the attributes below are then empty. None: it may.
         running: rows that run; equal rows of the batch run as one.
         members: row that runs -> the row of the batch that it is.
         copies: row of the batch -> the row that runs for it.
-        adapters: adapter of each row of the batch; None: PEFT was not told.
-        may_alias: whether equal rows may run as one.
-        seen: what the forward's arguments say of images.
     """
 
     request: ForwardRequest
-    running: Sequence[RowInput]
-    members: Sequence[int]
-    copies: Sequence[int]
-    adapters: list[str] | None
-    may_alias: bool
-    seen: Seen
+    images: PromptImages | None
+    why_bypassed: str | None = None
+    running: Sequence[RowInput] = ()
+    members: Sequence[int] = ()
+    copies: Sequence[int] = ()
 
 
 class Asking:
-    """`Asking` reads the forwards of one cache.
-
-    Args:
-        parts: what calls share with all other calls of the store.
-        salt: part of every root, and the namespace of the blocks.
-        ranks: processes that share the model.
+    """`Asking` reads the forwards of one cache: see `Calls` for what it is made of.
 
     Attributes:
         reads_only: True if a first forward is not to run; what it asks for is raised as RequestRead.
@@ -66,54 +58,40 @@ class Asking:
         self._reader, self._image_inputs = parts.argument_reader, parts.image_inputs
         self._placeholders = parts.placeholders
 
-    def first(self, rows: Rows, arguments: Mapping[str, Any]) -> tuple[Prompt, str | None]:
-        """Return what a first forward asks for, and why it reuses and keeps nothing, under the model as it is.
-
-        The reason is None if it may reuse and keep.
-        """
-        state, conditioning, store = rows.state, self._conditioning, self._store
+    def first(self, rows: Rows, arguments: Mapping[str, Any]) -> FirstForward:
+        """Return what a first forward asks for under the model as it is, which the rows' state notes."""
+        state, conditioning = rows.state, self._conditioning
         state.seen = rows.seen
         state.digest = conditioning.digest()
-        with store.lock:
-            state.resets = store.resets_of(self._salt)
+        with self._store.lock:
+            state.resets = self._store.resets_of(self._salt)
         state.was_alone = not conditioning.may_change_in_a_forward()
         state.calls_back = state.calls_back or conditioning.own_forward is not None
         rows.escaped = rows.escaped or conditioning.foreign_code is not None  # a hook of others may keep the rows
-        request, why, seen = self.read(rows, arguments, _NO_ROWS, state.images)
+        request, why, seen = self.read(rows, arguments, RunningRows(), state.images)
         named, why_unnamed = seen.named(request, self._store.block_size)
-        why = why or why_unnamed
-        request = replace(request, rows=tuple(named))
-        adapters = conditioning.adapter_names()
-        if why is None and not rows.kinds.sights == self.sights() == self._store.windows_now():
-            why = "layers have other windows than before, or calls with the windows of before hold blocks"
-        why = why or self._why_bypassed(adapters, len(request.rows))
-        if state.chunked is not None:
-            why = why or state.chunked.why_bypassed(request, self._store.block_size)
+        request, adapters = replace(request, rows=tuple(named)), conditioning.adapter_names()
+        why = why or why_unnamed or self._why_bypassed(rows, request, adapters)
         if why is not None:
             if self.reads_only:
                 raise RequestRead(replace(request, bypass=why))
-            return Prompt(request, (), (), (), adapters, may_alias=False, seen=seen), why
+            return FirstForward(request, seen.images, why)
         if state.chunked is not None:
             request = replace(request, keep_columns=request.keep_columns or IN_CHUNKS, may_alias=False)
-        request = self._follow_length(state, request)
-        inputs = self.with_roots(state, request, adapters)
+        request = self._follow_length(state, replace(request, may_alias=request.may_alias and adapters is None))
+        inputs = self.with_roots(state, request)
         if self.reads_only:
             raise RequestRead(replace(request, rows=tuple(inputs)))
-        may_alias = request.may_alias and adapters is None
-        members, copies = _distinct(inputs) if may_alias else ([*range(len(inputs))], [*range(len(inputs))])
-        return Prompt(request, [inputs[at] for at in members], members, copies, adapters, may_alias, seen), None
+        members, copies = _distinct(inputs) if request.may_alias else ([*range(len(inputs))], [*range(len(inputs))])
+        return FirstForward(request, seen.images, None, [inputs[at] for at in members], members, copies)
 
     def read(
-        self, rows: Rows, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None = None
+        self, rows: Rows, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None
     ) -> tuple[ForwardRequest, str | None, Seen]:
         """Return what a forward asks for, why it reuses and keeps nothing if its arguments say so, and its images.
 
         Args:
-            running: rows that resume; none for a first forward.
             images: images that `generate` was passed; None: they are among the arguments.
-
-        Raises:
-            CacheArgumentError: the arguments contradict each other.
         """
         if not rows.in_generate:
             self.require_filled(arguments, running.num_columns)
@@ -128,7 +106,7 @@ class Asking:
         return request, seen.why_whole or request.bypass, seen
 
     def require_filled(self, arguments: Mapping[str, Any], before: int) -> None:
-        """Refuse a forward of a prompt that has placeholders which nothing fills.
+        """Refuse a prompt that has placeholders which nothing fills: images must come with every prompt.
 
         Args:
             before: number of columns of the rows that resume.
@@ -143,24 +121,9 @@ class Asking:
         if unfilled is not None:
             raise CacheArgumentError(f"{unfilled}, or call the model without this cache")
 
-    def _follow_length(self, state: CallState, request: ForwardRequest) -> ForwardRequest:
-        """Set the model's rotary frequencies to those of the prompt, if they depend on length; return the request.
-
-        These frequencies are a part of the rows' prefix keys.
-        """
-        rope, last = self._conditioning.rope, request.num_new_columns - 1
-        if not rope.depends_on_length:
-            state.regime = b""
-            return request
-        state.regime = rope.at(last if request.max_position is None else request.max_position)
-        largest = max(row.first_position + last - row.pad for row in request.rows)
-        if request.keep_columns is None and (request.max_position or 0) > largest:
-            return replace(request, keep_columns=_POSITIONS_OF_PADDING)
-        return request
-
-    def with_roots(self, state: CallState, request: ForwardRequest, adapters: list[str] | None) -> list[RowInput]:
+    def with_roots(self, state: CallState, request: ForwardRequest) -> list[RowInput]:
         """Return the rows of the batch with their prefix keys."""
-        inputs, chunked = [], state.chunked
+        inputs, chunked, adapters = [], state.chunked, self._conditioning.adapter_names()
         for number, row in enumerate(request.rows):
             counted_from = row.pad
             if self._reader.takes_positions:
@@ -179,16 +142,47 @@ class Asking:
             return "layers carry states, and other processes share the model"
         return None
 
-    def _why_bypassed(self, adapters: list[str] | None, num_rows: int) -> str | None:
-        if (why := self.why_in_general()) is not None:
-            return why
-        if adapters is not None and len(adapters) != num_rows:
-            return f"{len(adapters)} adapter names were given for {num_rows} rows; pass one for each row"
-        return GRADIENTS if torch.is_grad_enabled() else None
-
     def sights(self) -> Mapping[int, Sight]:
         """Return layer index -> window; nothing for several ranks, which settle what they know in tokens alone."""
         return {} if self._ranks.are_several else self._conditioning.sights()
+
+    def _why_bypassed(self, rows: Rows, request: ForwardRequest, adapters: list[str] | None) -> str | None:
+        """Return why rows may not reuse or keep anything, whatever the arguments of their forward say."""
+        if not rows.kinds.sights == self.sights() == self._store.windows_now():
+            return "layers have other windows than before, or calls with the windows of before hold blocks"
+        if (why := self.why_in_general()) is not None:
+            return why
+        if adapters is not None and len(adapters) != len(request.rows):
+            return f"{len(adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
+        if torch.is_grad_enabled():
+            return GRADIENTS
+        chunked = rows.state.chunked
+        return None if chunked is None else chunked.why_bypassed(request, self._store.block_size)
+
+    def _follow_length(self, state: CallState, request: ForwardRequest) -> ForwardRequest:
+        """Set the model's rotary frequencies to those of the prompt, if they depend on length; return the request.
+
+        These frequencies are a part of the rows' prefix keys.
+        """
+        rope, last = self._conditioning.rope, request.num_new_columns - 1
+        if not rope.depends_on_length:
+            state.regime = b""
+            return request
+        state.regime = rope.at(last if request.max_position is None else request.max_position)
+        largest = max(row.first_position + last - row.pad for row in request.rows)
+        if request.keep_columns is None and (request.max_position or 0) > largest:
+            return replace(request, keep_columns=_POSITIONS_OF_PADDING)
+        return request
+
+
+def running_rows(rows: Rows) -> RunningRows:
+    """Return rows that resume, as the reader of arguments sees them.
+
+    A row of padding alone has as much padding as there are columns: a forward that brought more may have failed.
+    """
+    n, began = rows.n, any(layer.filled for layer in rows.layers)
+    running = [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), p.shift) for p in rows.prompts]
+    return RunningRows(n, running, began and any(row.pad for row in running))
 
 
 def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
@@ -202,8 +196,3 @@ def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
             members.append(number)
         copies.append(places[key])
     return members, copies
-
-
-def num_shown(request: ForwardRequest) -> list[int]:
-    """Return for each row how many of its tokens the mask shows."""
-    return [len(row.token_ids) - row.num_hidden for row in request.rows]

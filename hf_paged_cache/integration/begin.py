@@ -1,14 +1,12 @@
 """Decides whether a `generate` may begin or go on, by its arguments, before anything runs."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
 from ..errors import CacheArgumentError
-from ..model.placeholders import Placeholders
 from ..model.support import require_layer_adapters
-from ..rows.rows import Rows
 from .chunked_prompt import require_slices
 from .generate_arguments import GenerateArguments
 from .hooks import is_attached
@@ -19,74 +17,24 @@ NO_CACHE_WANTED = (
 )
 
 
-class RunningRow(NamedTuple):
-    """`RunningRow` is a row of a loop, as the reader of arguments sees it."""
-
-    pad: int
-    first_position: int
-    num_tokens: int
-    shift: int | None
-
-
-class RunningRows(NamedTuple):
-    """`RunningRows` holds the rows of a loop, as the reader of arguments sees them."""
-
-    num_columns: int
-    rows: list[RunningRow]
-    lacks_padding: bool = False  # keys and values of padding are not what a model would compute
-
-    def in_batch(self) -> list[RunningRow]:
-        """Return all rows of the batch."""
-        return self.rows
-
-
-def running_rows(rows: Rows) -> RunningRows:
-    """Return rows that resume, as the reader of arguments sees them.
-
-    A row of padding alone has as much padding as there are columns: a forward that brought more may have failed.
-    """
-    n, began = rows.n, any(layer.filled for layer in rows.layers)
-    running = [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), p.shift) for p in rows.prompts]
-    return RunningRows(n, running, began and any(row.pad for row in running))
-
-
-def continues(arguments: Mapping[str, Any], rows: Rows) -> bool:
-    """Return whether a first forward brings new tokens alone: its positions begin where the rows stop."""
-    positions = arguments.get("position_ids")
-    if not isinstance(positions, Tensor) or positions.dim() != 2 or not rows.prompts:
-        return False
-    firsts = positions[:, 0].tolist()
-    expected = [rows.n - prompt.pad + prompt.first_position for prompt in rows.prompts]
-    return bool(expected[0] and (firsts == expected or firsts == expected[:1] == [*{*expected}]))
-
-
 def require_whole_prompt(arguments: Mapping[str, Any], num_held: int) -> None:
-    """Refuse the first forward of a `generate` that brings new tokens alone, after rows that are not there.
+    """Refuse a first forward without a mask whose positions do not begin at 0: the rows before it are not there.
 
     Args:
-        num_held: number of columns of the rows that are there.
-
-    Raises:
-        CacheArgumentError: the forward has no mask, and its positions do not begin at 0.
+        num_held: number of columns of the cache's rows.
     """
-    positions = arguments.get("position_ids")
-    if arguments.get("attention_mask") is not None or not isinstance(positions, Tensor) or positions.dim() != 2:
-        return
-    firsts = positions[:, 0].tolist() if positions.shape[1] else []
-    if firsts and min(firsts) > 0:
+    positions, first = arguments.get("position_ids"), 0
+    if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel():
+        first = int(positions[:, 0].min())
+    if arguments.get("attention_mask") is None and first > 0:
         raise CacheArgumentError(
-            f"the attention mask has {min(firsts)} columns before the ids that are passed, and the cache holds rows of {num_held}: pass "
-            "the whole prompt, or ids that continue exactly where the rows stopped"
+            f"the attention mask has {first} columns before the ids that are passed, and the cache holds rows of {num_held}, with "
+            "which a generate that was looked up before the cache was built does not go on: pass the whole prompt"
         )
 
 
 def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> None:
-    """Refuse a `generate` of another model, or one that asks for a cache of its own.
-
-    Raises:
-        CacheArgumentError: the call is of another model, or asks for a cache of its own.
-        UnsupportedModelError: adapters that do more than change layers have been put round the model.
-    """
+    """Refuse a `generate` of another model, under adapters that do more than change layers, or on another cache."""
     if running is not model:
         raise another_model(model, running)
     require_layer_adapters(running)
@@ -97,39 +45,10 @@ def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> Non
         )
 
 
-def require_filled(placeholders: Placeholders, given: GenerateArguments) -> None:
-    """Refuse a `generate` of a prompt that has placeholders which nothing fills: images must come with every prompt.
-
-    Raises:
-        CacheArgumentError: the prompt has such placeholders.
-    """
-    before = given.num_masked - given.num_given if given.only_new_tokens else 0
-    unfilled = placeholders.unfilled(given.passed, before)
-    if unfilled is not None:
-        raise CacheArgumentError(unfilled)
-
-
-def prepares_otherwise(model: Any) -> bool:
-    """Return whether a function that is not transformers' own decides what each step is passed."""
-    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
-        function = getattr(type(model), name, None)
-        if name in vars(model) or not _is_of_transformers(function):
-            return True
-    return False
-
-
-def _is_of_transformers(function: Any) -> bool:
-    module = getattr(function, "__globals__", {}).get("__name__", "")
-    return str(module).partition(".")[0] == "transformers"
-
-
 def require_continues(given: GenerateArguments, num_held: int) -> None:
     """Refuse a `generate` of new tokens alone that does not resume exactly where the rows stopped.
 
     This is checked here because a mask of ones never reaches the forward.
-
-    Raises:
-        CacheArgumentError: the tokens resume elsewhere, or would run in chunks from the first column on.
     """
     require_slices(given)
     if given.num_masked != num_held + given.num_given:
@@ -138,6 +57,15 @@ def require_continues(given: GenerateArguments, num_held: int) -> None:
             "the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is not "
             "among them)"
         )
+
+
+def prepares_otherwise(model: Any) -> bool:
+    """Return whether a function that is not transformers' own decides what each step is passed."""
+    for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
+        module = getattr(getattr(type(model), name, None), "__globals__", {}).get("__name__", "")
+        if name in vars(model) or str(module).partition(".")[0] != "transformers":
+            return True
+    return False
 
 
 def another_model(own: Any, other: Any) -> CacheArgumentError:

@@ -10,7 +10,6 @@ says why.
 
 import contextlib
 import copy
-import logging
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,7 +17,6 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
 from ..call.call_state import CallState
 from ..call.counters import PromptCounters
@@ -36,16 +34,14 @@ from ..rows.columns import Prompt
 from ..rows.layers import SPARE
 from ..rows.rows import Rows
 from ..rows.shared import SharedColumns
-from .asking import GRADIENTS, num_shown
+from .asking import GRADIENTS, running_rows
 from .begin import (
     NO_CACHE_WANTED,
     another_model,
-    continues,
     prepares_otherwise,
     require_continues,
     require_may_begin,
     require_whole_prompt,
-    running_rows,
 )
 from .capturing import Capturing
 from .chunked_prompt import chunked_prompt
@@ -58,7 +54,6 @@ from .ranks import Ranks
 from .store_parts import StoreParts
 
 RAN_ELSEWHERE = "generate ran no forward with the cache: some models leave it out at the length from which on their rotary frequencies are others"
-logger = logging.getLogger("hf_paged_cache")
 
 
 class Calls:
@@ -69,52 +64,45 @@ class Calls:
         salt: part of every root, and the namespace of the blocks.
         counters: counters of the cache.
         ranks: processes that share the model.
+        capturing: lets forwards run by graphs.
     """
 
-    def __init__(self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks) -> None:
+    def __init__(
+        self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks, capturing: Capturing
+    ) -> None:
         self.store, self.conditioning, self.salt, self.counters = parts.blocks, parts.conditioning, salt, counters
         self.looks, self.model = parts.looks, parts.model
         self.keeping = Keeping(self.store, self.conditioning, salt)
         self._images = parts.image_inputs
         self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         self._ranks = ranks
-        self.opening = Opening(self, parts, salt, self.keeping, counters, ranks)
-
-    def capture(self, capturing: Capturing) -> None:
-        """Let calls run on static rows, where `capturing` allows it."""
-        self.opening.capturing = capturing
+        self.opening = Opening(self, parts, salt, self.keeping, ranks, capturing)
 
     # Calls of `generate`.
 
     def begin(self, given: GenerateArguments, previous: Rows | None) -> Rows:
-        """Begin a `generate`, and return the rows that it is to run on.
-
-        Args:
-            previous: rows of the call before.
-        """
+        """Begin a `generate` after the rows of the call before, and return the rows that it is to run on."""
         rows = self.opening.new_rows()
         rows.in_generate, rows.previous = True, previous
         rows.state = self._state_of(given)
         rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
-        rows.reads_all = rows.state.is_custom or prepares_otherwise(self.conditioning.model)
-        if given.chunk_size is not None and not given.verifies_drafts:
-            chunked = chunked_prompt(self.conditioning.model, given)
-            if chunked is not None:
-                self.opening.begin_chunks(rows, chunked, given)
+        rows.reads_all = rows.state.is_custom or prepares_otherwise(self.model)
+        chunked = None if given.verifies_drafts else chunked_prompt(self.model, given)
+        if chunked is not None:
+            self.opening.begin_chunks(rows, chunked, given)
+            if rows.state.pending is not None:
+                self._count_pending(rows)
         return rows
 
     def begin_side(self, kind: str) -> Rows:
-        """Begin a call of ours, of this kind, and return the rows that its forwards are to run on."""
+        """Begin a call of ours, and return the rows that its forwards are to run on."""
         rows = self.opening.new_rows()
         rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False)
         rows.state.counts_more = False
         return rows
 
     def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
-        """Make rows that go on beside `rows`, row `i` from row `sources[i]`.
-
-        Where that pays, the new rows read what `rows` hold in place.
-        """
+        """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
         index = memory.as_index(sources)
         if rows.why_bypassed is None:
             shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
@@ -127,61 +115,42 @@ class Calls:
             forked.state.counts_more = False
         return forked
 
-    def count_with(self, counters: PromptCounters) -> None:
-        """Count calls in `counters` from now on."""
-        self.counters = counters
-        self.opening.count_with(counters)
-
     def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
-        """Begin a loop of forwards, or a `generate` that was looked up before the cache was attached; return its rows.
+        """Begin a loop of forwards, or a `generate` without a bracket; return its rows.
 
         Raises:
-            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or see
-                `require_whole_prompt`.
+            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or it
+                brings new tokens alone.
         """
-        aside, is_generate, current.is_in_unseen_generate = current.aside, current.is_in_unseen_generate, False
+        is_generate, before = current.awaits_generate, current.take()
         if is_generate and arguments.get("use_cache") is False:
             raise CacheArgumentError(NO_CACHE_WANTED)
-        if is_generate and aside is not None and continues(arguments, aside):
-            current.rows = current.take()
-            return aside
-        if is_generate:
-            require_whole_prompt(arguments, 0 if aside is None else aside.get_seq_length())
+        if is_generate or current.is_around:
+            require_whole_prompt(arguments, 0 if before is None else before.get_seq_length())
         rows = self.opening.new_rows()
-        rows.previous = current.take()
-        if is_generate:
-            rows.state = CallState("generate", UNLIMITED, beams=False)
-            rows.state.counts_more = False
-        current.begin(rows)
+        rows.previous, rows.state = before, CallState("generate" if is_generate else "forward", UNLIMITED, beams=False)
+        rows.state.counts_more = not is_generate
+        current.rows = rows
         return rows
 
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
-        """Let a `generate` of new tokens alone go on with rows.
-
-        Raises:
-            PagedCacheError: another rank has refused the call; nothing has changed.
-        """
+        """Let a `generate` of new tokens alone go on with rows."""
         self._ranks.settle_resumption(rows.get_seq_length(), given.num_given)
         rows.in_generate = rows.reads_next = True
         before, rows.state = rows.state, self._state_of(given)
-        if before is not None:
-            rows.state.digest, rows.state.resets = before.digest, before.resets
-            rows.state.regime = before.regime
-        if rows.why_bypassed is None and self.conditioning.digest() != rows.state.digest:
-            rows.judge(rows.n, held=False)  # what follows under a changed model is not kept
-        rows.state.was_alone = not self.conditioning.may_change_in_a_forward()
-        rows.state.calls_back = rows.state.calls_back or self.conditioning.own_forward is not None
-        if before is not None and before.deltas is not None:  # modules hold the deltas of whichever call ran last
-            rows.state.deltas = before.deltas
-            before.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
+        state = rows.state
+        state.digest, state.resets = before.digest, before.resets
+        state.regime, state.deltas = before.regime, before.deltas
+        if rows.why_bypassed is None and self.conditioning.digest() != state.digest:
+            rows.note_look(is_same=False)  # what follows under a changed model is not kept
+        state.was_alone = not self.conditioning.may_change_in_a_forward()
+        state.calls_back = state.calls_back or self.conditioning.own_forward is not None
+        if state.deltas is not None:  # modules hold the deltas of whichever call ran last
+            state.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
-        """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on.
-
-        Raises:
-            CacheArgumentError: see `require_may_begin` and `require_continues`.
-        """
-        require_may_begin(self.conditioning.model, model, given)
+        """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on."""
+        require_may_begin(self.model, model, given)
         if given.only_new_tokens:
             require_continues(given, rows.get_seq_length())
             self.resume(given, rows)
@@ -195,10 +164,9 @@ class Calls:
         return begun
 
     def _state_of(self, given: GenerateArguments) -> CallState:
-        beams = (given.num_beams or 1) > 1
-        state = CallState("generate", given.limits, beams=beams)
+        state = CallState("generate", given.limits, beams=(given.num_beams or 1) > 1)
         state.is_custom = given.passed.get("custom_generate") is not None
-        state.calls_back = given.calls_back or given.is_round or state.is_custom
+        state.calls_back = given.calls_back or state.is_custom
         state.counts_more, state.is_in_step, state.images = not state.is_custom, given.synced_gpus, given.images
         return state
 
@@ -218,35 +186,33 @@ class Calls:
             with self.store.lock:
                 in_use = self.store.kv_bytes_in_use(self.salt)
             rows.state.note_bytes(in_use, rows.kv_bytes)
-        if logger.isEnabledFor(logging.INFO) and rows.state is not None:
-            reasons = "; ".join(f"row {number}: {row.stopped}" for number, row in enumerate(rows.state.counts))
-            prompt = sum(row.prompt_tokens for row in rows.state.counts)
-            reused = sum(row.reused_tokens for row in rows.state.counts)
-            logger.info("reused %d of %d prompt tokens: %s", reused, prompt, reasons)
 
     def note_elsewhere(self, rows: Rows, given: GenerateArguments) -> None:
         """Count a `generate` that ran no forward on the rows it was passed, and give up the rows of the call before."""
         if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
         rows.give_up_previous()
-        ids, mask = given.passed.get("input_ids"), given.passed.get("attention_mask")
-        num_rows = ids.shape[0] if isinstance(ids, Tensor) else 1
-        of_batch: list[int] = [given.num_given] * num_rows
-        if isinstance(mask, Tensor) and mask.dim() == 2:
-            of_batch = mask.sum(dim=1).tolist()
-        shown = [number for number in of_batch for _ in range(given.limits.num_rows // max(1, num_rows))]
+        mask, num_rows, shown = given.passed.get("attention_mask"), max(1, given.limits.num_rows), [given.num_given]
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            shown = mask.sum(dim=1).tolist()
+        counts = count_bypassed([number for number in shown for _ in range(num_rows // len(shown))], RAN_ELSEWHERE)
         with self.store.lock:
-            self.counters.add_call("generate", count_bypassed(shown, RAN_ELSEWHERE), 0, bypassed=True)
+            self.counters.add_call("generate", counts, 0, bypassed=True)
 
     # Methods that rows call.
 
     def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
-        """Return the images that a `generate` is not to be passed; see `ImageInputs.of_generate`."""
+        """Return the images that a `generate` is not to be passed."""
         return self._images.of_generate(passed)
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Open rows before their first forward; see `Opening.open`."""
-        return self.opening.open(rows, arguments)
+        """Open rows before their first forward; return the arguments that it is to run with."""
+        self._ranks.is_settled = False
+        try:
+            return self.opening.open(rows, arguments)
+        except Exception as error:
+            self._ranks.tell_refusal(error)
+            raise
 
     def refuse(self, model: Any) -> NoReturn:
         """Raise CacheArgumentError: a forward of another model was passed these rows."""
@@ -260,37 +226,27 @@ class Calls:
                 "use one cache a thread: PagedPrefixCache(cache.store) shares all blocks"
             )
 
-    def give_way(self, rows: Rows) -> None:
-        """Make room after a call ran out of memory and its rows were given up; see `Opening.give_way`."""
-        self.opening.give_way(rows)
-
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Get ready for a forward of a loop, or the first forward of a call that resumes.
-
-        What is complete is kept, and the rows are bypassed if the forward is an unusual one.
-        """
-        try:
-            return self._go_on(rows, arguments)
-        except PagedCacheError as error:
-            self._tell_refusal(rows, error)
-            raise
-
-    def _go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Get ready for a forward of a loop, or the first forward of a call that resumes; return its arguments."""
         rows.thread = threading.get_ident()
         is_prompt = rows.reads_next or not rows.in_generate
         reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
         rows.reads_next = False
         rows.roll_back()
-        if reads and rows.why_bypassed is None:
-            return self._read_on(rows, arguments, is_prompt=is_prompt)
-        if is_prompt:
-            self._count_on_a_bypass(rows, arguments)
+        try:
+            if reads and rows.why_bypassed is None:
+                return self._read_on(rows, arguments, is_prompt=is_prompt)
+            if is_prompt:
+                self._count_on_a_bypass(rows, arguments)
+        except PagedCacheError as error:
+            if not rows.in_generate:
+                self._ranks.is_settled = False
+                self._ranks.tell_refusal(error)
+            raise
         return arguments
 
     def _read_on(self, rows: Rows, arguments: Mapping[str, Any], *, is_prompt: bool) -> Mapping[str, Any]:
         """Read a forward of rows that go on; return what it is to run with. From an unusual forward on, rows are bypassed."""
-        if not rows.in_generate:
-            self.keeping.keep(rows, rows.n, held=True)  # the model was looked at when the last forward had returned
         request, why, _ = self.opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
         if rows.chunks is not None:
             self._go_on_in_chunks(rows, request, why)
@@ -301,14 +257,16 @@ class Calls:
         if why is None:
             self._follow_padding(rows, request)
         else:
-            if rows.in_generate:
-                self.keeping.keep(rows, rows.n, held=self.keeping.held_so_far(rows))
-            arguments = self.opening.bypass(rows, arguments, why, request)
+            self.keeping.keep(rows)
+            arguments = self.opening.bypass(rows, arguments, why)
+            for row in rows.state.counts:
+                row.stopped += f"; then {why}"
+            with self.store.lock:
+                self.counters.note_bypass()
         if is_prompt:
-            self._count_more(rows, num_shown(request))
+            self._count_more(rows, [len(row.token_ids) for row in request.rows])
             if why is None and rows.in_generate and rows.captured is None and rows.chunks is None:
-                adapters = self.conditioning.adapter_names()
-                self.opening.begin_captured(rows, request, adapters, rows.n, rows.n + request.num_new_columns)
+                self.opening.begin_captured(rows, request, rows.n, rows.n + request.num_new_columns)
         return arguments
 
     def _count_on_a_bypass(self, rows: Rows, arguments: Mapping[str, Any]) -> None:
@@ -317,27 +275,22 @@ class Calls:
         if not rows.in_generate:
             self.opening.asking.require_filled(arguments, before)
         num_rows, num_new = shape_of(arguments, before)
-        self._count_more(rows, _shown(arguments, num_rows, num_new))
+        self._count_more(rows, [num_new] * num_rows)
         if rows.chunks is not None:  # another chunk of the prompt may follow
             rows.reads_next = before + num_new < rows.state.limits.num_prompt_columns
 
     def _go_on_in_chunks(self, rows: Rows, request: ForwardRequest, why_bypassed: str | None) -> None:
-        """Check the next chunk of a prompt, and note whether more chunks follow.
-
-        Raises:
-            ForwardMismatchError: the chunk does not continue what the rows have begun with.
-        """
+        """Check that the next chunk of a prompt continues the rows, and note whether more chunks follow."""
         state, stop = rows.state, rows.n + request.num_new_columns
         if not rows.num_forwards:
-            inputs = self.opening.asking.with_roots(state, request, self.conditioning.adapter_names())
+            inputs = self.opening.asking.with_roots(state, request)
             state.chunked.require(replace(request, rows=tuple(inputs), bypass=why_bypassed), rows.n)
         rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
 
     def _follow_padding(self, rows: Rows, request: ForwardRequest) -> None:
         """Let rows of padding alone begin further right, if they get more padding."""
         if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
-            adapters = self.conditioning.adapter_names()
-            inputs = self.opening.asking.with_roots(rows.state, request, adapters)
+            inputs = self.opening.asking.with_roots(rows.state, request)
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
 
     def confirm(self, rows: Rows, output: Any) -> Any:
@@ -349,29 +302,23 @@ class Calls:
                 "the forward did not write any layer: gradient "
                 "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
             )
-        if rows.why_bypassed is None:
-            self._note_what_the_model_keeps(rows)
+        if rows.why_bypassed is None and state.regime and self.conditioning.rope.now() != state.regime:
+            rows.keep_less(rows.n - rows.num_new)  # the new columns have other frequencies than those before
+        if rows.why_bypassed is None and self._has_deltas and rows.num_forwards == 1:
+            state.deltas = RopeDeltas(self.model)
+            state.deltas.note()
         if rows.copies is not None:
             self._spread(rows, rows.copies, output)
         if state.pending is not None:
             self._count_pending(rows)
-        if rows.handle is not None and (handle := rows.handle()) is not None:
-            name = cache_argument(self.conditioning.model)
-            if rows.is_behind_handle and getattr(output, name, None) is rows:
+        if rows.is_behind_handle and rows.handle is not None and (handle := rows.handle()) is not None:
+            name = cache_argument(self.model)
+            if getattr(output, name, None) is rows:
                 setattr(output, name, handle)
         rows.must_confirm = not rows.in_generate or bool(state.regime)
         if not rows.in_generate and rows.why_bypassed is None:
-            rows.judge(rows.n, held=self.keeping.held_so_far(rows))
+            self.keeping.keep(rows)
         return output
-
-    def _note_what_the_model_keeps(self, rows: Rows) -> None:
-        """Note what a forward has left in the model's modules: rotary frequencies, and how far images move positions."""
-        state = rows.state
-        if state.regime and self.conditioning.rope.now() != state.regime:
-            # the new columns have other frequencies than those before
-            rows.trust_end = min(rows.trust_end, rows.n - rows.num_new)
-        if self._has_deltas and rows.num_forwards == 1:
-            state.deltas = RopeDeltas(self.model)
 
     def _spread(self, rows: Rows, copies: Sequence[int], output: Any) -> None:
         """Let rows that ran for several rows of the batch become these rows, and the forward's logits theirs."""
@@ -399,9 +346,9 @@ class Calls:
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
         """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
-        n, limits, index = rows.n, rows.state.limits, memory.as_index(copies)
-        room = SPARE if math.isinf(limits.max_columns) else max(1, int(limits.max_columns) - n)
-        own = rows.selected(index, shared.plan.first_own, min(room, n + SPARE))
+        n, index, most = rows.n, memory.as_index(copies), rows.state.limits.max_columns
+        spare = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
+        own = rows.selected(index, shared.plan.first_own, spare)
         rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
         if rows.windows is not None:
             rows.windows.select(index, n)
@@ -414,14 +361,6 @@ class Calls:
         """Note that rows share columns from here on; some of these may lie in blocks."""
         with self.store.lock:
             self.store.sharing.add(rows)
-
-    # Parts of the methods above.
-
-    def _tell_refusal(self, rows: Rows, error: PagedCacheError) -> None:
-        """Tell other ranks that a forward of a loop is refused."""
-        if not rows.in_generate:
-            self._ranks.is_settled = False
-            self._ranks.tell_refusal(error)
 
     def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
         """Count more tokens of a prompt, which run in rows that have begun."""
@@ -437,12 +376,3 @@ class Calls:
             row.computed_tokens += more.computed_tokens
         state.pending = new, begins
         rows.must_confirm = True
-
-
-def _shown(arguments: Mapping[str, Any], num_rows: int, num_new: int) -> list[int]:
-    """Return for each row how many tokens a mask shows among the new columns."""
-    mask = arguments.get("attention_mask")
-    if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) == num_rows and num_new:
-        counts: list[int] = (mask[:, -num_new:] != 0).sum(dim=1).tolist()
-        return counts
-    return [num_new] * num_rows

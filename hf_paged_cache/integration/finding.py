@@ -1,10 +1,6 @@
-"""Finds what is known of rows that begin: in the pool, in lower tiers and in the rows of the call before.
+"""Finds what is known of rows that begin: in the pool, in lower tiers and in the rows of the call before."""
 
-What is found is leased, and whoever asks gives the leases back.
-"""
-
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from ..call.found import PreviousRows
 from ..call.match import Known, match
@@ -15,70 +11,80 @@ from ..store.tier_load import Wanted, load
 
 
 class Finding:
-    """`Finding` finds what one store knows of rows that begin."""
+    """`Finding` finds what a store knows of rows that begin, and holds the leases of it until its `with` block ends.
 
-    def __init__(self, store: BlockStore) -> None:
-        self._store = store
+    Args:
+        store: blocks of the model; what lower tiers know is loaded into it.
+        inputs: what each row brings.
+        latest: last column at which the rows may start.
+        previous: rows of the call before.
+        is_exact: whether rows start exactly where they are known, or begin anew.
 
-    def load(self, rows: Sequence[RowInput], latest: int) -> Mapping[int, str]:
-        """Load what lower tiers know of rows into the pool; return block -> the tier that it came from."""
-        if not self._store.tiers or latest <= 0:
-            return {}
-        below = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in rows if row.pad < latest]
-        return load(self._store, below)
+    Attributes:
+        known: what is known of each row.
+    """
 
-    def known(
-        self,
-        rows: Rows,
-        inputs: Sequence[RowInput],
-        previous: Rows | None,
-        latest: int,
-        brought: Mapping[int, str] = MappingProxyType({}),
-    ) -> list[Known]:
-        """Return what is known of rows that begin; the caller gives the leases back.
+    def __init__(
+        self, store: BlockStore, inputs: Sequence[RowInput], latest: int, previous: Rows | None, *, is_exact: bool
+    ) -> None:
+        self.known: list[Known] = []
+        self._store, self.inputs, self._previous, self._is_exact = store, inputs, previous, is_exact
+        below = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in inputs if row.pad < latest]
+        self._brought = load(store, below) if store.tiers and below else {}
 
-        Args:
-            previous: rows of the call before.
-            latest: last column at which the rows may start.
-            brought: see `match`.
-        """
-        chains = {} if previous is None or previous.state is None else previous.state.chains
-        with self._store.lock:
-            self._store.settle()
-            exactly = latest if rows.is_exact else None
-            known = match(self._store, inputs, PreviousRows(previous), chains, exactly, brought)
-            self._store.pool.join_streams()
-        return known
+    def __enter__(self) -> "Finding":
+        self._lend(True)
+        return self
 
-    def together(
-        self,
-        rows: Rows,
-        inputs: Sequence[RowInput],
-        previous: Rows | None,
-        latest: int,
-        brought: Mapping[int, str] = MappingProxyType({}),
-        size: int = 1,
-    ) -> tuple[int, list[Known]]:
-        """Return the last column at which all rows can start without a forward ahead, and what is known of the rows.
+    def __exit__(self, *raised: object) -> None:
+        self._lend(False)
+        self._give_back()
 
-        The column is a multiple of `size`; 0: there is none.
-        """
-        while True:
-            known = self.known(rows, inputs, previous, latest, brought)
-            ends = [row.pad + of_row.num_tokens for row, of_row in zip(inputs, known, strict=True)]
-            column = min(*ends, latest) // size * size
-            if all(row.pad >= column for row in inputs):
-                column = 0
-            there = [row.pad >= column or end == column for row, end in zip(inputs, ends, strict=True)]
-            if not column or not rows.is_exact or all(there):
-                return column, known
-            self.give_back(known)
-            latest = column
+    def _lend(self, is_lent: bool) -> None:
+        """Note whether the rows of the call before are read, so that nobody moves them meanwhile."""
+        if self._previous is not None:
+            with self._store.lock:
+                self._previous.is_lent = is_lent
 
-    def give_back(self, known: Sequence[Known]) -> None:
-        """Give back the leases of what was found."""
-        for row in known:
+    def _give_back(self) -> None:
+        for row in self.known:
             if row.lease is not None:
                 with self._store.lock:
                     if not row.lease.is_freed:
                         self._store.leases.give_back(row.lease)
+
+    def look(self, latest: int) -> None:
+        """Find what is known of rows that start at column `latest` at the latest."""
+        self._give_back()
+        chains = {} if self._previous is None or self._previous.state is None else self._previous.state.chains
+        exactly = latest if self._is_exact else None
+        with self._store.lock:
+            self._store.settle()
+            before = PreviousRows(self._previous)
+            self.known = match(self._store, self.inputs, before, chains, exactly, self._brought)
+            self._store.pool.join_streams()
+
+    def ends(self) -> list[int]:
+        """Return for each row the column up to which it is known."""
+        return [row.pad + of_row.num_tokens for row, of_row in zip(self.inputs, self.known, strict=True)]
+
+    def are_apart(self) -> bool:
+        """Return whether some rows are known further than others that are not padding alone up to there."""
+        least = min(self.ends())
+        return not all(end == least or row.pad >= least for row, end in zip(self.inputs, self.ends(), strict=True))
+
+    def look_together(self, latest: int, size: int = 1) -> int:
+        """Find what is known of rows that all start at one column without a forward ahead; return this column.
+
+        It is the last such column, and a multiple of `size`; 0: there is none.
+        """
+        while True:
+            self.look(latest)
+            ends = self.ends()
+            column = min(*ends, latest) // size * size
+            if all(row.pad >= column for row in self.inputs):
+                return 0
+            there = [row.pad >= column or end == column for row, end in zip(self.inputs, ends, strict=True)]
+            if not column or not self._is_exact or all(there):
+                return column
+            latest = column

@@ -27,17 +27,12 @@ class GenerateArguments:
     """`GenerateArguments` says what is known of one call of `generate` before it starts.
 
     Attributes:
-        limits: how far the call can go.
-        only_new_tokens: True if the mask has more columns than the prompt, so the rows resume with these tokens.
         num_masked: number of columns of the mask.
         num_given: number of columns of the prompt.
-        cache_implementation: as given; None: not given.
-        use_cache: as given; None: not given.
+        why_no_cache: what was given under which the call can use no cache of ours, in words; "": nothing.
         is_assistant: True if the call drafts for another model's `generate`.
-        cross_input: argument that a cross attention reads, whose keys and values are no tokens'; None: there is none.
         synced_gpus: True if the call was told that several processes run equally many forwards.
         chunk_size: columns of each forward in which the prompt is computed; None: all in one forward.
-        num_beams: beams of a beam search; None: not given.
         num_logits: number of last columns of the prompt whose logits are asked for.
         pad_token_id: id of padding; where no mask is passed, a prompt without this id has no padding.
         calls_back: True if code of the caller's may run between forwards.
@@ -45,19 +40,15 @@ class GenerateArguments:
             `chunk_size` is.
         outputs: outputs that are asked for beside logits, by flag.
         passed: tensors and all other arguments, by name, the ids among them as "input_ids".
-        is_round: True if this is not transformers' `generate`, but a function that may call it, several times or never;
-            nothing is known of its prompts.
         images: images that the first forward is to run, taken from the arguments.
     """
 
     limits: CallLimits = UNLIMITED
-    only_new_tokens: bool = False
     num_masked: int = 0
     num_given: int = 0
     cache_implementation: str | None = None
-    use_cache: bool | None = None
+    why_no_cache: str = ""
     is_assistant: bool = False
-    cross_input: str | None = None
     synced_gpus: bool = False
     chunk_size: int | None = None
     num_beams: int | None = None
@@ -67,8 +58,12 @@ class GenerateArguments:
     verifies_drafts: bool = False
     outputs: Mapping[str, bool] = field(default_factory=dict)
     passed: Mapping[str, Any] = field(default_factory=dict)
-    is_round: bool = False
     images: PromptImages | None = None
+
+    @property
+    def only_new_tokens(self) -> bool:
+        """True if the mask has more columns than the prompt, so the rows resume with these tokens."""
+        return self.num_masked > self.num_given
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
@@ -78,7 +73,6 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     ids = args[0] if args else kwargs.get("inputs")
     ids = kwargs.get("input_ids") if ids is None else ids
     embeddings, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
-    crossed = [name for name in cross_inputs(model) if kwargs.get(name) is not None]
     limits, num_masked, num_given = UNLIMITED, 0, 0
     for prompt, num_dims in ((embeddings, 3), (ids, 2)):
         if isinstance(prompt, Tensor) and prompt.dim() == num_dims:
@@ -88,13 +82,11 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             break
     return GenerateArguments(
         limits=limits,
-        only_new_tokens=num_masked > num_given,
         num_masked=num_masked,
         num_given=num_given,
         cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
-        use_cache=options["use_cache"],
+        why_no_cache=_why_no_cache(model, options, kwargs),
         is_assistant=bool(options["is_assistant"]),
-        cross_input=crossed[0] if crossed else None,
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
         chunk_size=options["prefill_chunk_size"],
         num_beams=options["num_beams"],
@@ -104,6 +96,16 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         outputs=dict.fromkeys(filter(options.get, OUTPUT_FLAGS), True),
         passed={**kwargs, "input_ids": ids},
     )
+
+
+def _why_no_cache(model: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str:
+    """Return, in words, under what a call can use no cache of ours; "": it can."""
+    if options["use_cache"] is False:
+        return "use_cache=False:"
+    for name in cross_inputs(model):
+        if kwargs.get(name) is not None:
+            return f"{name}: cross attention keeps keys and values that are no tokens';"
+    return ""
 
 
 def _options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ and pickled with the model.
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +16,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from ..call.limits import UNLIMITED
 from ..errors import CacheArgumentError
 from ..locks import new_lock
 from ..model.support import cache_argument
@@ -46,46 +45,37 @@ class GenerateBracket:
         self.__name__, self.__qualname__, self.__doc__ = generate.__name__, generate.__qualname__, generate.__doc__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        brought = _paged(kwargs)
-        cache = brought
-        if kwargs.get("past_key_values") is None and kwargs.get("cache_params") is None:
-            cache = ambient_cache(self.model)
+        brought = cache = _paged(kwargs)
         is_round = self.replaced is not None or len(functions_of(self.model)) > 1
-        if cache is None or (brought is None and is_round and not self._takes_cache()):
+        brings_none = all(kwargs.get(name) is None for name in CACHE_ARGUMENTS)
+        if brings_none and (not is_round or self._takes_cache()):
+            cache = ambient_cache(self.model)
+        if cache is None:
             return self._generate()(*args, **kwargs)
         for name in CACHE_ARGUMENTS:
             kwargs.pop(name, None)
         given = read_generate(self.model, args, kwargs)
-        if is_round:
-            given = replace(given, is_round=True, limits=UNLIMITED, chunk_size=None)
-        why_not = "use_cache=False:" if given.use_cache is False else ""
-        if given.cross_input is not None and not why_not:
-            why_not = f"{given.cross_input}: cross attention keeps keys and values that are no tokens';"
-        if why_not and brought is not None:
-            warnings.warn(f"{why_not} this call runs without the cache it was given", stacklevel=2)
+        if given.why_no_cache and brought is not None:
+            warnings.warn(f"{given.why_no_cache} this call runs without the cache it was given", stacklevel=2)
         needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens
-        if why_not or (brought is None and needs_none):
+        if given.why_no_cache or (brought is None and needs_none):
             return self._generate()(*args, **kwargs)
         if brought is None and cache.is_generating:
             cache = cache.sibling()
-        if not is_round and given.chunk_size is None:
-            images = cache.images_of_generate(given.passed)
-            if images is not None:
-                given = replace(given, images=images)
-                kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}
         name = cache_argument(self.model)
-        with ExitStack() as stack:
-            if is_round:
-                stack.enter_context(cache.around(self.model, given))
-                passed = cache
-            else:
-                passed = cache.begin_rows(self.model, given)
-                stack.enter_context(cache.running(passed))
-            output = self._generate()(*args, **kwargs, **{name: passed})
-            if not is_round:
-                if not passed.is_open:
-                    passed.calls.note_elsewhere(passed, given)
-                passed.escaped = passed.escaped or getattr(output, name, None) is passed
+        if is_round:
+            with nullcontext() if type(cache) is Rows else cache.around(self.model, given):
+                return self._generate()(*args, **kwargs, **{name: cache})
+        images = None if given.chunk_size is not None else cache.images_of_generate(given.passed)
+        if images is not None:
+            given = replace(given, images=images)
+            kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}
+        rows = cache.begin_rows(self.model, given)
+        with cache.running(rows):
+            output = self._generate()(*args, **kwargs, **{name: rows})
+            if not rows.is_open:
+                rows.calls.note_elsewhere(rows, given)
+            rows.escaped = rows.escaped or getattr(output, name, None) is rows
             return output
 
     @property
@@ -94,8 +84,7 @@ class GenerateBracket:
 
     def _takes_cache(self) -> bool:
         """Return whether a `generate` of the model's own can be passed a cache."""
-        name = cache_argument(self.model)
-        parameters = inspect.signature(self._generate()).parameters.values()
+        name, parameters = cache_argument(self.model), self.__signature__.parameters.values()
         return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
     def _generate(self) -> Any:

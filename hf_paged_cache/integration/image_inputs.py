@@ -120,7 +120,7 @@ class ImageInputs:
             for image in of_row:
                 inside[number, image.start : image.stop] = True
         types = [held for name in TOKEN_TYPES if (held := self._take_types(plain, name, inside)) is not None]
-        shifts = [row.shift for row in rows.in_batch()] or [0] * len(ids)
+        shifts = [row.shift for row in rows.rows] or [0] * len(ids)
         placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), spans, inside, shifts)
         if placed is None:
             if images is not None and why is None:

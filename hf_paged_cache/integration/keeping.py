@@ -4,7 +4,6 @@ import math
 from functools import partial
 
 from ..call.keep import keep
-from ..call.limits import UNLIMITED
 from ..model.conditioning import Conditioning
 from ..rows.rows import Rows
 from ..rows.shared import SharedColumns
@@ -12,87 +11,53 @@ from ..store.block_store import BlockStore
 
 
 class Keeping:
-    """`Keeping` keeps what the rows of one cache have computed, if the model was the same all the time.
-
-    Args:
-        store: blocks of the model.
-        conditioning: the model, and what its keys and values depend on.
-        salt: namespace of the blocks.
-    """
+    """`Keeping` keeps what the rows of one cache have computed, if the model was the same all the time."""
 
     def __init__(self, store: BlockStore, conditioning: Conditioning, salt: bytes) -> None:
         self._store, self._conditioning, self._salt = store, conditioning, salt
 
-    def keep(self, rows: Rows, stop: int, *, held: bool) -> None:
-        """Keep the columns before `stop`, as far as they may be kept.
-
-        Args:
-            held: whether the model is as it was when the rows began.
-        """
-        rows.judge(stop, held=held)
+    def keep(self, rows: Rows) -> None:
+        """Keep the rows' complete columns, as far as they may be kept."""
+        state = rows.state
+        if not rows.is_open or state is None:
+            return
+        was_seen = not rows.is_source or rows.seen_same == rows.n
+        rows.note_look(is_same=was_seen or self.is_same(rows))
         with self._store.lock:
-            resets = self._store.resets_of(self._salt)
-        if rows.state is not None and rows.state.resets != resets:
-            rows.is_whole = False  # what was computed before the reset is to be forgotten
-        state, stop = rows.state, min(stop, rows.num_true_columns)
-        chains = {} if state is None else state.chains
-        limits = UNLIMITED if state is None else state.limits
+            if not self._is_as_before(state.resets):
+                rows.is_whole = False  # what was computed before the reset is to be forgotten
+        limits = state.limits
         prompt = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
-        digest = b"" if state is None else state.digest
 
         def make_room(num_blocks: int) -> None:
-            roots = partial(self._conditioning.roots_of_other_weights, digest)
-            self._store.forget_other_weights(digest, num_blocks, roots)
+            roots = partial(self._conditioning.roots_of_other_weights, state.digest)
+            self._store.forget_other_weights(state.digest, num_blocks, roots)
 
-        is_wanted = partial(self._is_as_before, resets if state is None else state.resets)
-        keep(self._store, rows, stop, self._salt, chains, limits.end_of_sequence, prompt, make_room, is_wanted)
+        is_wanted, stop = partial(self._is_as_before, state.resets), rows.num_true_columns
+        keep(self._store, rows, stop, self._salt, state.chains, limits.end_of_sequence, prompt, make_room, is_wanted)
 
     def keep_prompt(self, rows: Rows) -> None:
         """Keep a prompt once it is complete: other calls may need it while this call goes on."""
-        stop, rows.prompt_end = rows.prompt_end, 0
-        self.keep(rows, stop, held=self.held_so_far(rows))
+        rows.prompt_end = 0
+        self.keep(rows)
 
     def keep_full(self, rows: Rows) -> None:
         """Keep rows before they change places and some are given up, if each has filled a block since last time."""
         size = self._store.block_size
         if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
-            rows.prompt_end = 0
-            self.keep(rows, rows.n, held=self.held_so_far(rows))
-
-    def keep_complete(self, rows: Rows) -> None:
-        """Keep what is complete before somebody gets keys and values of the rows, and may write to them."""
-        if rows.is_open and rows.state is not None:
-            self.keep(rows, rows.n, held=self._held_to_the_end(rows))
+            self.keep_prompt(rows)
 
     def keep_ahead(self, rows: Rows, resets: tuple[int, int]) -> None:
-        """Keep what rows that run ahead have computed.
-
-        Args:
-            resets: what `BlockStore.resets_of` returned when the rows began for which these run.
-        """
+        """Keep what rows that run ahead have computed, unless all was to be forgotten since `resets` were read."""
         keep(self._store, rows, rows.n, self._salt, {}, is_wanted=partial(self._is_as_before, resets))
 
     def keep_at_the_end(self, rows: Rows) -> None:
-        """Keep all that is complete at the end of a call. If the pool is crowded, the rows then hold no blocks."""
-        self.keep(rows, rows.n, held=self._held_to_the_end(rows))
+        """Keep what is complete at the end of a call. If the pool is crowded, the rows then hold no blocks."""
+        self.keep(rows)
         if rows.shared is not None and self._is_crowded(rows.shared):
             rows.make_dense()
 
-    def _is_as_before(self, resets: tuple[int, int]) -> bool:
-        """Return whether nothing was to be forgotten since `resets` were read. The store's lock is held."""
-        return self._store.resets_of(self._salt) == resets
-
-    def _is_crowded(self, shared: SharedColumns) -> bool:
-        """Return whether rows hold blocks of a pool of which more than half is in use, or which has grown since.
-
-        Where a pool has grown, rows hold its old memory.
-        """
-        with self._store.lock:
-            most, in_use = self._store.max_num_blocks, self._store.allocator.num_blocks_in_use
-            has_grown = self._store.pool.all.capacity != shared.num_pool_blocks
-        return bool(shared.leases) and (has_grown or (most is not None and 2 * in_use > most))
-
-    def held_so_far(self, rows: Rows) -> bool:
+    def is_same(self, rows: Rows) -> bool:
         """Return whether the model is as it was when the rows began."""
         state = rows.state
         # of a call of one forward, or where nobody could act between two
@@ -101,9 +66,13 @@ class Keeping:
             return True
         return bool(self._conditioning.digest() == state.digest)
 
-    def _held_to_the_end(self, rows: Rows) -> bool:
-        """Return whether the model is as it was when the rows began, at the end of a call.
+    def _is_as_before(self, resets: tuple[int, int]) -> bool:
+        """Return whether nothing was to be forgotten since `resets` were read. The store's lock is held."""
+        return self._store.resets_of(self._salt) == resets
 
-        The call may have run code of others between its forwards.
-        """
-        return not rows.is_source or rows.judged == rows.n or self.held_so_far(rows)
+    def _is_crowded(self, shared: SharedColumns) -> bool:
+        """Return whether rows hold blocks of a pool of which more than half is in use, or whose memory is another."""
+        with self._store.lock:
+            most, in_use = self._store.max_num_blocks, self._store.allocator.num_blocks_in_use
+            has_grown = self._store.pool.all.capacity != shared.num_pool_blocks
+        return bool(shared.leases) and (has_grown or (most is not None and 2 * in_use > most))

@@ -106,7 +106,7 @@ class Ranks:
             "the token ids": tokens_as_bytes([row.token_ids for row in request.rows]),
             "the columns, padding or positions": [
                 (rows.n, request.num_new_columns),
-                [(row.pad, row.first_position, row.num_hidden) for row in request.rows],
+                [(row.pad, row.first_position) for row in request.rows],
             ],
             "the arguments of generate": [
                 (rows.in_generate, state.is_in_step, sorted(limits.end_of_sequence)),

@@ -37,7 +37,7 @@ class SideRows:
 
     def _cache(self) -> Any:
         cache = self._make_cache()
-        cache._calls.count_with(PromptCounters())  # the call for which this cache runs counts its forwards
+        cache._calls.counters = PromptCounters()  # the call for which this cache runs counts its forwards
         return cache
 
     def begin(self, kind: str) -> Rows:

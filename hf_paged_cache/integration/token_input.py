@@ -47,13 +47,13 @@ def in_vocabulary(what: str, given: object, vocabulary_size: int) -> tuple[int, 
     """Return the token ids of one sequence of at least one token, all of them in the model's vocabulary.
 
     Raises:
-        CacheArgumentError: `given` is something else, is empty, or has a token outside the vocabulary.
+        CacheArgumentError: `given` is something else.
     """
     ids = one_sequence(what, given)
     if not ids:
         raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")
-    if min(ids) < 0 or max(ids) >= vocabulary_size:
-        wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
+    wrong = next((token for token in ids if not 0 <= token < vocabulary_size), None)
+    if wrong is not None:
         raise CacheArgumentError(f"{what} has token {wrong}; the vocabulary has ids 0 to {vocabulary_size - 1}")
     return ids
 
@@ -62,8 +62,7 @@ def are_several(given: object) -> bool:
     """Return whether a list or tuple of token id sequences is given, and not one such sequence."""
     if not isinstance(given, list | tuple) or not given:
         return False
-    first = given[0]
-    return isinstance(first, list | tuple | Mapping) or getattr(first, "ndim", 0) > 0
+    return isinstance(given[0], list | tuple | Mapping) or getattr(given[0], "ndim", 0) > 0
 
 
 def _token_id(what: str, token: Any) -> int:

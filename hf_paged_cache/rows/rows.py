@@ -70,10 +70,10 @@ class Rows(RowsColumns):
         self.copies: list[int] | None = None  # batch row -> row that runs for it, in the first forward alone
         self.prompt_end = 0  # columns of the prompt, which is kept once these are complete; 0: it was kept
         self.common_columns = 0  # number of leading columns that rows which change places have in common; 0: not known
-        self.judged = 0  # column before which somebody has seen that the model was the same
-        # First column that is not trusted: from it on the model was another one, or columns were computed otherwise
-        # than those of a prompt.
-        self.trust_end = math.inf
+        self.seen_same = 0  # columns that were there when somebody last saw that the model is the same
+        # First column that is never kept, nor read by other rows: from it on columns are not what their tokens and
+        # prefix keys say.
+        self.keep_end = math.inf
         if self.records_drafts:
             self.activate_past_recording()
 
@@ -134,10 +134,10 @@ class Rows(RowsColumns):
             self.is_whole = False
         self.num_new, self.is_running = num_new, True
         if self.chunks is not None:
-            self.trust_end = min(self.trust_end, self.chunks.commit_end(self.n, num_new))
+            self.keep_less(self.chunks.commit_end(self.n, num_new))
         if self.states is not None:
             if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
-                self.trust_end = min(self.trust_end, self.n)  # what is computed so differs from what a prompt computes
+                self.keep_less(self.n)  # what is computed so differs from what a prompt computes
             self.states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
         self.ids.note(ids, self.n)
         if self.n + num_new > self._room_end:
@@ -168,7 +168,7 @@ class Rows(RowsColumns):
     def note_shown(self) -> None:
         """Note that somebody gets keys or values, and may write to them unseen: nothing is kept after that."""
         if self.is_whole and not self.is_running and self.why_bypassed is None:
-            self.calls.keeping.keep_complete(self)
+            self.calls.keeping.keep(self)
             self.is_whole = False
 
     def give(self, layer_idx: int, name: str, states: Tensor | None) -> None:
@@ -194,8 +194,7 @@ class Rows(RowsColumns):
         return self.thread in idents and (self.in_generate or self.is_running or is_loop)
 
     def give_up_previous(self) -> None:
-        if self.previous is not None:
-            self.previous.is_lent, self.previous = False, None
+        self.previous = None
 
     def roll_back(self) -> None:
         """Take back a forward that died; if it was the first one, the rows begin again."""
@@ -263,22 +262,21 @@ class Rows(RowsColumns):
         self.layers[:] = layers  # the same list: whoever holds it sees these layers
         self.layer_class_to_replicate = DynamicLayer
 
-    def judge(self, stop: int, *, held: bool) -> None:
-        """Note whether the model was found to be the same up to column `stop`."""
-        if held:
-            self.judged = max(self.judged, stop)
+    def note_look(self, *, is_same: bool) -> None:
+        """Note whether the model was seen to be the same now; if not, nothing is kept that came since the last look."""
+        if is_same:
+            self.seen_same = self.n
         else:
-            self.trust_end = min(self.trust_end, self.judged)
+            self.keep_less(self.seen_same)
 
-    @property
-    def is_suspect(self) -> bool:
-        """True if some columns are not trusted; see `trust_end`."""
-        return not math.isinf(self.trust_end)
+    def keep_less(self, stop: float) -> None:
+        """Never keep the columns from `stop` on: they are not what their tokens and prefix keys say."""
+        self.keep_end = min(self.keep_end, stop)
 
     @property
     def num_true_columns(self) -> int:
         """Number of columns that are what their tokens say, under their prefix keys, as far as anybody has looked."""
-        return int(min(self.n, self.trust_end))
+        return int(min(self.n, self.keep_end))
 
     @property
     def is_source(self) -> bool:
@@ -287,7 +285,7 @@ class Rows(RowsColumns):
         return is_ours and self.num_true_columns > 0
 
     def token_ids(self) -> list[TokenIds]:
-        """Return the token ids that ran in each row, without padding, as far as the columns are trusted."""
+        """Return the token ids that ran in each row, without padding, as far as the columns are what these say."""
         return self.ids.rows([prompt.pad for prompt in self.prompts], self.num_true_columns)
 
     # Ways to move rows.
@@ -388,7 +386,7 @@ class Rows(RowsColumns):
             if self.why_bypassed is not None or isinstance(layer, RowsLayer):
                 layer.crop(-num)
         self.n = n
-        self.judged, self.common_columns = min(self.judged, n), min(self.common_columns, n)
+        self.seen_same, self.common_columns = min(self.seen_same, n), min(self.common_columns, n)
         for prompt in self.prompts:
             prompt.kept = min(prompt.kept, max(0, n - prompt.pad))
 
@@ -505,6 +503,6 @@ class Rows(RowsColumns):
 
 
 _COPIED = (
-    *("n", "judged", "trust_end", "is_open", "in_generate", "is_broken", "why_bypassed", "num_forwards"),
+    *("n", "seen_same", "keep_end", "is_open", "in_generate", "is_broken", "why_bypassed", "num_forwards"),
     *("records_drafts", "may_be_lazy", "chunks"),
 )

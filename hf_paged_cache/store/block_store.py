@@ -6,7 +6,7 @@ This module knows no rows and no forwards. Whoever changes block tables holds `l
 """
 
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -94,7 +94,6 @@ class BlockStore:
         self._num_resets: Counter[bytes | None] = Counter()  # salt -> resets; None: resets of all salts
         self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
         self.running: WeakSet[Any] = WeakSet()  # rows of calls of `generate`
-        self.left: deque[Any] = deque()  # last rows of collected caches; appended to by finalizers
         self.currents: WeakSet[Any] = WeakSet()  # state of each cache, with the rows of its last call
         self.bytes_of_static_rows: Callable[[], int] = int  # bytes of static rows that count in the same budget
         add_store(self)

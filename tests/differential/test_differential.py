@@ -55,8 +55,8 @@ def test_random_calls_in_chunks_give_the_same_bits(kind: str) -> None:
 
 
 def test_hits_inside_a_chunk_are_seen_in_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = Finding.together
-    monkeypatch.setattr(Finding, "together", lambda self, *given: together(self, *given[:5], 1))
+    look_together = Finding.look_together
+    monkeypatch.setattr(Finding, "look_together", lambda self, latest, _: look_together(self, latest, 1))
     assert any(play_drawn("bits:llama", seed).failure for seed in range(SEED, SEED + 20))
 
 

@@ -84,15 +84,17 @@ def test_one_that_was_looked_up_before_begins_each_prompt_anew(name: str, kept: 
     cache.check()
 
 
-def test_one_that_was_looked_up_before_goes_on_with_new_tokens_under_a_mask_of_all() -> None:
+def test_one_that_was_looked_up_before_is_refused_new_tokens_alone_and_goes_on_with_the_whole_prompt() -> None:
     model = build("llama")
     generate, cache = model.generate, PagedPrefixCache(model)
     first = generate(**GIVEN, past_key_values=cache)
     turn = torch.cat([first, torch.tensor([row((3, 5))] * 2)], 1)
     mask = torch.ones_like(turn)
     wanted = run(build("llama"), input_ids=turn, attention_mask=mask, max_new_tokens=5)
-    new = {"input_ids": turn[:, cache.get_seq_length() :], "attention_mask": mask, "max_new_tokens": 5}
-    assert_same(wanted, generate(**new, do_sample=False, **SEEN, past_key_values=cache))
+    given = {"attention_mask": mask, "max_new_tokens": 5, "do_sample": False, **SEEN, "past_key_values": cache}
+    with pytest.raises(CacheArgumentError, match="pass the whole prompt"):
+        generate(input_ids=turn[:, cache.get_seq_length() :], **given)
+    assert_same(wanted, generate(input_ids=turn, **given))
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -251,38 +251,6 @@ def test_a_mask_that_shows_padding_is_refused(model: PreTrainedModel) -> None:
     assert cache.stats().num_blocks_in_use == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("is_additive", [False, True])
-def test_a_mask_a_query_that_shows_padding_is_refused_and_one_that_hides_it_is_not(
-    is_additive: bool, name: str
-) -> None:
-    """The padding is seen by the last token alone. Gemma 3 takes masks by kinds of layers."""
-    model = tiny(name)
-    inputs, new = batch(row((1, 10)), row((2, 30))), torch.tensor([[5, 6], [7, 8]])
-    seen = torch.cat((inputs["attention_mask"], torch.ones_like(new)), dim=1)[:, None, None, :].bool()
-    hiding = seen & torch.ones(2, 1, 2, 32, dtype=torch.bool).tril(30)
-    showing = hiding.clone()
-    showing[0, 0, 1, 7] = True
-
-    def forward(shown: torch.Tensor, kept: Any) -> torch.Tensor:
-        mask: Any = torch.zeros(shown.shape).masked_fill(~shown, -1e4) if is_additive else shown
-        if name == "gemma3":  # its window shows the last 23 columns before the new ones
-            mask = {"full_attention": mask, "sliding_attention": mask[..., 7:]}
-        given = {"position_ids": torch.tensor([[10, 11], [30, 31]]), "logits_to_keep": 1}
-        with torch.no_grad():
-            return model(new, attention_mask=mask, past_key_values=kept, **given).logits
-
-    reference, cache = DynamicCache(config=model.config), PagedPrefixCache(model)
-    for kept in (reference, cache):
-        with torch.no_grad():
-            model(**inputs, past_key_values=kept)
-    with pytest.raises(CacheArgumentError, match="shows column 7 of row 0, which was padding"):
-        forward(showing, cache)
-    wanted, got = forward(hiding, reference), forward(hiding, cache)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
-    cache.check()
-
-
 def as_blocks(seen: torch.Tensor) -> BlockMask:
     """The same mask for flex attention."""
     rows, _, queries, columns = seen.shape
@@ -294,6 +262,7 @@ def as_blocks(seen: torch.Tensor) -> BlockMask:
 @pytest.mark.parametrize(
     ("name", "attention", "masks", "pads"),
     [
+        pytest.param("llama", "sdpa", lambda seen: seen, (0, 20), id="booleans"),
         pytest.param("llama", "eager", lambda seen: seen, (0, 20), id="booleans that are added"),
         pytest.param("llama", "flex_attention", lambda seen: seen, (20,), id="booleans that flex attention adds"),
         pytest.param("llama", "sdpa", as_blocks, (20,), id="blocks"),
@@ -305,7 +274,7 @@ def as_blocks(seen: torch.Tensor) -> BlockMask:
         ),
     ],
 )
-def test_a_mask_that_cannot_be_asked_is_refused_where_rows_have_padding(
+def test_a_mask_of_another_form_is_refused_where_rows_have_padding_and_is_right_where_not(
     name: str, attention: str, masks: Callable[[torch.Tensor], Any], pads: tuple[int, ...]
 ) -> None:
     model = build(name)

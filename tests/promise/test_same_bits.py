@@ -190,8 +190,8 @@ def test_a_chunk_size_that_is_none_is_refused() -> None:
 
 def anywhere(patch: pytest.MonkeyPatch) -> None:
     """Hits end at any token."""
-    together = Finding.together
-    patch.setattr(Finding, "together", lambda self, *given: together(self, *given[:5], 1))
+    look_together = Finding.look_together
+    patch.setattr(Finding, "look_together", lambda self, latest, _: look_together(self, latest, 1))
 
 
 def any_shape(patch: pytest.MonkeyPatch) -> None:
