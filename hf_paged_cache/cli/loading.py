@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .demo_model import load_demo_model
-from .hub import ModelLoadError, require_name
+from .demo_model import DEMO_MODEL, ModelLoadError, load_demo_model, require_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -32,9 +32,8 @@ def require_model(name: str | None, revision: str | None, dtype: str | None) -> 
         ModelLoadError: no model has this name, or weights are not loaded in such a dtype.
     """
     if dtype is not None and dtype.removeprefix("torch.") not in {*_DTYPES, *_DTYPES.values()}:
-        raise ModelLoadError(
-            f"there is no dtype {dtype}; give fp32, bf16 or fp16, or leave it out: a quantized model is loaded as it was saved"
-        )
+        advice = "give fp32, bf16 or fp16, or leave it out: a quantized model is loaded as it was saved"
+        raise ModelLoadError(f"there is no dtype {dtype}; {advice}")
     if name is not None:
         require_name(name, revision)
 
@@ -49,9 +48,9 @@ def load_model(
     Raises:
         ModelLoadError: the model cannot be had so; the error says why in one line.
     """
-    require_model(name, revision, dtype)
-
     import torch
+
+    print(f"loading {name or DEMO_MODEL} ...", file=sys.stderr, flush=True)
 
     dtype = "auto" if dtype is None else _DTYPES.get(dtype, dtype.removeprefix("torch."))
     accelerator: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

@@ -12,7 +12,7 @@ from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError
 from ..wording import counted
 from .order import num_shared_tokens
-from .rows import Row, RowError, opened, prompt_of
+from .rows import Row, RowError, prompt_of, read_rows
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -67,25 +67,23 @@ def read_prompts(
         (2, 113, 48)
     """
     int_of_at_least("block_size", block_size, 1, "tokens of a block")
-    with opened(prompts, column) as rows:
-        if not len(rows):
-            raise CacheArgumentError("there are no prompts")
-        token_ids = list(tokenized(dict(enumerate(rows)), column, tokenizer))
+    rows = dict(enumerate(read_rows(prompts, column)))
+    if not rows:
+        raise CacheArgumentError("there are no prompts")
+    token_ids = list(tokenized(rows, column, tokenizer))
     if model is not None:
         require_positions(model.config, dict(enumerate(token_ids)), max_new_tokens)
     return Prompts(token_ids, sum(map(len, token_ids)), num_shared_tokens(token_ids, block_size=block_size))
 
 
 def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[array[int]]:
-    """Yield the token ids of each row's prompt.
-
-    A text gets the tokenizer's special tokens, a chat those of its template.
+    """Yield the token ids of each row's prompt: a text gets the tokenizer's special tokens, a chat those of its template.
 
     Args:
         tokenizer: tokenizer, or a processor with one.
 
     Raises:
-        RowError: a row has no prompt, or its prompt makes no tokens.
+        RowError: a prompt makes no tokens.
     """
     words = getattr(tokenizer, "tokenizer", tokenizer)
     templates = tokenizer if getattr(tokenizer, "chat_template", None) is not None else words
@@ -111,27 +109,14 @@ def require_positions(config: Any, tokens: Mapping[int, Sequence[int]], max_new_
         CacheArgumentError: there is such a prompt; the error names the first one.
     """
     config = config.get_text_config(decoder=True)
-    highest = max(map(max, tokens.values()), default=0)
-    if highest >= config.vocab_size:
-        problem = f"the tokenizer gives token {highest}, and the model has none"
-        raise CacheArgumentError(f"{problem}: the two do not belong together")
-    limit = _num_positions(config)
-    too_long = [n for n, each in tokens.items() if limit and len(each) + max_new_tokens - 1 > limit]
-    if too_long:
-        first, num_others = too_long[0], len(too_long) - 1
-        others = f", and so do {counted(num_others, 'prompt')} after it" if num_others else ""
-        lengths = f"{counted(len(tokens[first]), 'token')} and {counted(max_new_tokens, 'new token')}"
-        problem = f"its {lengths} need more than the model's {limit} positions{others}"
-        raise RowError(first, f"{problem}: shorten or remove it, or give fewer new tokens (max_new_tokens)")
-
-
-def _num_positions(config: Any) -> int:
-    """Return how many positions a model has, also those over which its rotary embedding is stretched; 0: no limit."""
     limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int):
-        return 0
-    rope = getattr(config, "rope_parameters", None) or {}
-    factor = rope.get("factor") if isinstance(rope, Mapping) else None
-    if not isinstance(factor, int | float):
-        return limit
-    return max(limit, int((rope.get("original_max_position_embeddings") or limit) * factor))
+    if "factor" in (getattr(config, "rope_parameters", None) or {}):
+        limit = None  # rotary embeddings are stretched over more
+    for number, each in tokens.items():
+        if max(each) >= config.vocab_size:
+            problem = f"the tokenizer gives token {max(each)}, and the model has none"
+            raise CacheArgumentError(f"{problem}: the two do not belong together")
+        if limit is not None and len(each) + max_new_tokens - 1 > limit:
+            lengths = f"{counted(len(each), 'token')} and {counted(max_new_tokens, 'new token')}"
+            advice = "shorten or remove it, or give fewer new tokens (max_new_tokens)"
+            raise RowError(number, f"its {lengths} need more than the model's {limit} positions: {advice}")

@@ -10,7 +10,6 @@ import csv
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from glob import escape
 from importlib.util import find_spec
 from os import PathLike
@@ -29,28 +28,27 @@ _NO_TEXT = ("image", "image_url", "video", "video_url", "audio")  # kinds of par
 
 
 class RowError(CacheArgumentError):
-    """Raised for a row, by its number from 0, that a job cannot run with; it says what is wrong, and what to do."""
+    """Raised for a row, by its number from 0, that a job cannot run with: the arguments are number and problem."""
 
-    def __init__(self, number: int, problem: str) -> None:
-        super().__init__(f"row {number}, counted from 0: {problem}")
-        self.number, self.problem = number, problem
-
-    def __reduce__(self) -> Any:
-        return RowError, (self.number, self.problem)
+    def __str__(self) -> str:
+        number, problem = self.args
+        return f"row {number}, counted from 0: {problem}"
 
 
-@contextmanager
-def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
-    """Yield the rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
-
-    A `RowError` inside comes out as an error that names the file, and the line on which the row ends.
+def read_rows(prompts: Any, column: str) -> Sequence[Row]:
+    """Return the rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
 
     Raises:
-        CacheArgumentError: a file or a row of it cannot be read, or `prompts` is nothing that holds rows.
+        CacheArgumentError: a file or a row of it cannot be read or has no prompt, or `prompts` is nothing that holds
+            rows.
     """
-    if not isinstance(prompts, str | PathLike):
-        yield _in_memory(prompts, column)
-        return
+    rows = _of_file(prompts) if isinstance(prompts, str | PathLike) else _in_memory(prompts, column)
+    for number, row in enumerate(rows):
+        prompt_of(row, number, column)
+    return rows
+
+
+def _of_file(prompts: str | PathLike[str]) -> list[Row]:
     path, readers = Path(prompts), {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
     if path.is_dir():
         raise CacheArgumentError(f"{path} is a folder; give a file")
@@ -60,23 +58,18 @@ def opened(prompts: Any, column: str) -> Iterator[Sequence[Row]]:
     if path.suffix.lower() not in readers:
         raise CacheArgumentError(f"{path} is of no kind of file that is read: give {', '.join(readers)}")
     try:
-        found = [*readers[path.suffix.lower()](path)]
+        rows = [*readers[path.suffix.lower()](path)]
     except CacheArgumentError:
         raise
     except Exception as error:  # datasets and pyarrow have errors of their own
         said = shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
         raise CacheArgumentError(f"{path} cannot be read ({said})") from error
-    if not found:
+    if not rows:
         raise CacheArgumentError(f"{path} holds no rows")
-    try:
-        yield [row for _, row in found]
-    except RowError as error:
-        line, place = found[error.number][0], f"row {error.number}, counted from 0"
-        place = f"line {line} ({place})" if line else place
-        raise CacheArgumentError(f"{path}, {place}: {error.problem}") from error
+    return rows
 
 
-def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
+def _json_lines(path: Path) -> Iterator[Row]:
     with path.open(encoding="utf-8-sig") as file:
         for line, text in enumerate(file, 1):
             if not text.strip():
@@ -88,10 +81,10 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Row]]:
                 raise CacheArgumentError(f"{path}, line {line} is no JSON ({said})") from error
             if not isinstance(row, dict):
                 raise CacheArgumentError(f'{path}, line {line} is no JSON object, such as {{"prompt": "..."}}')
-            yield line, row
+            yield row
 
 
-def _csv(path: Path) -> Iterator[tuple[int, Row]]:
+def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # for the whole process; the default is less than a long prompt
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
@@ -99,16 +92,15 @@ def _csv(path: Path) -> Iterator[tuple[int, Row]]:
             if None in row or None in row.values():
                 problem = f"{path}, line {reader.line_num} has not as many values as there are columns"
                 raise CacheArgumentError(f"{problem}; put quotes round a value that has a comma in it")
-            yield reader.line_num, row
+            yield row
 
 
-def _parquet(path: Path) -> Iterator[tuple[int, Row]]:
+def _parquet(path: Path) -> Iterator[Row]:
     if find_spec("datasets") is None:
         raise CacheArgumentError("reading Parquet needs datasets: pip install datasets, or '.[batch]'")
     from datasets import load_dataset
 
-    file = escape(str(path.absolute()))
-    yield from ((0, row) for row in load_dataset("parquet", data_files=file, split="train", streaming=True))
+    yield from load_dataset("parquet", data_files=escape(str(path.absolute())), split="train", streaming=True)
 
 
 def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
@@ -120,13 +112,9 @@ def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
         prompts = prompts.with_format(None)
     if hasattr(prompts, "column_names") and hasattr(prompts, "__len__"):
         return prompts  # type: ignore[no-any-return]
-    try:
-        given = list(prompts)
-    except TypeError:
-        raise CacheArgumentError(f"prompts is of type {kind}; give a file, or a list of texts, chats or rows") from None
-    if given and all(isinstance(each, Mapping) and "role" in each and column not in each for each in given):
-        raise CacheArgumentError("prompts is one chat, a list of messages; give a list of chats: [chat]")
-    return [each if isinstance(each, Mapping) else {column: each} for each in given]
+    if not isinstance(prompts, Iterable):
+        raise CacheArgumentError(f"prompts is of type {kind}; give a file, or a list of texts, chats or rows")
+    return [each if isinstance(each, Mapping) else {column: each} for each in prompts]
 
 
 def prompt_of(row: Any, number: int, column: str) -> Prompt:
@@ -157,19 +145,8 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     return [{name: said for name, said in message.items() if said is not None} for message in value]
 
 
-def require_prompts(path: Path, column: str) -> None:
-    """Refuse a file without rows, or with a row that has no prompt, before a model is loaded.
-
-    Raises:
-        CacheArgumentError: the file is refused; the error names the first such row.
-    """
-    with opened(path, column) as rows:
-        for number, row in enumerate(rows):
-            prompt_of(row, number, column)
-
-
 def digest_of(rows: Iterable[Row]) -> str:
-    """Return 64 hexadecimal digits of all that the rows hold and JSON can say, whatever file they came from.
+    """Return hexadecimal digits of all that the rows hold and JSON can say, whatever file they came from.
 
     Raises:
         RowError: JSON cannot say a row, or a row has a column that the job is to add.
@@ -183,7 +160,7 @@ def digest_of(rows: Iterable[Row]) -> str:
             digest.update(json_line(row))
         except (TypeError, ValueError, RecursionError) as error:
             raise RowError(number, f"it cannot be written as JSON ({error}); leave that out") from error
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def json_line(row: Row) -> bytes:
