@@ -39,10 +39,7 @@ Mode = Annotated[
 
 
 class Command(TyperCommand):
-    """`Command` ends with one line if what it runs is refused or cannot be read.
-
-    Exit codes: 2, with that line; else the command's own.
-    """
+    """`Command` ends with one line and the exit code 2 if what it runs is refused or cannot be read."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,13 +61,7 @@ def _as_typed(said: str, ctx: Any) -> str:
 
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM, with which a batch system ends a job, do what Ctrl-C does.
-
-    So what is open is closed, and temporary files go.
-
-    Raises:
-        KeyboardInterrupt: in the main thread, when the signal comes.
-    """
+    """Let SIGTERM, with which a batch system ends a job, do what Ctrl-C does: what is open is closed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,7 +1,4 @@
-"""Runs the command `demo`: it asks questions after one long prompt, with `DynamicCache` and with `PagedPrefixCache`.
-
-The answers are shown as lines as they come, or as one JSON object.
-"""
+"""Runs the command `demo`: it asks questions after one long prompt, with `DynamicCache` and with `PagedPrefixCache`."""
 
 from __future__ import annotations
 

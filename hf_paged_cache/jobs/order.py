@@ -28,7 +28,7 @@ class OrderedPrompt(NamedTuple):
     num_computed: int  # tokens after what it has in common with any prompt before it
 
 
-def ordered(prompts: Sequence[Sequence[int]], *, step: int = _STEP) -> list[OrderedPrompt]:
+def ordered(prompts: Sequence[Sequence[int]], step: int = _STEP) -> list[OrderedPrompt]:
     """Return all prompts, given as token ids, in the order in which they run; prefixes are counted in steps of tokens.
 
     Examples:
@@ -53,14 +53,7 @@ def ordered(prompts: Sequence[Sequence[int]], *, step: int = _STEP) -> list[Orde
 
 
 def num_shared_tokens(prompts: Iterable[Sequence[int]], *, block_size: int = 16) -> int:
-    """Return the number of tokens that another of these prompts begins with, too, in whole blocks.
-
-    A cache with room for all prompts reuses as many.
-
-    Examples:
-        >>> num_shared_tokens([[1, 2, 3, 4], [9], [1, 2, 3, 5], [1, 2, 7]], block_size=1)
-        5
-    """
+    """Return the number of tokens that another of these prompts begins with, too, in whole blocks."""
     keys = sorted(array("i", tokens).tobytes() for tokens in prompts)
     return sum(_num_tokens(_common(one, other, block_size)) for one, other in pairwise(keys))
 
@@ -106,11 +99,6 @@ class Limits(NamedTuple):
 
         A batch takes at most the memory of 8 prompts that share nothing. Where rows read once what they share, another
         row takes only what it does not share.
-
-        Examples:
-            >>> limits = Limits(1, num_new_tokens=16).that_pay(1040, reads_once=True)
-            >>> limits.num_prompts, limits.num_tokens
-            (64, 8448)
         """
         most = max(_NUM_UNSHARED, _BATCH_COST // self.num_sequences) if reads_once else _NUM_UNSHARED
         num_tokens = _NUM_UNSHARED * (longest_prompt + self.num_sequences * self.num_new_tokens)
@@ -118,9 +106,7 @@ class Limits(NamedTuple):
 
 
 def batches(order: Iterable[OrderedPrompt], limits: Limits) -> Iterator[list[int]]:
-    """Yield the numbers of the prompts of each batch: runs of the order.
-
-    A prompt joins the batch before it where that has room, and costs less than a batch of its own.
+    """Yield the prompts of each batch; one joins the batch before it where that has room, and costs less than one more.
 
     Examples:
         >>> order = [OrderedPrompt(n, length, length, length) for n, length in enumerate([500, 490, 10, 9, 9])]

@@ -77,14 +77,7 @@ def read_prompts(
 
 
 def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[array[int]]:
-    """Yield the token ids of each row's prompt: a text gets the tokenizer's special tokens, a chat those of its template.
-
-    Args:
-        tokenizer: tokenizer, or a processor with one.
-
-    Raises:
-        RowError: a prompt makes no tokens.
-    """
+    """Yield the token ids of each row's prompt: a text gets the tokenizer's special tokens, a chat those of its template."""
     words = getattr(tokenizer, "tokenizer", tokenizer)
     templates = tokenizer if getattr(tokenizer, "chat_template", None) is not None else words
     for number, row in rows.items():
@@ -103,11 +96,7 @@ def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[
 
 
 def require_positions(config: Any, tokens: Mapping[int, Sequence[int]], max_new_tokens: int) -> None:
-    """Refuse prompts with tokens or lengths for which a model of this config has no embedding or position.
-
-    Raises:
-        CacheArgumentError: there is such a prompt; the error names the first one.
-    """
+    """Refuse prompts with tokens or lengths for which a model of this config has no embedding or position."""
     config = config.get_text_config(decoder=True)
     limit = getattr(config, "max_position_embeddings", None)
     if "factor" in (getattr(config, "rope_parameters", None) or {}):

@@ -36,12 +36,7 @@ class RowError(CacheArgumentError):
 
 
 def read_rows(prompts: Any, column: str) -> Sequence[Row]:
-    """Return the rows of a file, or of what is in memory: a list of texts, of chats or of rows, or a `datasets.Dataset`.
-
-    Raises:
-        CacheArgumentError: a file or a row of it cannot be read or has no prompt, or `prompts` is nothing that holds
-            rows.
-    """
+    """Return the rows, each with a prompt, of a file or of a list of texts, of chats or of rows, such as a `datasets.Dataset`."""
     rows = _of_file(prompts) if isinstance(prompts, str | PathLike) else _in_memory(prompts, column)
     for number, row in enumerate(rows):
         prompt_of(row, number, column)
@@ -118,11 +113,7 @@ def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
 
 
 def prompt_of(row: Any, number: int, column: str) -> Prompt:
-    """Return the text or the chat of a row, as it was written. A table fills up with None what a message does not have.
-
-    Raises:
-        RowError: the row has neither, or an empty one; or it cannot be written with its completion.
-    """
+    """Return the text or the chat of a row, as it was written. A table fills up with None what a message does not have."""
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise RowError(number, "it is no object with names and values")
     if column not in row:
@@ -131,10 +122,9 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
     value: Any = row[column]
     if isinstance(value, str) and value:
         return value
-    if value is None or (isinstance(value, str | list) and not value):
-        raise RowError(number, f"{column!r} is empty; {_FORM}")
-    if not isinstance(value, list | tuple):
-        raise RowError(number, f"{column!r} is of type {type(value).__name__}; {_FORM}")
+    if not isinstance(value, list | tuple) or not value:
+        problem = f"is of type {type(value).__name__}" if value else "is empty"
+        raise RowError(number, f"{column!r} {problem}; {_FORM}")
     for at, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise RowError(number, f"message {at} of {column!r} has no role; {_FORM}")
@@ -146,11 +136,7 @@ def prompt_of(row: Any, number: int, column: str) -> Prompt:
 
 
 def digest_of(rows: Iterable[Row]) -> str:
-    """Return hexadecimal digits of all that the rows hold and JSON can say, whatever file they came from.
-
-    Raises:
-        RowError: JSON cannot say a row, or a row has a column that the job is to add.
-    """
+    """Return hexadecimal digits of all that the rows hold; refuse what JSON cannot say, and columns that the job adds."""
     digest = hashlib.sha256()
     for number, row in enumerate(rows):
         for name in (INDEX, COMPLETION):
@@ -164,10 +150,7 @@ def digest_of(rows: Iterable[Row]) -> str:
 
 
 def json_line(row: Row) -> bytes:
-    """Return a row as a line of JSON.
-
-    NaN and infinity become null, arrays become lists, and what JSON does not have becomes a text.
-    """
+    """Return a row as JSON: NaN and infinity become null, arrays lists, and what JSON does not have becomes a text."""
     text = json.dumps(dict(row), default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
     plain = json.loads(text, parse_constant=lambda _: None)
     return json.dumps(plain, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

@@ -8,7 +8,6 @@ free, so what shares a prefix would not stay together.
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
@@ -32,16 +31,11 @@ _MOST_DEATHS = 3  # deaths of workers, without a batch done between them
 
 
 class WorkersLostError(PagedCacheError):
-    """Raised when workers of a batch job die one after another.
-
-    What is done is in the output, and the same job resumes.
+    """Raised when workers of a batch job die one after another: what is done is in the output, and the same job resumes.
 
     Examples:
-        >>> try:
-        ...     raise WorkersLostError("3 workers died one after another")
-        ... except PagedCacheError as error:
-        ...     print(error)
-        3 workers died one after another
+        >>> issubclass(WorkersLostError, PagedCacheError)
+        True
     """
 
 
@@ -124,18 +118,14 @@ def run_on_ray(
 def _stretches(rows: Mapping[int, Row], how: How, num_workers: int) -> list[dict[int, Row]]:
     """Return the rows of each worker."""
     numbers = [*rows]
-    prompts = (prompt_of(rows[number], number, how.column) for number in numbers)
-    letters = [array("i", map(ord, each if isinstance(each, str) else json.dumps(each))) for each in prompts]
-    parts = partition(ordered(letters), num_workers, how.max_new_tokens)
+    prompts = [prompt_of(row, number, how.column) for number, row in rows.items()]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in prompts]
+    parts = partition(ordered([[*map(ord, text)] for text in texts]), num_workers, how.max_new_tokens)
     return [{numbers[at]: rows[numbers[at]] for at in part} for part in parts if part]
 
 
 def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict[int, Row]]) -> Iterator[Record]:
-    """Run stretches, and yield what is done as it comes. What a worker that died has left, another one runs.
-
-    Raises:
-        WorkersLostError: `_MOST_DEATHS` workers have died, and no batch was done meanwhile.
-    """
+    """Run stretches, and yield what is done as it comes. What a worker that died has left, another one runs."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 

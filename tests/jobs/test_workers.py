@@ -20,6 +20,7 @@ from hf_paged_cache.jobs import workers as module
 from hf_paged_cache.jobs.options import How
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.xdist_group("ray")
 
 SHARED = ["Question: What is one and one?\nAnswer: Two.\n" * 2, "Write a word that rhymes with light: " * 3]
 PROMPTS = [f"{SHARED[number % 2]}{number} and {number}" for number in range(12)]
@@ -52,12 +53,12 @@ def die(deadly: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["load"]))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+@pytest.fixture(autouse=True)
+def _workers_know_this_file() -> Iterator[None]:
+    module = __import__(__name__, fromlist=["load"])
+    ray.cloudpickle.register_pickle_by_value(module)
     yield
-    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(module)
 
 
 @pytest.mark.usefixtures("local_ray")
