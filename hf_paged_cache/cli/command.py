@@ -6,11 +6,7 @@ What a command cannot do is one line on stderr and the exit code 2; a defect of 
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,16 +53,3 @@ def _as_typed(said: str, ctx: Any) -> str:
     options = {name.replace("-", "_") for name in names if "_" in name or "-" in name}
     words = "|".join(map(re.escape, options)) or "(?!)"
     return re.sub(rf"(?<![\w'\"./-])({words})(?![\w'\"./-])", lambda name: f"--{name[0].replace('_', '-')}", said)
-
-
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM, with which a batch system ends a job, do what Ctrl-C does: what is open is closed."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

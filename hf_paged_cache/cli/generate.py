@@ -16,7 +16,7 @@ from ..jobs.job import load_and_complete, run_job
 from ..jobs.options import FLAGS, How, require_names
 from ..jobs.workers import run_on_ray
 from . import loading
-from .command import DiskFolder, MaxBytes, terminated_as_interrupted
+from .command import DiskFolder, MaxBytes
 from .loading import Device, Dtype, Revision
 
 ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -53,7 +53,7 @@ def generate(
 
     Any other option of transformers' generate, and of a PagedPrefixCache, is given by its name, after PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]' --block-size 32.
 
-    Exits with 130 after Ctrl-C and after SIGTERM.
+    Exits with 130 after Ctrl-C.
     """
     if str(prompts).startswith("--"):
         raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
@@ -65,11 +65,10 @@ def generate(
     load = partial(_load, how, model, revision, dtype, device)
     facts = _facts(model, revision, dtype)
     try:
-        with terminated_as_interrupted():
-            if workers is None:
-                summary = run_job(partial(load_and_complete, load, how), prompts, how, facts).summary
-            else:
-                summary = run_on_ray(load, prompts, how, facts, workers, address).summary
+        if workers is None:
+            summary = run_job(partial(load_and_complete, load, how), prompts, how, facts).summary
+        else:
+            summary = run_on_ray(load, prompts, how, facts, workers, address).summary
     except KeyboardInterrupt:
         again = "the same command without --overwrite" if overwrite else "the same command"
         done = f" What is done is in {out}; {again} resumes." if out.exists() else ""

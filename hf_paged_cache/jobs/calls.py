@@ -169,8 +169,6 @@ class BatchCalls:
             yield
             return
         digest = hashlib.sha256(f"{self._seed}: {[*rows]}".encode()).digest()
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        devices = range(torch.accelerator.device_count()) if accelerator else ()  # devices that manual_seed seeds, too
-        with torch.random.fork_rng(devices, device_type=accelerator.type if accelerator else "cuda"):
+        with torch.random.fork_rng(range(torch.cuda.device_count())):  # manual_seed seeds all of them
             torch.manual_seed(int.from_bytes(digest[:7], "big"))
             yield

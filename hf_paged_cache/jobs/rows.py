@@ -107,9 +107,10 @@ def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
         prompts = prompts.with_format(None)
     if hasattr(prompts, "column_names") and hasattr(prompts, "__len__"):
         return prompts  # type: ignore[no-any-return]
-    if not isinstance(prompts, Iterable):
-        raise CacheArgumentError(f"prompts is of type {kind}; give a file, or a list of texts, chats or rows")
-    return [each if isinstance(each, Mapping) else {column: each} for each in prompts]
+    try:
+        return [each if isinstance(each, Mapping) else {column: each} for each in prompts]
+    except TypeError:
+        raise CacheArgumentError(f"prompts is of type {kind}; give a file, or a list of texts, chats or rows") from None
 
 
 def prompt_of(row: Any, number: int, column: str) -> Prompt:

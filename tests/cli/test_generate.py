@@ -214,7 +214,7 @@ def test_no_in_front_switches_off_and_is_part_of_a_name() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no terminals like this here")
-def test_on_a_terminal_a_bar_shows_what_is_reused_and_sigterm_ends_it_as_ctrl_c_does(
+def test_on_a_terminal_a_bar_shows_what_is_reused_until_ctrl_c(
     prompts: Path, model_folder: str, tmp_path: Path
 ) -> None:
     prompts.write_text("".join(json.dumps({"text": f"{SHARED}{end}"}) + "\n" for end in range(16)))
@@ -224,7 +224,7 @@ def test_on_a_terminal_a_bar_shows_what_is_reused_and_sigterm_ends_it_as_ctrl_c_
     running = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL)
     os.close(theirs)
     shown = read_until(ours, b"% reused")
-    running.send_signal(signal.SIGTERM)
+    running.send_signal(signal.SIGINT)
     shown += read_until(ours, b"resumes.")
     assert running.wait(60) == 130
     assert f"What is done is in {out};".encode() in shown
