@@ -6,15 +6,15 @@ import sys
 import warnings
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import CacheArgumentError
-from ..jobs.rows import read_rows
-from . import loading
+from ..jobs.prompts import read_rows
+from . import command
+from .command import Device, Dtype, Revision
 from .comparing import compare, summary
-from .loading import Device, Dtype, Revision
 from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
 
 
@@ -40,13 +40,13 @@ def bench(
     if prompts is not None and prompts.is_dir():
         raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")
     rows = None if prompts is None else read_rows(prompts, column)  # before torch is imported
-    loading.require_model(model, revision, dtype)
+    command.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, read_prompts
 
-    loaded, tokenizer = loading.load_model(model, revision, dtype, device)
+    loaded, tokenizer = command.load_model(model, revision, dtype, device)
     cache = PagedPrefixCache(loaded)
-    texts = rows or [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
+    texts: Any = rows or [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
     read = read_prompts(texts, tokenizer, column=column, model=loaded, max_new_tokens=max_new_tokens)
     print("warming up ...", file=sys.stderr, flush=True)
     warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # prompts come one by one, and are no chat

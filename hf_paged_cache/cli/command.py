@@ -1,4 +1,4 @@
-"""Owns what all commands have in common: shared options, and how a command ends.
+"""Owns what all commands have in common: shared options, the model that one is given, and how a command ends.
 
 What a command cannot do is one line on stderr and the exit code 2; a defect of this package keeps its traceback.
 """
@@ -8,12 +8,16 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import PagedCacheError, UnsupportedModelError
+from .demo_model import DEMO_MODEL, ModelLoadError, load_demo_model, require_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MaxBytes = Annotated[
     str | None,
@@ -32,6 +36,19 @@ Mode = Annotated[
         show_default=False,
     ),
 ]
+
+
+Revision = Annotated[
+    str | None, typer.Option(help="Of a model on the hub: a branch, a tag or a commit.", show_default=False)
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="Of the weights: fp32, bf16 or fp16; as they are on the disk, if not given.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="Where to run, such as cuda; an accelerator if there is one.", show_default=False)
+]
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
 
 class Command(TyperCommand):
@@ -53,3 +70,24 @@ def _as_typed(said: str, ctx: Any) -> str:
     options = {name.replace("-", "_") for name in names if "_" in name or "-" in name}
     words = "|".join(map(re.escape, options)) or "(?!)"
     return re.sub(rf"(?<![\w'\"./-])({words})(?![\w'\"./-])", lambda name: f"--{name[0].replace('_', '-')}", said)
+
+
+def require_model(name: str | None, revision: str | None, dtype: str | None) -> None:
+    """Refuse what can be no model, as far as that shows without loading it."""
+    if dtype is not None and dtype.removeprefix("torch.") not in {*_DTYPES, *_DTYPES.values()}:
+        advice = "give fp32, bf16 or fp16, or leave it out: a quantized model is loaded as it was saved"
+        raise ModelLoadError(f"there is no dtype {dtype}; {advice}")
+    if name is not None:
+        require_name(name, revision)
+
+
+def load_model(
+    name: str | None, revision: str | None = None, dtype: str | None = None, device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model that a command is asked for, or the demo's, and its tokenizer, on an accelerator if there is one."""
+    import torch
+
+    print(f"loading {name or DEMO_MODEL} ...", file=sys.stderr, flush=True)
+    dtype = "auto" if dtype is None else _DTYPES.get(dtype, dtype.removeprefix("torch."))
+    accelerator: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return load_demo_model(name, revision=revision, dtype=dtype, device=device or accelerator)

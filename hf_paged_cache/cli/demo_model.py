@@ -97,7 +97,8 @@ def load_demo_model(
         what = "a causal language model"
         given |= {"config": config, "dtype": dtype or "float32"}
         given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, info = AutoModelForCausalLM.from_pretrained(name, **given)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, **given)
+        model, info = loaded
         if unfit := sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"]):
             raise ValueError(f"weights of {len(unfit)} parameters are missing or of another shape: {unfit[0]}, ...")
         return (model if device is None else model.to(device)).eval(), tokenizer

@@ -15,9 +15,8 @@ from ..errors import CacheArgumentError
 from ..jobs.job import load_and_complete, run_job
 from ..jobs.options import FLAGS, How, require_names
 from ..jobs.workers import run_on_ray
-from . import loading
-from .command import DiskFolder, MaxBytes
-from .loading import Device, Dtype, Revision
+from . import command
+from .command import Device, DiskFolder, Dtype, MaxBytes, Revision
 
 ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
@@ -61,7 +60,7 @@ def generate(
         raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
     options = {"max_bytes": max_bytes, "disk_folder": disk_folder, **options_by_name(context.args)}
     how = How(out, column, batch_size, max_new_tokens, seed, overwrite, options=options)
-    loading.require_model(model, revision, dtype)
+    command.require_model(model, revision, dtype)
     load = partial(_load, how, model, revision, dtype, device)
     facts = _facts(model, revision, dtype)
     try:
@@ -79,7 +78,7 @@ def generate(
 
 def _load(how: How, *model: str | None) -> Any:
     require_names(how.generation)  # before a model is loaded
-    return loading.load_model(*model)
+    return command.load_model(*model)
 
 
 def _facts(model: str, revision: str | None, dtype: str | None) -> dict[str, Any]:

@@ -9,11 +9,10 @@ import typer
 
 from ..blocks.arguments import file_mode_of_text
 from ..errors import CacheArgumentError
-from ..jobs.rows import RowError
+from ..jobs.prompts import RowError
 from ..wording import counted
-from . import loading
-from .command import Mode
-from .loading import Device, Dtype, Revision
+from . import command
+from .command import Device, Dtype, Mode, Revision
 
 _MODEL = typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False)
 
@@ -37,11 +36,11 @@ def save(
             raise CacheArgumentError(f"there is no file {path}")
     texts = [path.read_text(encoding="utf-8") for path in prompt_file]
     permissions = file_mode_of_text("--mode", mode)
-    loading.require_model(model, revision, dtype)
+    command.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, read_prompts
 
-    loaded, tokenizer = loading.load_model(model, revision, dtype, device)
+    loaded, tokenizer = command.load_model(model, revision, dtype, device)
     cache = PagedPrefixCache(loaded)
     try:
         prefixes = [[*each] for each in read_prompts(texts, tokenizer, model=loaded).token_ids]
@@ -74,7 +73,7 @@ def load(
     """
     if not folder.is_dir():
         raise CacheArgumentError(f"there is no folder {folder}; give one that `save` has written")
-    loading.require_model(model, revision, dtype)
+    command.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, saved_report
 
@@ -91,7 +90,7 @@ def load(
         damaged = sum(report.problem is not None for report in reports)
         print(f"{counted(len(reports), 'file')}, {damaged} of them damaged")
         raise typer.Exit(1 if damaged else 0)
-    tried, _ = loading.load_model(model, revision, dtype, device)
+    tried, _ = command.load_model(model, revision, dtype, device)
     loaded = PagedPrefixCache(tried).store.load(folder)
     print(f"took {counted(loaded.num_blocks, 'block')}, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
     _print_rest("not taken", loaded.not_loaded)

@@ -6,6 +6,7 @@ written when a process died has no end: it is cut off.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -15,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CacheArgumentError
-from .rows import INDEX, Row, json_line
+from .prompts import Row, RowError
 
 try:
     import fcntl
 except ImportError:  # on Windows nothing is locked
     fcntl = None  # type: ignore[assignment]
 
+INDEX, COMPLETION = "index", "completion"  # columns that a job adds
 _ANEW = "give another file, or begin anew with overwrite (--overwrite)"
 
 
@@ -118,3 +120,24 @@ def _claimed(path: Path) -> FileIO:
         file.close()
         raise CacheArgumentError(f"another process is writing {path}; wait for it, or give another file") from error
     return file
+
+
+def digest_of(rows: Iterable[Row]) -> str:
+    """Return hexadecimal digits of all that the rows hold; refuse what JSON cannot say, and columns that the job adds."""
+    digest = hashlib.sha256()
+    for number, row in enumerate(rows):
+        for name in (INDEX, COMPLETION):
+            if name in row:
+                raise RowError(number, f"it has a column {name!r} already, which would be lost: rename it")
+        try:
+            digest.update(json_line(row))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise RowError(number, f"it cannot be written as JSON ({error}); leave that out") from error
+    return digest.hexdigest()[:16]
+
+
+def json_line(row: Row) -> bytes:
+    """Return a row as JSON: NaN and infinity become null, arrays lists, and what JSON does not have becomes a text."""
+    text = json.dumps(dict(row), default=lambda value: value.tolist() if hasattr(value, "tolist") else str(value))
+    plain = json.loads(text, parse_constant=lambda _: None)
+    return json.dumps(plain, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"

@@ -22,8 +22,7 @@ from ..model.probing import input_device
 from ..model.support import unwrapped
 from ..prefix_store import PrefixStore
 from .options import REPLACED, How, generation_config
-from .prompts import require_positions
-from .rows import RowError
+from .prompts import RowError, require_positions
 
 Completion = str | list[str]  # several texts if `num_return_sequences` says so
 

@@ -22,11 +22,10 @@ from tqdm import tqdm
 from ..errors import CacheArgumentError
 from ..store_options import shows_store_options
 from ..wording import counted
-from .answers import Answers
+from .answers import COMPLETION, INDEX, Answers, digest_of
 from .options import How, tokens_seen
 from .order import Limits, batches, ordered
-from .prompts import tokenized
-from .rows import COMPLETION, INDEX, Row, digest_of, read_rows
+from .prompts import Row, read_rows, tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -181,7 +180,8 @@ def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]
 
     from .calls import BatchCalls
 
-    yield from complete(BatchCalls(*loaded, how), how, rows)
+    model, tokenizer = loaded
+    yield from complete(BatchCalls(model, tokenizer, how), how, rows)
 
 
 def complete(calls: BatchCalls, how: How, rows: Mapping[int, Row]) -> Iterator[Record]:

@@ -22,7 +22,7 @@ from ..store_options import shows_store_options
 from .job import BatchResult, load_and_complete, run_job
 from .options import How
 from .order import ordered, partition
-from .rows import Row, prompt_of
+from .prompts import Row, prompt_of
 
 if TYPE_CHECKING:
     from .calls import Record

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_paged_cache import UnsupportedModelError
-from hf_paged_cache.cli import loading
+from hf_paged_cache.cli import command as common
 from hf_paged_cache.cli.commands import app
 from hf_paged_cache.cli.generate import options_by_name
 from hf_paged_cache.jobs.calls import BatchCalls
@@ -59,7 +59,7 @@ def test_each_row_gets_what_generate_gives_it(
 ) -> None:
     done = generate(prompts, model_folder, tmp_path / "out.jsonl", *arguments)
     assert done.exit_code == 0, done.output
-    model, tokenizer = loading.load_model(model_folder)
+    model, tokenizer = common.load_model(model_folder)
     rows = written(tmp_path / "out.jsonl")
     assert rows == [
         {"index": number, **row, "completion": alone(model, tokenizer, row["text"], max_new_tokens=3, **options)}
@@ -80,7 +80,7 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
     out = tmp_path / "out.jsonl"
     first = generate(prompts, model_folder, out)
     assert "done already" not in first.stdout
-    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("it was loaded"))
+    monkeypatch.setattr(common, "load_model", lambda *_: pytest.fail("it was loaded"))
     given = [str(prompts), "--model", model_folder, "--out", str(out), "--column", "text", "--max-new-tokens", "3"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", WITHOUT_TORCH, "generate", *given]
@@ -105,7 +105,7 @@ def test_off_a_terminal_a_short_job_shows_no_progress_and_a_small_pool_changes_n
     assert done.returncode == 0, done.stderr
     assert "prompt/s" not in done.stderr
     assert "PagedPrefixCache" not in done.stderr
-    model, tokenizer = loading.load_model(model_folder)
+    model, tokenizer = common.load_model(model_folder)
     assert [row["completion"] for row in written(tmp_path / "out.jsonl")] == [
         alone(model, tokenizer, row["text"], max_new_tokens=3) for row in written(prompts)
     ]
@@ -176,7 +176,7 @@ MISTAKES: list[tuple[list[str], str]] = [
 def test_a_mistake_is_one_line_before_a_model_is_loaded(
     arguments: list[str], said: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    monkeypatch.setattr(common, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
     before = {path.name for path in tmp_path.iterdir()}
     done = generate(prompts, "no-model", tmp_path / "out.jsonl", *arguments)
     assert done.exit_code == 2

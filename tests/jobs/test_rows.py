@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.jobs.rows import digest_of, read_rows
+from hf_paged_cache.jobs.answers import digest_of
+from hf_paged_cache.jobs.prompts import read_rows
 
 ODD: list[dict[str, Any]] = [
     {"prompt": "2024-01-01", "n": 1, "at": "2024-01-02T03:04:05+02:00", "nested": {"a": [None, 18446744073709551615]}},
