@@ -11,8 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from hf_paged_cache import PagedCacheError, generate_all_on_ray
-from hf_paged_cache.cli.demo_model import load_demo_model
-from hf_paged_cache.cli.hub import require_name
+from hf_paged_cache.cli.demo_model import load_demo_model, require_name
 
 REVIEWS = [json.loads(line) for line in Path(__file__).with_name("reviews.jsonl").read_text("utf-8").splitlines()]
 

@@ -73,22 +73,15 @@ class EveryGenerate:
     """`EveryGenerate` gives the models of a process caches, and counts what their calls of `generate` did.
 
     `print` shows a summary.
-
-    Attributes:
-        options: options of the caches of models that come.
     """
 
     def __init__(self) -> None:
-        self.options: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}  # of the caches of models that come
         self._counts: list[_Counts] = []
         self._lock = new_lock()  # held to count, and while a model gets its store
 
     def cache_of(self, model: Any) -> PagedPrefixCache:
-        """Return a new cache on the store that a model has here.
-
-        Raises:
-            UnsupportedModelError: the model has no store; the error says why.
-        """
+        """Return a new cache on the store that a model has here, or raise why it has none."""
         model = unwrapped(model)
         with self._lock:
             held = self._held_by(model)
@@ -154,11 +147,7 @@ _every: EveryGenerate | None = None
 
 
 def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
-    """Run a call of the model's `generate`, whose bracket finds the cache.
-
-    Raises:
-        PagedCacheError: the call is refused.
-    """
+    """Run a call of the model's `generate`, whose bracket finds the cache."""
     attach(model)
     bracket, scope = bracket_of(model), AmbientScope(model, cache)
     if len(functions_of(model)) > 1 or bracket is None or bracket.replaced is not None:
@@ -172,16 +161,11 @@ def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
 
 @dataclass
 class _Counts:
-    """`_Counts` counts what was done with one model, and outlives it.
-
-    Attributes:
-        refused: why the model has no store; empty: it has one, or was not asked for one.
-        without: reason why calls ran without a cache -> number of such calls.
-    """
+    """`_Counts` counts what was done with one model, and outlives it."""
 
     name: str
-    refused: str = ""
-    without: Counter[str] = field(default_factory=Counter)
+    refused: str = ""  # why the model has no store
+    without: Counter[str] = field(default_factory=Counter)  # reason why calls ran without a cache -> number of them
     totals: CallTotals = field(default_factory=CallTotals)
 
     def as_dict(self) -> dict[str, Any]:
@@ -202,10 +186,7 @@ class _Counts:
 
 
 class _Held:
-    """`_Held` is what a model holds, so that both go together: its counts, and what makes caches on its store.
-
-    A copy of it holds nothing.
-    """
+    """`_Held` is what a model holds: its counts, and what makes caches on its store. A copy of a model has none of it."""
 
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts

@@ -6,9 +6,7 @@ the batches of requests; tasks, texts, metrics and all arguments are the harness
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, TypeVar
 
 import torch
@@ -26,15 +24,8 @@ from .model.probing import measure_bytes_per_token
 from .store.memory_budget import free_bytes
 from .store_options import StoreOptions, store_options
 
-logger = logging.getLogger("lm_eval")
-
 _OF_FREE_MEMORY = 4  # rows take at most one part in so many of the free memory; blocks and forwards need the rest
 _NUM_BATCHES = 8  # batches of generation given to the harness at a time; it orders them by length
-_NUM_ALIKE = 64  # least tokens, or characters, that prompts with the same examples have in common
-_BEGIN_OTHERWISE = (
-    "lm_eval: hardly any two prompts begin alike; if they have few-shot examples, give the task fewshot_config: "
-    "{sampler: first_n}, so that all questions have the same"
-)
 _Item = TypeVar("_Item")
 
 Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None; token ids of context and continuation
@@ -82,7 +73,6 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate as the harness does, with prompts that begin alike one after the other."""
         order = sorted(range(len(requests)), key=lambda i: requests[i].args[0])
-        self._advise([requests[i].args[0] for i in order])
         answers = [""] * len(requests)
         with self.cache:
             for some in _runs(order, _NUM_BATCHES * self._num_rows()):
@@ -104,7 +94,6 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
             first = max(0, len(context) + len(continuation) - self.max_length - 1)  # the last token is not run
             of_context.setdefault(tuple(context[first:]), []).append(number)
         contexts = sorted(of_context)
-        self._advise(contexts)
         answers = [(0.0, False)] * len(requests)
         size = override_bs or self._num_rows()
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
@@ -139,17 +128,6 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         if num_bytes:
             most = min(most, int(free_bytes(self.device) // (_OF_FREE_MEMORY * num_bytes)))
         return max(1, most)
-
-    def _advise(self, contexts: Sequence[str | Tokens]) -> None:
-        """Warn, with advice, if there are many long contexts and most of them begin otherwise than the next one.
-
-        Args:
-            contexts: contexts in sorted order.
-        """
-        long = [context[:_NUM_ALIKE] for context in contexts if len(context) > _NUM_ALIKE]
-        if len(long) < 8 or 2 * sum(one == next_one for one, next_one in pairwise(long)) >= len(long) - 1:
-            return
-        logger.warning(_BEGIN_OTHERWISE)
 
 
 @register_model("hf-paged-multimodal")

@@ -10,7 +10,6 @@ from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, UnsupportedModelError
 from .every_generate import every_generate
 from .prefix_store import PrefixStore
-from .stats import CacheStats
 
 
 class PrefixCacheCallback(TrainerCallback):
@@ -34,11 +33,10 @@ class PrefixCacheCallback(TrainerCallback):
 
     def __init__(self, cache: PagedPrefixCache | PrefixStore | None = None) -> None:
         if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
-            raise CacheArgumentError(
-                f"cache is a {type(cache).__name__}; give a PagedPrefixCache or a PrefixStore, or nothing under hf-paged-cache run"
-            )
+            advice = "give a PagedPrefixCache or a PrefixStore, or nothing under hf-paged-cache run"
+            raise CacheArgumentError(f"cache is a {type(cache).__name__}; {advice}")
         self._store = cache.store if isinstance(cache, PagedPrefixCache) else cache
-        self._before: CacheStats | None = None
+        self._before = (0, 0, 0)  # tokens of prompts, reused and shared at the last entry
         self._has_warned = False
 
     def on_log(
@@ -53,18 +51,15 @@ class PrefixCacheCallback(TrainerCallback):
         store = self._store or _store_of_run(kwargs.get("model"))
         if store is None and not self._has_warned:
             self._has_warned = True
-            warnings.warn(
-                "PrefixCacheCallback: no cache, so nothing is logged of one; start the program by hf-paged-cache run, or give the "
-                "callback the cache",
-                stacklevel=2,
-            )
+            advice = "start the program by hf-paged-cache run, or give the callback the cache"
+            warnings.warn(f"PrefixCacheCallback: no cache, so nothing is logged of one; {advice}", stacklevel=2)
         if store is None or logs is None:
             return
-        now, before = store.stats(), self._before
+        stats = store.stats()
+        now = (stats.prompt_tokens, stats.reused_tokens, stats.shared_tokens)
+        num_tokens, num_reused, num_shared = (after - before for after, before in zip(now, self._before, strict=True))
         self._before = now
-        if num_tokens := now.prompt_tokens - (before.prompt_tokens if before else 0):
-            num_reused = now.reused_tokens - (before.reused_tokens if before else 0)
-            num_shared = now.shared_tokens - (before.shared_tokens if before else 0)
+        if num_tokens:
             added = {
                 "prefix_cache/hit_rate": num_reused / num_tokens,
                 "prefix_cache/shared_rate": num_shared / num_tokens,

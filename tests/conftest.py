@@ -107,6 +107,18 @@ def model_folder(tmp_path: Path, tiny_llama: LlamaForCausalLM, tiny_tokenizer: P
     return str(folder)
 
 
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One cluster of two cores for all tests of Ray, which are one group: `pytest.mark.xdist_group("ray")`."""
+    import ray
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # this machine may be busy
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+        yield
+        ray.shutdown()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """For files that run many small forwards, or start threads of their own: `pytestmark = usefixtures("one_thread")`."""

@@ -59,7 +59,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.demo_model",
     "cli.comparing",
     "cli.doctor",
-    "cli.loading",
+    "cli.command",
     "integration.chunked_prompt",
     "integration.generate_arguments",
     "rows.indexed",
@@ -75,7 +75,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
 }
 WITHOUT_TORCH = {
     *("errors", "stats", "locks", "wording", "blocks", "__init__", "__main__"),
-    *("jobs.rows", "jobs.order", "jobs.options", "jobs.prompts", "jobs.answers", "jobs.job", "jobs.workers"),
+    *("jobs.order", "jobs.options", "jobs.prompts", "jobs.answers", "jobs.job", "jobs.workers"),
 }
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py

@@ -7,7 +7,7 @@ import re
 import runpy
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -155,18 +155,8 @@ def test_multi_gpu_runs_on_what_there_is(run_example: Run) -> None:
     assert devices.startswith("layers on ")
 
 
-@pytest.fixture(scope="module")
-def ray_with_two_cores() -> Iterator[None]:
-    import ray
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # this machine may be busy
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
-        yield
-        ray.shutdown()
-
-
-@pytest.mark.usefixtures("ray_with_two_cores")
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("local_ray")
 def test_a_service_sends_each_task_to_the_replica_that_knows_it(run_example: Run) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as probe:
         port = probe.getsockname()[1]
@@ -180,7 +170,8 @@ def test_a_service_sends_each_task_to_the_replica_that_knows_it(run_example: Run
     assert not any("," in replica for replica in ran)
 
 
-@pytest.mark.usefixtures("ray_with_two_cores")
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("local_ray")
 def test_ray_batch_completes_each_prompt(run_example: Run) -> None:
     lines = run_example("ray_batch.py", "--questions", "4")
     assert len([line for line in lines if "' ->" in line]) == 4

@@ -17,10 +17,8 @@ def main() -> None:
     """
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
-        print(
-            f"hf-paged-cache needs {' and '.join(missing)}: install it with its extra, from a clone: pip install '.[demo]'",
-            file=sys.stderr,
-        )
+        needed = f"hf-paged-cache needs {' and '.join(missing)}"
+        print(f"{needed}: install it with its extra, from a clone: pip install '.[demo]'", file=sys.stderr)
         raise SystemExit(2)
     from .commands import app
     from .run import ProgramStart

@@ -6,15 +6,15 @@ import sys
 import warnings
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..errors import CacheArgumentError
-from ..jobs.rows import require_prompts
-from . import loading
+from ..jobs.prompts import read_rows
+from . import command
+from .command import Device, Dtype, Revision
 from .comparing import compare, summary
-from .loading import Device, Dtype, Revision
 from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
 
 
@@ -39,34 +39,31 @@ def bench(
     """
     if prompts is not None and prompts.is_dir():
         raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")
-    if prompts is not None:
-        require_prompts(prompts, column)
-    loading.require_model(model, revision, dtype)
+    rows = None if prompts is None else read_rows(prompts, column)  # before torch is imported
+    command.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, read_prompts
 
-    print(f"loading {model} ...", file=sys.stderr, flush=True)
-    loaded, tokenizer = loading.load_model(model, revision, dtype, device)
+    loaded, tokenizer = command.load_model(model, revision, dtype, device)
     cache = PagedPrefixCache(loaded)
-    texts = prompts or [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
+    texts: Any = rows or [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
     read = read_prompts(texts, tokenizer, column=column, model=loaded, max_new_tokens=max_new_tokens)
-    num_prompts, answered, ends = len(read.token_ids), [], [perf_counter()]
     print("warming up ...", file=sys.stderr, flush=True)
     warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # prompts come one by one, and are no chat
+    started, answered = perf_counter(), []
     for each in compare(cache, tokenizer, read.token_ids, max_new_tokens=max_new_tokens):
         answered.append(each)
-        ends.append(perf_counter())
-        line = (
+        told = (
             f"first token {each['first_token_speedup']:.1f}x  reused {each['reused_tokens']} of {each['prompt_tokens']}"
         )
-        print(f"{len(answered)}/{num_prompts}  {line}", file=sys.stderr, flush=True)
-        if 2 * ends[-1] - ends[-2] - ends[0] > seconds and len(answered) > 1:  # the next prompt would end too late
+        print(f"{len(answered)}/{len(read.token_ids)}  {told}", file=sys.stderr, flush=True)
+        spent = perf_counter() - started
+        if spent > seconds and len(answered) > 1:
             break
-    spent, share = ends[-1] - ends[0], read.num_shared_tokens / read.num_tokens
-    why = f", longer than {seconds:.0f} s: a warm-up and two prompts are the least" if spent > seconds else ""
-    print(f"{len(answered)} of {num_prompts} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s{why}.")
+    print(f"{len(answered)} of {len(read.token_ids)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
     print(summary(answered, "prompt"))
-    of_all = f"{read.num_shared_tokens:,} ({share:.0%}) stand at the beginning of another one, too, in whole blocks"
-    print(f"Of the {read.num_tokens:,} tokens of all prompts, {of_all}.")
+    share = f"{read.num_shared_tokens:,} ({read.num_shared_tokens / read.num_tokens:.0%})"
+    shared = f"{share} stand at the beginning of another one, too, in whole blocks"
+    print(f"Of the {read.num_tokens:,} tokens of all prompts, {shared}.")
     if str(loaded.dtype) == "torch.float32" and not all(each["same_tokens"] for each in answered):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Owns what all commands have in common: shared options, and how a command ends.
+"""Owns what all commands have in common: shared options, the model that one is given, and how a command ends.
 
 What a command cannot do is one line on stderr and the exit code 2; a defect of this package keeps its traceback.
 """
@@ -6,18 +6,18 @@ What a command cannot do is one line on stderr and the exit code 2; a defect of 
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 from ..errors import PagedCacheError, UnsupportedModelError
+from .demo_model import DEMO_MODEL, ModelLoadError, load_demo_model, require_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MaxBytes = Annotated[
     str | None,
@@ -38,11 +38,21 @@ Mode = Annotated[
 ]
 
 
-class Command(TyperCommand):
-    """`Command` ends with one line if what it runs is refused or cannot be read.
+Revision = Annotated[
+    str | None, typer.Option(help="Of a model on the hub: a branch, a tag or a commit.", show_default=False)
+]
+Dtype = Annotated[
+    str | None, typer.Option(help="Of the weights: fp32, bf16 or fp16; as they are on the disk, if not given.")
+]
+Device = Annotated[
+    str | None, typer.Option(help="Where to run, such as cuda; an accelerator if there is one.", show_default=False)
+]
 
-    Exit codes: 2, with that line; else the command's own.
-    """
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+
+class Command(TyperCommand):
+    """`Command` ends with one line and the exit code 2 if what it runs is refused or cannot be read."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -62,20 +72,22 @@ def _as_typed(said: str, ctx: Any) -> str:
     return re.sub(rf"(?<![\w'\"./-])({words})(?![\w'\"./-])", lambda name: f"--{name[0].replace('_', '-')}", said)
 
 
-@contextmanager
-def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM, with which a batch system ends a job, do what Ctrl-C does.
+def require_model(name: str | None, revision: str | None, dtype: str | None) -> None:
+    """Refuse what can be no model, as far as that shows without loading it."""
+    if dtype is not None and dtype.removeprefix("torch.") not in {*_DTYPES, *_DTYPES.values()}:
+        advice = "give fp32, bf16 or fp16, or leave it out: a quantized model is loaded as it was saved"
+        raise ModelLoadError(f"there is no dtype {dtype}; {advice}")
+    if name is not None:
+        require_name(name, revision)
 
-    So what is open is closed, and temporary files go.
 
-    Raises:
-        KeyboardInterrupt: in the main thread, when the signal comes.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def load_model(
+    name: str | None, revision: str | None = None, dtype: str | None = None, device: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model that a command is asked for, or the demo's, and its tokenizer, on an accelerator if there is one."""
+    import torch
+
+    print(f"loading {name or DEMO_MODEL} ...", file=sys.stderr, flush=True)
+    dtype = "auto" if dtype is None else _DTYPES.get(dtype, dtype.removeprefix("torch."))
+    accelerator: Any = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return load_demo_model(name, revision=revision, dtype=dtype, device=device or accelerator)

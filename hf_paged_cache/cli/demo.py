@@ -1,7 +1,4 @@
-"""Runs the command `demo`: it asks questions after one long prompt, with `DynamicCache` and with `PagedPrefixCache`.
-
-The answers are shown as lines as they come, or as one JSON object.
-"""
+"""Runs the command `demo`: it asks questions after one long prompt, with `DynamicCache` and with `PagedPrefixCache`."""
 
 from __future__ import annotations
 
@@ -41,8 +38,6 @@ def demo(
 
     from hf_paged_cache import PagedPrefixCache, read_prompts
 
-    if model is None:
-        print(f"the model is in {loaded.config.name_or_path}", file=sys.stderr, flush=True)
     cache, asked, shared = PagedPrefixCache(loaded), QUESTIONS[:questions], few_shot_prompt(shots)
     texts = [shared + ask(question) for question in asked]
     ids = read_prompts(texts, tokenizer, model=loaded, max_new_tokens=max_new_tokens).token_ids

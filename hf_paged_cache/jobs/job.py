@@ -1,32 +1,31 @@
 """Runs a job from its prompts to its summary: `generate_all` completes many prompts and computes once what they share.
 
-It owns what is refused before anything runs. Prompts run in the order of their prefix tree. torch is imported where a
-model is needed.
+It owns what is refused before anything runs. torch is imported where a model is needed.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 
 from ..errors import CacheArgumentError
 from ..store_options import shows_store_options
 from ..wording import counted
-from .answers import Answers
+from .answers import COMPLETION, INDEX, Answers, digest_of
 from .options import How, tokens_seen
-from .order import NUM_UNSHARED, Limits, batches, build_prefix_tree, limits_that_pay, ordered
-from .prompts import tokenized
-from .rows import COMPLETION, INDEX, Row, digest_of, opened, prompt_of
+from .order import Limits, batches, ordered
+from .prompts import Row, read_rows, tokenized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("hf_paged_cache")
 
-_SECONDS_BETWEEN_LINES = 30.0  # between lines of progress, if stderr is no terminal
+_SECONDS_BETWEEN_LINES = 30.0  # of progress, if stderr is no terminal
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +140,7 @@ def generate_all(
     """
     how = How(out, column, batch_size, max_new_tokens, seed, overwrite, progress, options)
     with _calls_on(model, tokenizer, cache, how) as calls:
-        named = how if out is None else replace(how, model=calls.named())
-        return run_job(partial(complete, calls, how), prompts, named)
+        return run_job(partial(complete, calls, how), prompts, how, {} if out is None else calls.facts())
 
 
 @contextmanager
@@ -175,53 +173,53 @@ def _calls_on(model: Any, tokenizer: Any, cache: Any, how: How) -> Iterator[Batc
 
 def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
     """Load a model and do `complete` on it."""
-    from .calls import BatchCalls
-
     loaded = load()
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         kind = type(loaded).__name__
         raise CacheArgumentError(f"load returned {kind}; it is to return a model and its tokenizer")
+
+    from .calls import BatchCalls
+
     model, tokenizer = loaded
     yield from complete(BatchCalls(model, tokenizer, how), how, rows)
 
 
 def complete(calls: BatchCalls, how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
-    """Run rows, by their numbers, in the order of their prefix tree.
-
-    What can be refused is refused before the first row runs.
-    """
+    """Run rows, by their numbers; what can be refused is refused before the first one runs."""
     numbers, config = [*rows], calls.config
     tokens = [*tokenized(rows, how.column, calls.tokenizer)]
     calls.require_room(dict(zip(numbers, tokens, strict=True)))
-    limits = Limits(how.batch_size or 1)
-    if config.prompt_lookup_num_tokens and limits.num_prompts > 1:
+    batch_size = 1 if config.prompt_lookup_num_tokens else how.batch_size
+    if how.batch_size not in (None, batch_size):
         alone = f"give batch_size=1, not {how.batch_size}"
         raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
-    runs_alone = how.batch_size == 1 or config.prompt_lookup_num_tokens
-    calls.try_out(tokens[: 1 if runs_alone else 2])
-    if how.batch_size is None and not runs_alone:
-        reads_once = len(tokens) > NUM_UNSHARED and calls.reads_once()
-        num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
-        limits = limits_that_pay([*map(len, tokens)], how.max_new_tokens, num_sequences, read_once=reads_once)
-    tree = build_prefix_tree(tokens, block_size=calls.cache.store.blocks.block_size)
-    order = [*ordered(tree, [*map(len, tokens)])]
-    for batch in batches(order, limits, how.max_new_tokens, tokens_seen(config)):
+    reads_once = calls.try_out(1 if batch_size == 1 else 2)
+    num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
+    limits = Limits(batch_size or 1, math.inf, how.max_new_tokens, num_sequences, tokens_seen(config))
+    if batch_size is None:
+        limits = limits.that_pay(max(map(len, tokens)), reads_once)
+    for batch in batches(ordered(tokens), limits):
         yield from calls.run([numbers[at] for at in batch], [tokens[at] for at in batch])
 
 
-def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How) -> BatchResult:
-    """Run a job on a function that makes records of rows; see `generate_all` for what is refused."""
+def run_job(
+    records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How, facts: Mapping[str, str]
+) -> BatchResult:
+    """Run a job on a function that makes records of rows; the facts are those by which the model is known again."""
+    rows = read_rows(prompts, how.column)
     with ExitStack() as stack:
-        rows = stack.enter_context(opened(prompts, how.column))
-        for number, row in enumerate(rows):
-            prompt_of(row, number, how.column)
         answers, done = None, set[int]()
         if how.out is not None:
-            job = {**how.model, "input": digest_of(rows)[:16], "options": how.of_answers}
+            job = {**facts, "input": digest_of(rows), "column": how.column, "seed": how.seed, **how.generation}
             answers = stack.enter_context(Answers(Path(how.out), prompts, job, how.overwrite))
             done = answers.done
         left = {number: row for number, row in enumerate(rows) if number not in done}
-        counts, completions, bar = Counter[str](), dict[int, Any](), None
+        counts, completions = Counter[str](), dict[int, Any]()
+        seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+        shown = {"unit": "prompt", "delay": 1e-3, "mininterval": seconds, "disable": how.progress is False}
+        bar = stack.enter_context(
+            tqdm(total=len(rows), initial=len(done), **shown)
+        )  # after a delay, so not of a refusal
         for record in records(left) if left else ():
             completed = dict(zip(record.rows, record.completions, strict=True))
             if answers:
@@ -231,23 +229,7 @@ def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any,
             if record.counts["num_bypassed"] and not counts["num_bypassed"]:
                 logger.warning("PagedPrefixCache: a batch reused and kept nothing: cache.last_call says why")
             counts.update(record.counts)
-            if bar is None:  # not made before, so that a refusal is one line
-                bar = stack.enter_context(_bar(len(rows), len(done), how.progress, record.counts["seconds"]))
             bar.set_postfix_str(f"{counts['reused_tokens'] / counts['prompt_tokens']:.0%} reused", refresh=False)
             bar.update(len(record.rows))
         summary = BatchSummary(len(rows), len(done), **counts)
         return BatchResult(None if answers else [completions[number] for number in range(len(rows))], summary)
-
-
-def _bar(total: int, initial: int, wanted: bool | None, seconds_before: float) -> Any:
-    """Return a bar of prompts that has begun `seconds_before` seconds ago.
-
-    If stderr is no terminal, the bar is printed anew only now and then.
-    """
-    is_notebook = "tqdm_notebook" in (each.__name__ for each in tqdm.__mro__)  # its import would import IPython
-    seconds = 0.1 if is_notebook or sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-    bar = tqdm(total=total, initial=initial, unit="prompt", mininterval=seconds, disable=wanted is False)
-    if not bar.disable:
-        bar.start_t -= seconds_before
-        bar.last_print_t -= seconds_before
-    return bar

@@ -7,10 +7,10 @@ rows of one length.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from os import PathLike, fspath
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from ..blocks.arguments import int_of_at_least
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 ALL = sys.maxsize  # as a number of tokens before the next one that an option reads: all tokens
 
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
-REFUSED = {  # option -> why a job does not take it
+_REFUSED = {  # option -> why a job does not take it
     "max_length": "it counts a row's padding, too; give max_new_tokens",
     "min_length": "it counts a row's padding, too; give min_new_tokens",
     "max_time": "a completion would depend on how fast the machine is; give max_new_tokens",
-    "order": "rows are written as they are finished, each with its index; sort them by it",
-    "image_column": "a job completes text alone; call generate with a PagedPrefixCache for each prompt with images",
     "cache_salt": "give cache=PagedPrefixCache(model, cache_salt=...)",
     **dict.fromkeys(("use_cache", "cache_implementation", "cache_config"), "the job runs on a cache of its own"),
     "continuous_batching_config": "it is of another way to generate, generate_batch",
@@ -40,7 +38,6 @@ FLAGS = (
     *("do_sample", "renormalize_logits", "remove_invalid_values", "token_healing", "disable_compile", "is_assistant"),
     *("use_mtp", "low_memory"),
 )
-_NO_OPTIONS = ("transformers_version", "_from_model_config")  # what a generation config holds besides options
 # Options that read no tokens before the next one, or read only which tokens there are, not where.
 _SEE_NO_PADDING = {
     *("max_new_tokens", "min_new_tokens", "max_length", "do_sample", "num_beams", "num_return_sequences"),
@@ -59,15 +56,10 @@ _OFF = {"num_beam_groups": 1, "guidance_scale": 1.0}  # values that change nothi
 
 @dataclass(frozen=True)
 class How:
-    """`How` holds the options of a job; see `generate_all`.
+    """`How` holds the options of a job, and refuses bad ones as far as that shows without a model; see `generate_all`.
 
     Attributes:
         options: options of the job's store, and of `generate`, by name.
-        model: facts by which the model is known again.
-
-    Raises:
-        CacheArgumentError: an option is of another type, or out of its range, as far as that shows without a model; the
-            error names the first such option.
     """
 
     out: str | PathLike[str] | None = None
@@ -78,22 +70,15 @@ class How:
     overwrite: bool = False
     progress: bool | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
             int_of_at_least("batch_size", self.batch_size, 1, "prompts of a batch, or None")
         int_of_at_least("max_new_tokens", self.max_new_tokens, 1, "tokens")
         int_of_at_least("seed", self.seed, 0, "as a seed")
-        flags = {"overwrite": self.overwrite, "progress": self.progress or False}
-        flags |= {name: value or False for name, value in self.options.items() if name in FLAGS}
-        for name, value in flags.items():
-            if not isinstance(value, bool):
+        for name, value in {"overwrite": self.overwrite, "progress": self.progress, **self.options}.items():
+            if name in ("overwrite", "progress", *FLAGS) and not isinstance(value, bool | None):
                 raise CacheArgumentError(f"{name} is {value!r}; give True or False")
-        if not isinstance(self.column, str):
-            raise CacheArgumentError(f"column is {self.column!r}; give the name of a column")
-        if not isinstance(self.out, str | PathLike | None) or "\0" in fspath(self.out or "") or self.out == "":
-            raise CacheArgumentError(f"out is {self.out!r}; give a file's path")
         store_options(**self.of_cache)
 
     @property
@@ -108,62 +93,41 @@ class How:
         others = {name: value for name, value in self.options.items() if name not in StoreOptions._fields}
         return {"max_new_tokens": self.max_new_tokens, **others}
 
-    @property
-    def of_answers(self) -> dict[str, Any]:
-        """Options that shape the answers."""
-        return {"column": self.column, "seed": self.seed, **self.generation}
 
-
-def require_names(options: Iterable[str], spelled: Callable[[str], str] = str, own: Iterable[str] = ()) -> None:
-    """Refuse options that a batch job does not take, whatever the model.
-
-    Args:
-        spelled: returns a name as it was given.
-        own: names besides those of `generate`, to suggest.
-
-    Raises:
-        CacheArgumentError: a name is no generation option, or a batch job refuses it.
-    """
+def require_names(options: Iterable[str]) -> None:
+    """Refuse options of `generate` that do not exist, or that a batch job does not take, whatever the model."""
     known = _known_names()
     for name in options:
-        if name in REFUSED:
-            raise CacheArgumentError(f"{spelled(name)} is not an option here: {REFUSED[name]}")
+        if name in _REFUSED:
+            raise CacheArgumentError(f"{name} is not an option here: {_REFUSED[name]}")
         if name not in known:
-            close = get_close_matches(name, [*(known - REFUSED.keys()), *own], 1)
-            meant = (
-                f"did you mean {spelled(close[0])}?" if close else "see transformers' GenerationConfig for all of them"
-            )
-            raise CacheArgumentError(f"{spelled(name)} is no option of generate that a job takes; {meant}")
+            names = {*known, *How.__dataclass_fields__, *StoreOptions._fields} - {name, *_REFUSED}
+            close = get_close_matches(name, names, 1)
+            meant = f"did you mean {close[0]}?" if close else "see transformers' GenerationConfig"
+            raise CacheArgumentError(f"{name} is no option of generate that a job takes; {meant}")
 
 
 def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
-    """Return the generation config that `model.generate(**options)` would use.
-
-    Raises:
-        CacheArgumentError: see `require_names`; or values do not fit.
-    """
+    """Return the generation config that `model.generate(**options)` would use; refuse names and values that do not fit."""
     from transformers import GenerationConfig
 
-    require_names(options, own=How.__dataclass_fields__)
+    require_names(options)
     try:
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **options, **REPLACED})
         config.validate()
     except (ValueError, TypeError, AttributeError) as error:
         raise CacheArgumentError(f"generate cannot run so: {error}") from error
-    stop = config.stop_strings
+    stop, end = config.stop_strings, config.eos_token_id
     texts = stop if isinstance(stop, list | tuple) else [stop]
     if stop is not None and not (texts and all(isinstance(each, str) and each for each in texts)):
         raise CacheArgumentError(f"stop_strings is {stop!r}; give a text, or a list of texts")
-    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    if not all(isinstance(each, int | None) for each in ends):
-        raise CacheArgumentError(f"eos_token_id is {config.eos_token_id!r}; give a token id, or a list of them")
+    if not all(isinstance(each, int | None) for each in (end if isinstance(end, list) else [end])):
+        raise CacheArgumentError(f"eos_token_id is {end!r}; give a token id, or a list of them")
     return config
 
 
 def tokens_seen(config: GenerationConfig) -> int:
-    """Return the most tokens before the next token that any option reads.
-
-    A prompt of at least as many tokens may be padded. With `ALL` no prompt may be padded.
+    """Return the most tokens before the next one that any option reads: a prompt of fewer tokens is not to be padded.
 
     Examples:
         >>> from transformers import GenerationConfig
@@ -182,4 +146,5 @@ def tokens_seen(config: GenerationConfig) -> int:
 def _known_names() -> set[str]:
     from transformers import GenerationConfig
 
-    return set(GenerationConfig().to_dict()) - {*_NO_OPTIONS}  # type: ignore[no-untyped-call]
+    names = set(GenerationConfig().to_dict())  # type: ignore[no-untyped-call]
+    return names - {"transformers_version", "_from_model_config"}

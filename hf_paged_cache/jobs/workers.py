@@ -1,14 +1,13 @@
 """Runs a batch job on many machines with Ray: `generate_all_on_ray`.
 
-Each worker, a task of Ray, has a model and a store of its own. A worker runs a stretch of the prompts' prefix tree, in
-which letters stand for tokens, since the driver has no tokenizer. Ray Data would give a block of rows to any worker
-that is free, so what shares a prefix would not stay together.
+Each worker, a task of Ray, has a model and a store of its own, and runs a stretch of the order of all prompts, in which
+letters stand for tokens, since the driver has no tokenizer. Ray Data would give a block of rows to any worker that is
+free, so what shares a prefix would not stay together.
 """
 
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields
@@ -22,8 +21,8 @@ from ..errors import CacheArgumentError, PagedCacheError
 from ..store_options import shows_store_options
 from .job import BatchResult, load_and_complete, run_job
 from .options import How
-from .order import build_prefix_tree, ordered, partition
-from .rows import Row, prompt_of
+from .order import ordered, partition
+from .prompts import Row, prompt_of
 
 if TYPE_CHECKING:
     from .calls import Record
@@ -32,16 +31,11 @@ _MOST_DEATHS = 3  # deaths of workers, without a batch done between them
 
 
 class WorkersLostError(PagedCacheError):
-    """Raised when workers of a batch job die one after another.
-
-    What is done is in the output, and the same job resumes.
+    """Raised when workers of a batch job die one after another: what is done is in the output, and the same job resumes.
 
     Examples:
-        >>> try:
-        ...     raise WorkersLostError("3 workers died one after another")
-        ... except PagedCacheError as error:
-        ...     print(error)
-        3 workers died one after another
+        >>> issubclass(WorkersLostError, PagedCacheError)
+        True
     """
 
 
@@ -90,11 +84,17 @@ def generate_all_on_ray(
     if not callable(load) or hasattr(load, "parameters"):
         kind, such = type(load).__name__, "functools.partial(load_my_model, 'name')"
         raise CacheArgumentError(f"load is a {kind}; give a function that returns model and tokenizer, such as {such}")
-    return run_on_ray(load, prompts, how, num_workers, address, gpus_per_worker)
+    return run_on_ray(load, prompts, how, {}, num_workers, address, gpus_per_worker)
 
 
 def run_on_ray(
-    load: Any, prompts: Any, how: How, num_workers: int, address: str | None, gpus: float | None = None
+    load: Any,
+    prompts: Any,
+    how: How,
+    facts: Mapping[str, str],
+    num_workers: int,
+    address: str | None,
+    gpus: float | None = None,
 ) -> BatchResult:
     """Run a job on a cluster of Ray that is there, or on one that begins here and ends with the job."""
     if find_spec("ray") is None:
@@ -103,7 +103,7 @@ def run_on_ray(
 
     with ExitStack() as stack:
 
-        def records(rows: Mapping[int, Row]) -> Iterator[Any]:
+        def records(rows: Mapping[int, Row]) -> Iterator[Record]:
             if not ray.is_initialized():
                 ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
                 stack.callback(ray.shutdown)
@@ -112,25 +112,20 @@ def run_on_ray(
             task: Any = ray.remote(load_and_complete).options(num_gpus=each, num_returns="streaming", max_retries=0)
             return _records(partial(task.remote, load, how), _stretches(rows, how, num_workers))
 
-        return run_job(records, prompts, how)
+        return run_job(records, prompts, how, facts)
 
 
 def _stretches(rows: Mapping[int, Row], how: How, num_workers: int) -> list[dict[int, Row]]:
     """Return the rows of each worker."""
     numbers = [*rows]
-    prompts = (prompt_of(rows[number], number, how.column) for number in numbers)
-    letters = [array("i", map(ord, each if isinstance(each, str) else json.dumps(each))) for each in prompts]
-    order = [*ordered(build_prefix_tree(letters), [*map(len, letters)])]
-    parts = partition(order, num_workers, how.max_new_tokens)
-    return [{numbers[each.prompt]: rows[numbers[each.prompt]] for each in part} for part in parts if part]
+    prompts = [prompt_of(row, number, how.column) for number, row in rows.items()]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in prompts]
+    parts = partition(ordered([[*map(ord, text)] for text in texts]), num_workers, how.max_new_tokens)
+    return [{numbers[at]: rows[numbers[at]] for at in part} for part in parts if part]
 
 
-def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict[int, Row]]) -> Iterator[Any]:
-    """Run stretches, and yield what is done as it comes. What a worker that died has left, another one runs.
-
-    Raises:
-        WorkersLostError: `_MOST_DEATHS` workers have died, and no batch was done meanwhile.
-    """
+def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict[int, Row]]) -> Iterator[Record]:
+    """Run stretches, and yield what is done as it comes. What a worker that died has left, another one runs."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
@@ -139,11 +134,10 @@ def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict
     try:
         while running:
             ready: Any = ray.wait([*running], num_returns=1)[0][0]
-            left = running[ready]
+            left = running.pop(ready)
             try:
                 record: Record = ray.get(next(ready))
             except StopIteration:
-                del running[ready]
                 continue
             except RayTaskError as error:  # the worker's own error
                 raise (error.cause if isinstance(error.cause, PagedCacheError) else error) from None
@@ -152,10 +146,9 @@ def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict
                 if num_deaths == _MOST_DEATHS:
                     said = f"{num_deaths} workers died one after another ({str(error).strip().splitlines()[0]})"
                     raise WorkersLostError(f"{said}; give smaller batches, or a machine with more memory") from error
-                del running[ready]
                 running[start(left)] = left
                 continue
-            num_deaths = 0
+            running[ready], num_deaths = left, 0
             for number in record.rows:
                 del left[number]
             yield record

@@ -15,11 +15,11 @@ FOUND: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl\n"),
     (
         (*GENERATE, "prompts.jsonl"),
-        "prompts.jsonl, line 1 (row 0, counted from 0): it has no column 'prompt'; there are 'text', 'n'",
+        "row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'",
     ),
     (
         (*GENERATE, "prompts.csv"),
-        "prompts.csv, line 2 (row 0, counted from 0): it has no column 'prompt'; there are 'text'",
+        "row 0, counted from 0: it has no column 'prompt'; there are 'text'",
     ),
     (
         (*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"),
@@ -34,7 +34,7 @@ FOUND: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "good.csv", "--model", "./modle"), "there is no folder ./modle"),
     (
         ("bench", "no-model", "prompts.jsonl"),
-        "bench: prompts.jsonl, line 1 (row 0, counted from 0): it has no column 'prompt'",
+        "bench: row 0, counted from 0: it has no column 'prompt'",
     ),
     (("bench", "./nothere"), "bench: there is no folder ./nothere"),
     (("doctor", "./nothere"), "doctor: there is no folder ./nothere\n"),

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from hf_paged_cache.cli import demo_model as loader
-from hf_paged_cache.cli.demo_model import cache_home, load_demo_model, load_or_exit
-from hf_paged_cache.cli.hub import ModelLoadError
+from hf_paged_cache.cli.demo_model import ModelLoadError, cache_home, load_demo_model, load_or_exit
 
 from ..tiny_models import build
 

@@ -117,8 +117,8 @@ def test_a_job_goes_on_where_it_was_interrupted_also_in_the_middle_of_a_line(
 
 
 CHANGES: list[tuple[dict[str, Any], str]] = [
-    ({"max_new_tokens": 6}, "option max_new_tokens: 5 then, 6 now"),
-    ({"num_beams": 2}, "option num_beams: null then, 2 now"),
+    ({"max_new_tokens": 6}, "max_new_tokens: 5 then, 6 now"),
+    ({"num_beams": 2}, "num_beams: null then, 2 now"),
     ({"prompts": [*PROMPTS[:-1], "another"]}, "input: "),
     ({"model": "other"}, "weights: "),
 ]
@@ -203,7 +203,7 @@ def test_a_full_disk_is_named_and_the_job_goes_on_afterwards(tokenizer: Any, tmp
     model, out, before = tiny("llama"), tmp_path / "out.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1500, before[1]))
-        with pytest.raises(OSError, match=r"File too large: '.*out\.jsonl'"):
+        with pytest.raises(OSError, match="File too large"):
             run(model, tokenizer, out=out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

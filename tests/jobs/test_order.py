@@ -1,4 +1,4 @@
-"""The prefix tree of prompts, against one that is built token by token, and what the order of a plan costs."""
+"""The order of prompts, and how it is cut into batches."""
 
 from __future__ import annotations
 
@@ -9,80 +9,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.jobs.order import (
-    Branch,
-    Limits,
-    OrderedPrompt,
-    batches,
-    build_prefix_tree,
-    limits_that_pay,
-    ordered,
-)
+from hf_paged_cache.jobs.order import Limits, OrderedPrompt, batches, ordered
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=24)
 
 
-def members(branch: Branch) -> list[int]:
-    """All prompts of a branch."""
-    return [prompt for each in branch.walk() for prompt in each.prompts]
-
-
-def plain_prefixes(prompts: Sequence[Sequence[int]], block_size: int) -> dict[tuple[int, ...], set[int]]:
-    """Prefix of whole blocks that at least two prompts have -> who has it, where the longer ones part. Naive."""
-    having: dict[tuple[int, ...], set[int]] = {}
-    for number, tokens in enumerate(prompts):
-        for length in range(block_size, len(tokens) + 1, block_size):
-            having.setdefault(tuple(tokens[:length]), set()).add(number)
-    shared = {prefix: who for prefix, who in having.items() if len(who) > 1}
-    return {
-        prefix: who
-        for prefix, who in shared.items()
-        if not any(who == other and len(longer) > len(prefix) for longer, other in shared.items())
-    }
-
-
 @given(PROMPTS, st.sampled_from([1, 2, 3]))
-def test_branches_are_the_prefixes_at_which_prompts_part(prompts: list[list[int]], block_size: int) -> None:
-    tree = build_prefix_tree(prompts, block_size=block_size, least_saving=0)
-    found = {}
-    for branch in [each for each in tree.walk() if each is not tree]:
-        who = members(branch)
-        (prefix,) = {tuple(prompts[number][: branch.num_tokens]) for number in who}
-        found[prefix] = set(who)
-        assert branch.num_prompts == len(who)
-    assert found == plain_prefixes(prompts, block_size)
-    assert sorted(members(tree)) == [*range(len(prompts))]
-
-
-@given(PROMPTS, st.integers(0, 12))
-def test_a_branch_that_saves_too_little_is_dissolved_and_loses_no_prompt(prompts: list[list[int]], least: int) -> None:
-    tree = build_prefix_tree(prompts, block_size=1, least_saving=least)
-    for parent in tree.walk():
-        for branch in parent.branches:
-            assert (branch.num_prompts - 1) * (branch.num_tokens - parent.num_tokens) >= least
-    assert sorted(members(tree)) == [*range(len(prompts))]
-
-
-def test_a_very_deep_tree_needs_no_recursion() -> None:
-    prompts = [[1] * length for length in range(3000)]
-    tree = build_prefix_tree(prompts, block_size=1, least_saving=0)
-    assert len([*ordered(tree, [*map(len, prompts)])]) == 3000
+def test_prompts_that_share_a_prefix_stand_together_and_each_is_there_once(prompts: list[list[int]], step: int) -> None:
+    places = {each.prompt: place for place, each in enumerate(ordered(prompts, step=step))}
+    assert sorted(places) == [*range(len(prompts))]
+    for prompt in prompts:
+        for length in range(step, len(prompt) + 1, step):
+            who = sorted(places[n] for n, other in enumerate(prompts) if other[:length] == prompt[:length])
+            assert who == [*range(who[0], who[0] + len(who))]
 
 
 @given(PROMPTS)
-def test_the_prompts_of_a_branch_stand_together(prompts: list[list[int]]) -> None:
-    tree = build_prefix_tree(prompts, block_size=1, least_saving=1)
-    places = {each.prompt: place for place, each in enumerate(ordered(tree, [*map(len, prompts)]))}
-    assert sorted(places) == [*range(len(prompts))]
-    for branch in tree.walk():
-        mine = sorted(places[prompt] for prompt in members(branch))
-        assert mine == [*range(mine[0], mine[0] + len(mine))] if mine else True
+def test_the_remainder_is_what_no_other_prompt_begins_with(prompts: list[list[int]]) -> None:
+    for each in ordered(prompts, step=1):
+        own, others = prompts[each.prompt], prompts[: each.prompt] + prompts[each.prompt + 1 :]
+        shared = [n for n in range(len(own) + 1) if any(other[:n] == own[:n] and len(other) >= n for other in others)]
+        assert each.remainder == len(own) - max(shared, default=0)
+
+
+def test_many_prompts_each_the_beginning_of_the_next_one_are_no_problem() -> None:
+    assert len(ordered([[1] * length for length in range(3000)])) == 3000
 
 
 def test_side_by_side_the_longest_come_first() -> None:
     lengths = [3, 40, 7, 22]
-    prompts = [[number] * length for number, length in enumerate(lengths)]
-    assert [each.prompt for each in ordered(build_prefix_tree(prompts), lengths)] == [1, 3, 2, 0]
+    assert [each.prompt for each in ordered([[number] * length for number, length in enumerate(lengths)])] == [
+        1,
+        3,
+        2,
+        0,
+    ]
 
 
 def cost(cut: Sequence[Sequence[OrderedPrompt]], num_new: int) -> int:
@@ -109,7 +70,7 @@ def is_too_large(rows: Sequence[OrderedPrompt], num_tokens: float, num_new: int)
     st.sampled_from([0, 3, 100, 500, math.inf]),
     st.integers(1, 2),
 )
-def test_batches_are_cut_so_that_the_least_is_computed(
+def test_batches_heed_every_limit_and_cost_no_more_than_a_batch_for_each_prompt(
     sizes: list[tuple[int, int]],
     batch_size: int,
     num_new: int,
@@ -117,23 +78,14 @@ def test_batches_are_cut_so_that_the_least_is_computed(
     num_tokens: float,
     num_sequences: int,
 ) -> None:
-    order = [
-        OrderedPrompt(number, num_tokens, remainder, remainder) for number, (remainder, num_tokens) in enumerate(sizes)
-    ]
-    cut = batches(order, Limits(batch_size, num_tokens, num_sequences), num_new, least_padded)
-    assert [number for rows in cut for number in rows] == [*range(len(order))]
+    order = [OrderedPrompt(n, tokens, remainder, remainder) for n, (remainder, tokens) in enumerate(sizes)]
+    limits = Limits(batch_size, num_tokens, num_new, num_sequences, least_padded)
+    cut = [[order[number] for number in rows] for rows in batches(order, limits)]
+    assert [each for rows in cut for each in rows] == order
     assert all(1 <= len(rows) <= batch_size for rows in cut)
-    ways: list[list[list[OrderedPrompt]]] = [[]]  # all ways to cut, one placed after the other
-    for each in order:
-        ways = [[*way, [each]] for way in ways] + [
-            [*way[:-1], [*way[-1], each]] for way in ways if way and len(way[-1]) < batch_size
-        ]
-    ways = [way for way in ways if not any(is_padded_too_short(rows, least_padded) for rows in way)]
-    most = num_tokens, num_sequences * num_new
-    assert not any(is_too_large([order[number] for number in rows], *most) for rows in cut)
-    ways = [way for way in ways if not any(is_too_large(rows, *most) for rows in way)]
-    assert not any(is_padded_too_short([order[number] for number in rows], least_padded) for rows in cut)
-    assert cost([[order[number] for number in rows] for rows in cut], num_new) == min(cost(w, num_new) for w in ways)
+    assert not any(is_padded_too_short(rows, least_padded) for rows in cut)
+    assert not any(is_too_large(rows, num_tokens, num_sequences * num_new) for rows in cut)
+    assert cost(cut, num_new) <= cost([[each] for each in order], num_new)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +93,7 @@ def test_batches_are_cut_so_that_the_least_is_computed(
 )
 def test_batches_grow_with_what_their_prompts_share(num_shared: int, num_sequences: int, num_batches: int) -> None:
     prompts = [[1] * num_shared + [2 + number] * (16 if num_shared else 1040) for number in range(100)]
-    lengths = [*map(len, prompts)]
-    order = [*ordered(build_prefix_tree(prompts), lengths)]
-    limits = limits_that_pay(lengths, 16, num_sequences, read_once=True)
-    assert len(batches(order, limits, 16)) == num_batches
-    apart = limits_that_pay(lengths, 16, num_sequences, read_once=False)
-    assert len(batches(order, apart, 16)) == 13
+    order, limits = ordered(prompts), Limits(1, num_new_tokens=16, num_sequences=num_sequences)
+    longest = max(map(len, prompts))
+    assert len([*batches(order, limits.that_pay(longest, reads_once=True))]) == num_batches
+    assert len([*batches(order, limits.that_pay(longest, reads_once=False))]) == 13

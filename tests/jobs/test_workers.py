@@ -12,52 +12,61 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from hf_paged_cache import CacheArgumentError, WorkersLostError, generate_all, generate_all_on_ray
+from hf_paged_cache.cli.commands import app
 from hf_paged_cache.jobs import workers as module
 from hf_paged_cache.jobs.options import How
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.xdist_group("ray")
 
 SHARED = ["Question: What is one and one?\nAnswer: Two.\n" * 2, "Write a word that rhymes with light: " * 3]
 PROMPTS = [f"{SHARED[number % 2]}{number} and {number}" for number in range(12)]
 
 
-def load(folder: str, deadly: str | None = None, times: int = 1, at: int = 3) -> tuple[Any, Any]:
-    """Runs in a worker, which has no access to the tests; with `deadly`, a forward kills it until that file notes so many deaths."""
+def load(folder: str, deadly: str | None = None, times: int = 1) -> tuple[Any, Any]:
+    """Runs in a worker, which has no access to the tests; with `deadly` a forward kills it, and until that file notes so
+    many deaths, each worker after it dies as it loads."""
+    if deadly is not None and 0 < Path(deadly).stat().st_size < times:
+        die(deadly)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.set_num_threads(1)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    seen = []
+    model, seen = AutoModelForCausalLM.from_pretrained(folder).eval(), []
 
-    def die(*_: Any) -> None:
+    def count(*_: Any) -> None:
         seen.append(1)
-        with open(str(deadly), "a+b") as deaths:
-            if len(seen) == (3 if deaths.tell() else at) and deaths.tell() < times:
-                deaths.write(b"x")
-                deaths.flush()
-                os.kill(os.getpid(), signal.SIGKILL)
+        if len(seen) == 12 and Path(str(deadly)).stat().st_size < times:
+            die(str(deadly))
 
     if deadly is not None:
-        model.register_forward_pre_hook(die)
+        model.register_forward_pre_hook(count)
     return model, AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
-def local_ray() -> Iterator[None]:
-    ray.cloudpickle.register_pickle_by_value(__import__(__name__, fromlist=["load"]))
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
+def die(deadly: str) -> None:
+    with open(deadly, "ab") as deaths:
+        deaths.write(b"x")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def _workers_know_this_file() -> Iterator[None]:
+    module = __import__(__name__, fromlist=["load"])
+    ray.cloudpickle.register_pickle_by_value(module)
     yield
-    ray.shutdown()
+    ray.cloudpickle.unregister_pickle_by_value(module)
 
 
 @pytest.mark.usefixtures("local_ray")
 def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: str, tmp_path: Path) -> None:
     alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions
     out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
-    loads, options = partial(load, model_folder, str(deadly), 1, 12), {"max_new_tokens": 4, "batch_size": 2}
+    deadly.touch()
+    loads, options = partial(load, model_folder, str(deadly)), {"max_new_tokens": 4, "batch_size": 2}
     result = generate_all_on_ray(
         loads, PROMPTS, num_workers=2, out=out, **options, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB", trust_hooks=True
     )  # fmt: skip
@@ -70,7 +79,7 @@ def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: st
     assert result.summary.reused_tokens > result.summary.prompt_tokens / 4
     assert (tmp_path / "blocks").is_dir()
     out.write_text("".join(out.read_text("utf-8").splitlines(keepends=True)[:7]), "utf-8")
-    again = generate_all_on_ray(partial(load, model_folder), PROMPTS, num_workers=2, out=out, **options)
+    again = generate_all_on_ray(partial(load, model_folder), PROMPTS, num_workers=1, out=out, **options)
     assert again.summary.num_done_before == 7
     assert sorted(map(json.loads, out.read_text("utf-8").splitlines()), key=lambda row: row["index"]) == rows
 
@@ -80,7 +89,8 @@ def test_what_kills_one_worker_after_another_ends_the_job_and_what_is_done_is_ke
     model_folder: str, tmp_path: Path
 ) -> None:
     out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
-    loads = partial(load, model_folder, str(deadly), 9, 12)
+    deadly.touch()
+    loads = partial(load, model_folder, str(deadly), 9)
     with pytest.raises(WorkersLostError, match=r"^3 workers died one after another \(") as raised:
         generate_all_on_ray(loads, PROMPTS, num_workers=1, out=out, max_new_tokens=4, batch_size=2, trust_hooks=True)
     assert "\n" not in str(raised.value)
@@ -90,14 +100,23 @@ def test_what_kills_one_worker_after_another_ends_the_job_and_what_is_done_is_ke
 
 @pytest.mark.usefixtures("local_ray")
 def test_what_a_worker_refuses_is_said_as_it_is_on_one_machine(model_folder: str, tmp_path: Path) -> None:
-    with pytest.raises(CacheArgumentError, match=r"^no_such_option is no option of generate"):
-        generate_all_on_ray(partial(load, model_folder), PROMPTS, num_workers=1, no_such_option=1)
     given = {"num_workers": 1, "out": tmp_path / "out.jsonl"}
     with pytest.raises(CacheArgumentError, match=r"^row 11, counted from 0: its 3,000 tokens and "):
         generate_all_on_ray(partial(load, model_folder), [*PROMPTS[:11], "x" * 3000], **given)
     with pytest.raises(CacheArgumentError, match=r"^load returned int; it is to return a model and its tokenizer$"):
         generate_all_on_ray(lambda: 1, PROMPTS, **given)  # type: ignore[arg-type, return-value]
     assert not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.usefixtures("local_ray")
+def test_the_command_gives_with_workers_what_it_gives_without(model_folder: str, tmp_path: Path) -> None:
+    prompts, outs = tmp_path / "prompts.jsonl", [tmp_path / "one.jsonl", tmp_path / "workers.jsonl"]
+    prompts.write_text("".join(json.dumps({"prompt": each}) + "\n" for each in PROMPTS[:4]))
+    for out, given in zip(outs, ([], ["--workers", "1"]), strict=True):
+        arguments = ["generate", str(prompts), "--model", model_folder, "--out", str(out), "--max-new-tokens", "3"]
+        done = CliRunner().invoke(app, [*arguments, *given])
+        assert done.exit_code == 0, done.output
+    assert outs[0].read_bytes() == outs[1].read_bytes()
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [

@@ -252,14 +252,3 @@ def test_a_task_with_images_computes_each_image_once(tmp_path: Path) -> None:
 def test_a_model_that_is_not_causal_is_refused_by_name(tiny_tokenizer: Any) -> None:
     with pytest.raises(CacheArgumentError, match=r"the backend is seq2seq; use --model hf"):
         PagedHFLM(build("t5"), tokenizer=tiny_tokenizer, backend="seq2seq")
-
-
-def test_it_is_said_where_prompts_begin_otherwise(
-    model: PreTrainedModel, tiny_tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = PagedHFLM(model, tokenizer=tiny_tokenizer)
-    alike = sorted((*range(70), number) for number in range(9))
-    ours._advise(alike)
-    assert "fewshot_config" not in caplog.text
-    ours._advise(sorted((number, *range(70)) for number in range(9)))
-    assert "fewshot_config: {sampler: first_n}" in caplog.text
