@@ -51,9 +51,9 @@ class PagedPrefixCache(Cache):
             (docs/security.md). A cache without a salt belongs to the store's owner: its `stats()` and its refusals
             tell of all blocks.
         capture: "auto": the steps of a `generate`, and short prompts, run as CUDA graphs of the model's own forward, if
-            all layers of the model see all tokens, the model is on a CUDA device, and graphs pay.
-            `last_call.captured` says why they did not run. Capturing is an early form, and not the default until it has
-            been measured. "dry": all but the graphs, on any device, for tests.
+            all layers of the model see all tokens, the model is on a CUDA device, and graphs pay; on a CUDA device
+            `last_call.captured` says how many did, and why others did not. False: no graphs. "dry": all but the graphs,
+            on any device, for tests.
 
     Raises:
         UnsupportedModelError, CacheArgumentError: see `PrefixStore`.
@@ -74,7 +74,7 @@ class PagedPrefixCache(Cache):
         model_or_store: PreTrainedModel | PrefixStore,
         *,
         cache_salt: str | bytes | None = None,
-        capture: Literal["auto", False, "dry"] = False,
+        capture: Literal["auto", False, "dry"] = "auto",
         **sizes: Unpack[StoreSizes],
     ) -> None:
         require_capture(capture)
@@ -90,7 +90,7 @@ class PagedPrefixCache(Cache):
         takes_positions = store.argument_reader.takes_positions
         self._capturing = Capturing(store.conditioning, capture, store.arena, takes_positions=takes_positions)
         self._calls = Calls(store, self.cache_salt, self._counters, self._ranks, self._capturing)
-        self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt))
+        self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt, capture=False))
         # the rows of the last call, or of the running loop
         self._current = Current(store.blocks, self.cache_salt, self._calls.close)
         self._capture = capture
@@ -377,7 +377,7 @@ class PagedPrefixCache(Cache):
     def why_not_captured(self) -> str:
         """Return why steps of this model, as it is now, could not run as CUDA graphs; "": they could.
 
-        The answer is for a cache with `capture="auto"` whose model is on a CUDA device; this machine is not looked at.
+        The answer is for a model on a CUDA device; this machine is not looked at.
         Steps that can run as graphs do so where that pays.
 
         Examples:

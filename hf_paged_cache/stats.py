@@ -181,7 +181,7 @@ class CallStats:
         dense: why attention read each row by itself, all the time or at the end, although several rows may have shared
             tokens; "" where it did not.
         captured: how many forwards of the call were replays of captured graphs, and why the last other forward was
-            none, or why none was; "" with `capture=False`.
+            none, or why none was; "" with `capture=False`, and where the model is not on a CUDA device.
 
     Examples:
         >>> for _ in range(2):

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import chain
 from operator import attrgetter
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -145,6 +146,7 @@ class Capturing:
     def __init__(self, conditioning: Conditioning, capture: Any, arena: Arena, *, takes_positions: bool) -> None:
         self.capture, self._conditioning, self._arena = capture, conditioning, arena
         self._takes_positions = takes_positions
+        self._parameter: Callable[[], Tensor | None] = lambda: None
         self._known: tuple[bytes, str, Model | None] = (
             b"",
             "",
@@ -154,8 +156,14 @@ class Capturing:
     @property
     def is_asked(self) -> bool:
         """True if calls may be captured on the device where the model is now."""
-        is_on_cuda: bool = self._conditioning.model.device.type == "cuda"
-        return self.capture == "dry" or (self.capture == "auto" and is_on_cuda)
+        return self.capture == "dry" or (self.capture == "auto" and self._is_on_cuda())
+
+    def _is_on_cuda(self) -> bool:
+        parameter = self._parameter()
+        if parameter is None:  # the first one, which stays the same object where it moves
+            parameter = next(self._conditioning.model.parameters())
+            self._parameter = ref(parameter)
+        return parameter.device.type == "cuda"
 
     def attach(self) -> None:
         """Attach to the model's forward, if calls may be captured."""

@@ -226,7 +226,7 @@ class Opening:
             unusual = "a function that is not transformers' says what each step is passed"
         most = rows.state.limits.max_columns
         said = self._capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
-        rows.state.captured = "" if self._capturing.capture is False else said
+        rows.state.captured = said if self._capturing.is_asked else ""
 
     def begin_chunks(self, rows: Rows, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
         """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes later chunks."""
