@@ -67,6 +67,7 @@ class RowsColumns(Cache):
         self.seen = Seen()  # how attention has read the rows
         self.n = 0  # columns
         self.base = 0  # first column that lies in the rows' own memory; rows share the columns before it
+        self.wanted = 0  # columns that the rows will have; 0: not known
         self.prompts: list[Prompt] = []  # what each row began with; empty before the first forward
         self.memory: list[Streams] = []  # of the layers without a window; streams of one shape lie in one tensor
         self.why_bypassed: str | None = None  # why the rows run on transformers' own layers, and nothing is kept
@@ -74,7 +75,7 @@ class RowsColumns(Cache):
         self.is_whole = True  # every stream has all columns; if not, nothing more is kept
         self.is_broken = False  # what the next token needs is lost: a forward, or a change of rows, has died half way
         self.shared: SharedColumns | None = None  # segments that several rows have in common, held once
-        self._reads: Any = None  # what layers read in place of the columns themselves
+        self.reads: Any = None  # `SharedColumns` or `CausalSquare` that layers read in place of their columns
         self._tensors: list[Tensor] = []  # all tensors in which the rows lie
         self._versions: tuple[int, ...] = ()  # versions of these tensors after our own last write
         self._room_end = math.inf  # column at which the shortest tensor of `memory` ends
@@ -108,10 +109,8 @@ class RowsColumns(Cache):
         if not self.is_running and self.is_edited:
             self.is_whole = False
         stop = max(self.n, *(layer.n for layer in self.layers))  # in a forward some layers have more columns
-        whole = self._dense(range(self.num_rows), stop, room_for(stop, self.first.wanted))
-        self.shared = self._reads = None
-        for layer in self.layers:
-            layer.reads = None
+        whole = self._dense(range(self.num_rows), stop, room_for(stop, self.wanted))
+        self.shared = self.reads = None
         self.take(whole, self.n)
 
     def _dense(self, sources: Sequence[int], stop: int, room: int) -> list[Streams]:
@@ -187,8 +186,7 @@ class RowsColumns(Cache):
 
     def make_room(self, num_columns: int, wanted: int) -> None:
         """Make room for `num_columns` columns; the rows will have `wanted`, if that is not 0."""
-        for layer in self.layers:
-            layer.wanted = wanted
+        self.wanted = wanted
         if num_columns > self._room_end:
             held, room = self.all_memory(), room_for(num_columns, wanted) - self.base
             index = torch.arange(held[0].tensor.shape[1], device="cpu")
@@ -232,15 +230,11 @@ class RowsColumns(Cache):
         """Choose what the layers read in a forward of the columns `[start, stop)`."""
         if self.shared is not None and self.seen.dense:
             self.make_dense()
-        reads: Any = self.shared
+        self.reads = self.shared
         if self.shared is not None:
             self.shared.start_forward(start, stop)
         elif self.may_be_lazy and causal.pays(start, stop):
-            reads = causal.CausalSquare(start, stop, self.looks)
-        if reads is not self._reads:
-            self._reads = reads
-            for layer in self.layers:
-                layer.reads = reads
+            self.reads = causal.CausalSquare(start, stop, self.looks)
 
 
 def _another_layer(owner: "ref[RowsColumns]") -> RowsLayer:

@@ -30,7 +30,7 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         at = self._num_indexed
         stop, held = at + new.shape[2], self._index
         if held is None or stop > held.shape[2] or held.dtype != new.dtype or held.device != new.device:
-            self._index = held = grown(held, at, room_for(stop, self.wanted), new, new.dtype)
+            self._index = held = grown(held, at, room_for(stop, self._owner().wanted), new, new.dtype)
             self.indexer_dtype, self.indexer_device, self.is_own = new.dtype, new.device, True
         held.narrow(2, at, new.shape[2]).copy_(new)
         self._num_indexed = stop

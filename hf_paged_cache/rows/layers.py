@@ -23,7 +23,7 @@ SPARE = 64  # columns of room beyond those needed, where it is not known how man
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """`RowsLayer` holds the keys and values of one layer, [R, H, columns, D].
 
-    columns: [0, base) are read by `reads`, where rows share them | [base, n) lie in `held`, from its first column on
+    columns: [0, base) are shared by rows | [base, n) lie in `held`, from its first column on
 
     Args:
         owner: reference to the rows that the layer belongs to.
@@ -36,11 +36,9 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.layer_idx, self._owner = layer_idx, owner
         self.n = self.base = 0  # columns written, padding included
         self.filled = 0  # columns that were known before the first forward
-        self.wanted = 0  # columns that the rows will have; 0: not known
         self.held: tuple[Tensor, Tensor] | None = None
         self.room = 0  # columns of `held`
         self.is_own = False  # `held` belongs to this layer alone, until the forward has ended
-        self.reads: Any = None  # `SharedColumns` or `CausalSquare` that attention reads, in place of the columns
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append new keys and values, [R, H, T, D]; return what attention reads, which later forwards write over."""
@@ -57,9 +55,8 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         values.narrow(2, at, length).copy_(value_states)
         self.n = n + length
         read = keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
-        if self.reads is not None:
-            read = self.reads.read(self.layer_idx, *read)
-        return read
+        reads = self._owner().reads
+        return read if reads is None else reads.read(self.layer_idx, *read)
 
     def _checked(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a forward writes, without gradients.
@@ -89,7 +86,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
             dtypes = torch.promote_types(old[0].dtype, dtypes[0]), torch.promote_types(old[1].dtype, dtypes[1])
             if stop <= self.room and dtypes == (old[0].dtype, old[1].dtype) and old[0].device == key_states.device:
                 return old
-        room, (old_keys, old_values) = room_for(stop, self.wanted - self.base), old or (None, None)
+        room, (old_keys, old_values) = room_for(stop, self._owner().wanted - self.base), old or (None, None)
         keys = grown(old_keys, num_held, room, key_states, dtypes[0])
         values = grown(old_values, num_held, room, value_states, dtypes[1])
         self._hold(keys, values, self.base)
@@ -171,15 +168,15 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.n = max(0, self.n + min(0, tokens_to_remove))
 
     def reset(self) -> None:
-        self.held, self.reads = None, None
+        self.held = None
         self.n = self.base = self.room = self.filled = 0
 
 
 class PlaceholderLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]  # 5.17 has none
     """`PlaceholderLayer` stands for a layer that holds nothing."""
 
-    n = base = room = wanted = filled = 0
-    held = reads = keys = values = None
+    n = filled = 0
+    held = keys = values = None
     is_own = is_sliding = is_initialized = False
 
     def get_seq_length(self) -> int:

@@ -142,7 +142,7 @@ class Rows(RowsColumns):
         self.ids.note(ids, self.n)
         if self.n + num_new > self._room_end:
             self.make_room(self.n + num_new, 0)
-        if num_new > 1 or self._reads is not None:
+        if num_new > 1 or self.reads is not None:
             self._start_reads(self.n, self.n + num_new)
         return arguments
 
@@ -225,11 +225,9 @@ class Rows(RowsColumns):
         for prompt, row in zip(self.prompts, inputs, strict=True):
             if hold_images(row.token_ids):
                 prompt.image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
-        self.is_open = True
+        self.is_open, self.wanted = True, wanted
         if self.states is not None:
             self.states.begin(len(inputs))
-        for layer in self.layers:
-            layer.wanted = wanted
 
     def start_at(self, n: int, inputs: Sequence[Any]) -> None:
         """Note that the columns before `n` are there, and hold these tokens."""
@@ -497,9 +495,7 @@ class Rows(RowsColumns):
         shared.rows = ref(self)
         self.calls.note_sharing(self)
         self.take(held, n, shared.plan.first_own)
-        self.shared = self._reads = shared
-        for layer in self.layers:
-            layer.reads = shared
+        self.shared = self.reads = shared
 
 
 _COPIED = (

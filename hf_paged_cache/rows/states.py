@@ -37,9 +37,8 @@ def states_alone(num_states: int) -> LinearAttentionLayer:
     It is of transformers' very class, because callers tell it from other layers by its type.
     """
     layer = LinearAttentionLayer(num_states)
-    vars(layer).update(dict.fromkeys(("n", "base", "room", "wanted", "filled"), 0))
-    vars(layer).update(dict.fromkeys(("held", "reads", "keys", "values")))
-    vars(layer).update(dict.fromkeys(("is_own", "is_sliding", "is_initialized"), False))
+    vars(layer).update(n=0, filled=0, held=None, keys=None, values=None)
+    vars(layer).update(is_own=False, is_sliding=False, is_initialized=False)
     return layer
 
 

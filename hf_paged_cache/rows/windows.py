@@ -62,7 +62,7 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         """
         n, stop, old = self.n, self.n + key_states.shape[2], self.held
         lowest = n if old is None else self.base
-        room = self.room_for(max(self.wanted, stop + _LEAST_SPARE))
+        room = self.room_for(max(self._owner().wanted, stop + _LEAST_SPARE))
         num_kept = min(stop - lowest, room) if n == 0 or stop - lowest <= room else self.most_kept
         start = min(first, stop - num_kept)
         is_own, read, made = self.is_own, [], []
