@@ -51,7 +51,7 @@ class Prefill:
 
     Args:
         chunk_size: most new tokens of a forward; rounded up to where a snapshot may be kept.
-        by_length: whether keys and values depend on the length of the forward, so that each prompt runs in one forward.
+        by_length: whether keys and values depend on the length of a forward: then each prompt runs in one.
         looks: whether what is known is looked up first: not where other processes must run equally many forwards.
     """
 
