@@ -39,7 +39,7 @@ def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_siz
     """
     block = start - start % block_size
     first = min(start, min(stop, block + block_size) - _NAMED)
-    if first < block or not all(_is_named(id_) or 0 <= id_ < _MOST_IDS for id_ in tokens[first:stop]):
+    if first < block or not all(0 <= shown_id(token) < _MOST_IDS for token in tokens[first:stop]):
         return False
     for at, bits in enumerate(_bits(digest + tokens[first:start].tobytes(), stop - first), first):
         kind = _BEGINS if at == start else _GOES_ON
@@ -135,7 +135,7 @@ def hold_images(tokens: Sequence[int]) -> bool:
 
 def shown_id(token: int) -> int:
     """Return the model's id of a token."""
-    return ~token & (_MOST_IDS - 1) if _is_named(token) else token
+    return ~token & (_MOST_IDS - 1) if token < _NO_TOKEN else token
 
 
 def shown_ids(tokens: TokenIds) -> TokenIds:
@@ -143,12 +143,8 @@ def shown_ids(tokens: TokenIds) -> TokenIds:
     return array("q", (shown_id(token) for token in tokens if token != _FILLER))
 
 
-def _is_named(token: int) -> bool:
-    return token < _NO_TOKEN
-
-
 def _kind(token: int) -> int:
-    return ~token >> 19 & 3 if _is_named(token) else 0
+    return ~token >> 19 & 3 if token < _NO_TOKEN else 0
 
 
 def _bits(digest: bytes, num_tokens: int) -> list[int]:

@@ -29,21 +29,13 @@ _PLAIN = ("input_ids", "attention_mask", "inputs_embeds", "kwargs", *TOKEN_TYPES
 
 
 class Seen(NamedTuple):
-    """`Seen` holds what a forward's arguments say beside ids, mask and positions.
+    """`Seen` holds what a forward's arguments say beside ids, mask and positions."""
 
-    Attributes:
-        plain: the arguments without images, types of text, and positions of three numbers.
-        images: images that begin with this forward.
-        shifts: for each row, how far its images have moved the positions of the text after them; None: not known.
-        details: for each row and each of its images, where the image stands, and the types of its tokens.
-        why_whole: why nothing may be reused or kept; None: it may be.
-    """
-
-    plain: Mapping[str, Any]
-    images: PromptImages | None = None
-    shifts: Sequence[int | None] = ()
-    details: Sequence[Sequence[bytes]] = ()
-    why_whole: str | None = None
+    plain: Mapping[str, Any]  # the arguments without images, types of text, and positions of three numbers
+    images: PromptImages | None = None  # those that begin with this forward
+    shifts: Sequence[int | None] = ()  # of each row: how far its images have moved later positions; None: not known
+    details: Sequence[Sequence[bytes]] = ()  # of each row, of each image: where it stands, and the types of its tokens
+    why_whole: str | None = None  # why nothing may be reused or kept
 
     def named(self, request: ForwardRequest, block_size: int) -> tuple[Sequence[RowInput], str | None]:
         """Return the request's rows with the names of their images; or as they are, and why they are computed whole."""
@@ -159,17 +151,11 @@ class ImageInputs:
 
 
 class _Placed(NamedTuple):
-    """`_Placed` says where tokens stand.
+    """`_Placed` says where tokens stand."""
 
-    Attributes:
-        positions: positions of one number; None: those passed are such already.
-        shifts: for each row, how far its images have moved the positions of the text after them; None: not known.
-        beside: how far each number of a position is from where text would stand there, [R, T] each.
-    """
-
-    positions: Tensor | None
-    shifts: Sequence[int | None]
-    beside: Sequence[Tensor] = ()
+    positions: Tensor | None  # positions of one number; None: those passed are such already
+    shifts: Sequence[int | None]  # of each row: how far its images have moved later positions; None: not known
+    beside: Sequence[Tensor] = ()  # how far each number of a position is from where text would stand, [R, T] each
 
 
 def _placed(

@@ -51,7 +51,7 @@ class Prefill:
 
     Args:
         chunk_size: most new tokens of a forward; rounded up to where a snapshot may be kept.
-        by_length: whether keys and values depend on the length of the forward, so that each prompt runs in one forward.
+        by_length: whether keys and values depend on the length of a forward: then each prompt runs in one.
         looks: whether what is known is looked up first: not where other processes must run equally many forwards.
     """
 
@@ -110,9 +110,10 @@ class Prefill:
         snapshot, and at the last place from which the same prompt can resume.
         """
         states, end = self._blocks.states, num_tokens // self._blocks.block_size * self._blocks.block_size
-        places = (num_tokens - num_needed, end) if states else ()
-        marks = {end, *(at // states.align * states.align for at in places)}
-        return sorted({*range(known + self._chunk_size, end, self._chunk_size), *(at for at in marks if at > known)})
+        stops = {end, *range(known + self._chunk_size, end, self._chunk_size)}
+        if states:
+            stops |= {at // states.align * states.align for at in (num_tokens - num_needed, end)}
+        return sorted(at for at in stops if at > known)
 
     def _look_up(self, prompt: Prompt) -> tuple[int, bool]:
         """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
@@ -124,11 +125,8 @@ class Prefill:
         tokens = prompt.token_ids[:end]
         with blocks.new_table(prompt.root, prompt.salt) as table:
             hit = table.match_prefix(tokens)
-            known, wanted = hit.num_tokens, end
-            if blocks.states:
-                known = resumable(blocks.groups, hit.block_ids, hit.num_tokens)
-                wanted = end // blocks.states.align * blocks.states.align
-            is_all = hit.num_tokens == end and known == wanted
+            known = resumable(blocks.groups, hit.block_ids, hit.num_tokens)
+            is_all = hit.num_tokens == end and known == end // blocks.states.align * blocks.states.align
             if is_all:
                 table.hold_prefix(tokens)  # once given back, these blocks are evicted last
             return known, is_all

@@ -102,7 +102,7 @@ class PromptImages:
     def fit(self, ids: Tensor) -> bool:
         """Return whether the rows of a first forward begin with those of the prompt."""
         copies, rest = divmod(len(ids), len(self._ids))
-        prompts = self._ids.to(ids.device).repeat_interleave(copies, dim=0)
+        prompts = self._ids.to(ids).repeat_interleave(copies, dim=0)
         return not rest and torch.equal(ids[:, : prompts.shape[1]], prompts)
 
     def encode(self, numbers: Sequence[int], num_rows: int, start: int = 0) -> dict[str, Any]:
