@@ -10,9 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,8 +81,6 @@ def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
     command = next(iter(entry_points(group="console_scripts", name=name)), None)
     if is_module:
         folder = Path.cwd()
-        if find_spec(top) is None and PathFinder.find_spec(top, [str(folder)]) is None:
-            raise CacheArgumentError(f"there is no module {name}")
     elif command is not None:
         first, folder = shutil.which(name) or name, Path(sys.executable).parent
     elif path.suffix == ".py" or path.is_dir():

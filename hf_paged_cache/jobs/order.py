@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 _NUM_UNSHARED = 8  # number of prompts that may be in memory together even if they share nothing
-_STEP = 32  # tokens; prompts that share fewer tokens more than others do are not kept together for them
+_STEP = 16  # tokens, as a block has them by default: fewer are not shared
 _BATCH_COST = 64  # cost of a forward, in tokens
 
 

@@ -124,7 +124,6 @@ def test_the_summary_and_the_file_of_stats_say_what_was_done(start: Start, tmp_p
         (["-m"], "Missing argument 'PROGRAM"),
         (["--max_bytes", "4GB", "sh"], "No such option: --max_bytes (Possible options: --max-bytes"),
         (["no/such.py"], "run: there is no file no/such.py"),
-        (["-m", "no_such.module"], "run: there is no module no_such.module"),
         (["no-such-command"], "run: there is no command no-such-command"),
         (["sh"], "/sh cannot run in this process; give a Python script"),
         (["--max-bytes", "much", "."], "run: --max-bytes is 'much'"),
