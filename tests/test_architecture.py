@@ -51,7 +51,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "every_generate",
     "trainer",
     "ask.model_check",
-    "ask.stored",
     "jobs.calls",
     "jobs.job",
     "jobs.options",
