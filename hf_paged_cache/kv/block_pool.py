@@ -43,9 +43,6 @@ class Slab(NamedTuple):
 class GroupTensors:
     """`GroupTensors` holds the tensors of the layers of one group.
 
-    Args:
-        streams: order of streams, which is asked to wait for what is released.
-
     Attributes:
         layers: layer index -> name -> `[capacity, heads, block_size, head_dim]`, a part of a slab.
         capacity: number of blocks that every slab holds; where growing was cut short, some slabs hold more.
@@ -155,7 +152,7 @@ class BlockPool:
         groups: name of a group, or None -> tensors of the group's layers.
         all: tensors of the layers without a window.
         accelerators: accelerators that hold tensors, or have held some.
-        num_layouts: how often layers got their first tensors, or lost all of them.
+        num_layouts: how often layers got tensors, or lost all of them.
 
     Examples:
         >>> pool = BlockPool(block_size=4)
@@ -201,11 +198,11 @@ class BlockPool:
 
     @property
     def pool_bytes(self) -> int:
-        """Bytes that the pool takes; on a host, those of the blocks used so far, as untouched pages cost nothing."""
+        """Bytes that the pool takes; see `bytes_on`."""
         return sum(self.bytes_on().values())
 
     def bytes_on(self) -> dict[torch.device, int]:
-        """Return the bytes that the pool takes of each device, counted as in `pool_bytes`."""
+        """Return the bytes taken of each device; see `GroupTensors.bytes_on`."""
         total: Counter[torch.device] = Counter()
         for group in self.groups.values():
             total.update(group.bytes_on())

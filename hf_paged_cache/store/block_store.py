@@ -8,7 +8,6 @@ This module knows no rows and no forwards. Whoever changes block tables holds `l
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -54,28 +53,26 @@ class BlockStore:
     Attributes:
         max_num_blocks: most blocks that there can be. None until a forward shows what the budget holds. Where memory
             ran out, the number of blocks managed by then.
-        ran_out_of_memory: True if there was no memory for more blocks, or beside the blocks; `grow_anew` ends this.
     """
 
     def __init__(
         self,
         block_size: int,
-        num_blocks: int | None = None,
-        first_device: Callable[[], torch.device] = lambda: torch.device("cpu"),
-        sight_of: Mapping[int, Sight] = MappingProxyType({}),
-        layers: Collection[int] = (),
-        window_share: float = 1.0,
-        states: StateRules | None = None,
-        bytes_per_block: int = 0,
+        num_blocks: int | None,
+        first_device: Callable[[], torch.device],
+        sight_of: Mapping[int, Sight],
+        layers: Collection[int],
+        window_share: float,
+        states: StateRules | None,
+        bytes_per_block: int,
         *,
-        has_budget: bool = False,
-        tiers: Sequence[Tier] = (),
-        eviction: str = "reuse",
+        has_budget: bool,
+        tiers: Sequence[Tier],
+        eviction: str,
     ) -> None:
         self.lock = new_lock(self)
         self.block_size = block_size
         self.max_num_blocks = num_blocks
-        self.ran_out_of_memory = False
         self._promised_num_blocks = num_blocks  # most blocks, as given or settled
         self._has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
@@ -170,7 +167,6 @@ class BlockStore:
 
     def stop_growing(self) -> None:
         """Allow no more blocks than are managed now, until `grow_anew`: there is no memory for more, or beside them."""
-        self.ran_out_of_memory = True
         self.windows.stop_growing()
         self.max_num_blocks = self.windows.groups[0].num_blocks if self.windows.are_all else self.allocator.num_blocks
 
@@ -178,7 +174,6 @@ class BlockStore:
         """Allow as many blocks again as were given or settled: there may be memory again."""
         self.max_num_blocks = self._promised_num_blocks
         self.windows.limit(self.max_num_blocks)
-        self.ran_out_of_memory = False
 
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Return the bytes that a block takes of each device.
@@ -222,7 +217,7 @@ class BlockStore:
             fitting = min(budget[device] // num_bytes for device, num_bytes in bytes_per_block.items())
             managed = self.windows.groups if self.windows.are_all else [self.allocator]
             promised = max(_LEAST_NUM_BLOCKS, int(fitting), *(each.num_blocks for each in managed))
-            if not self.ran_out_of_memory:
+            if self.max_num_blocks is None:  # else memory ran out before
                 self.max_num_blocks = promised
                 self.windows.limit(promised)
             self.states.limit(promised)

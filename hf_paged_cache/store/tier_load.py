@@ -174,7 +174,7 @@ class TierLoad:
         most: int,
         is_below: Callable[[Kind, Name], bool],
     ) -> _Prefix:
-        """Return the longest prefix after which all layers can resume, with what can be loaded and for which is room.
+        """Return the longest prefix after which all layers can resume with what can be loaded, as far as there is room.
 
         Args:
             hashes: returns the hashes of the row's blocks, from a logical index on.

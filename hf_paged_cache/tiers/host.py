@@ -21,9 +21,6 @@ class HostTier(Tier):
 
     The least recently used content goes to the tier below, or is dropped. The place of a content is its rows, one of
     each part.
-
-    Args:
-        below: next tier.
     """
 
     name = "host"
