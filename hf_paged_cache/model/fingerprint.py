@@ -90,8 +90,7 @@ class Listing:
     def is_as_found(self) -> bool:
         """Return whether the model has these modules, and these weights in the same memory.
 
-        Cost: a few passes over flat lists. They are made for each call, and find little of the lists in the processor's
-        caches.
+        It is asked in each call, so it passes over flat lists.
         """
         return (
             all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
@@ -111,10 +110,7 @@ class Listing:
         return sorted(found)
 
     def state(self, frequencies: Iterable[Tensor]) -> list[bytes]:
-        """Return what changes with the weights and with other tensors, [N] each.  Cost: one wait for each accelerator.
-
-        No other listing has had the same for other weights.
-        """
+        """Return what changes with the weights and with `frequencies`, [N] each.  Cost: one wait for each accelerator."""
         samples = {kind: [*same] for kind, same in self._samples.items()}
         for each in frequencies:
             samples.setdefault((each.device, each.dtype), []).append(each)
@@ -159,7 +155,11 @@ class WeightFingerprint:
         return Listing(modules, weights, names, files, unwatched)
 
     def _listed(self, owner: dict[str, Any], key: str, tensor: Tensor, before: Weight | None) -> Weight:
-        """Describe a weight as it is now; `before` is the weight that was last listed there."""
+        """Describe a weight as it is now.
+
+        Args:
+            before: the weight that was last listed there.
+        """
         layout = _layout(tensor)
         if before is not None and before.tensor is tensor and before.layout == layout:
             return before
@@ -189,10 +189,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield (mapping, key, tensor) for each parameter and persistent buffer.
-
-    Other buffers are derived, or scratch memory of forwards.
-    """
+    """Yield (mapping, key, tensor) for each parameter and persistent buffer; other buffers are derived, or scratch."""
     for owner in (module._parameters, module._buffers):
         for name, tensor in owner.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -234,11 +231,7 @@ def _layout(tensor: Tensor) -> _Layout | None:
 
 
 def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[Any]]:
-    """Find the weights that accelerate's hooks load for each forward.
-
-    Returns:
-        ids of the modules whose weights are loaded; the mappings from which they are.
-    """
+    """Return ids of the modules whose weights accelerate's hooks load for each forward, and the mappings they are in."""
     loaded, stores = set[int](), dict[int, Any]()
     for module in modules:
         hook = getattr(module, "_hf_hook", None)
