@@ -65,6 +65,7 @@ class Conditioning:
         self.attention = self._attention_tried = attention_of(model)
         self.foreign_code: str | None = None
         self.own_forward: str | None = None
+        self._peft_hooks: list[tuple[str, dict[str, Any]]] = []
         self._num_suspicions = 0
         self._lock = new_lock()  # under it, values are fetched only of weights that have moved
         self._numbers, self._numbers_known = Numbers(), list[int]()
@@ -216,7 +217,6 @@ class Conditioning:
         self.rope = RopeRegime(modules)
         if self._tried is not None:
             self.state_traits = read_state_traits(modules).joined(self._tried)
-        self._peft_hooks = list[tuple[str, dict[str, Any]]]()
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         self._droppers = [module for module in modules if _drops(module)]
         self._layer_of_others = foreign_layer(modules)
