@@ -72,9 +72,14 @@ class Listing:
         self._attributes = [module.__dict__ for module in modules]
         self._kinds = [*map(type, modules)]
         self._children = [dict(each["_modules"]) for each in self._attributes]
-        self._owners, self._keys, self._tensors = ([each[at] for each in weights] for at in range(3))
+        self._owners = [weight.owner for weight in weights]
+        self._keys = [weight.key for weight in weights]
+        self._tensors = [weight.tensor for weight in weights]
         laid = [(weight.tensor, *weight.layout) for weight in weights if weight.layout is not None]
-        self._laid, self._addresses, self._sizes, self._strides = ([each[at] for each in laid] for at in range(4))
+        self._laid = [tensor for tensor, _, _, _ in laid]
+        self._addresses = [address for _, address, _, _ in laid]
+        self._sizes = [size for _, _, size, _ in laid]
+        self._strides = [strides for _, _, _, strides in laid]
         self._counted = [part for weight in weights for part in weight.counted]
         self._on_host: list[np.ndarray] = []  # samples in host memory, as integers
         self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)  # the others
@@ -140,17 +145,18 @@ class WeightFingerprint:
         return self._listing
 
     def _list(self) -> Listing:
-        modules, unwatched = list(self.model.modules()), None
+        modules = list(self.model.modules())
         loaded, stores = _offloaded(modules)
         before = {(id(weight.owner), weight.key): weight for weight in self._listing.weights}
-        names, found = [], [(held, key, held[key]) for held in map(_in_memory, stores) for key in held]
-        for module in modules:
-            names.append(type(module).__qualname__)
-            found += (of_module := [*_weights_of(module)])
-            if id(module) not in loaded:
-                unwatched = next((key for _, key, tensor in of_module if tensor.is_meta), unwatched)
-        weights = [self._listed(*each, before.get((id(each[0]), each[1]))) for each in found]
-        names += [f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}" for _, key, tensor in found]
+        offloaded = [(held, key, held[key]) for held in map(_in_memory, stores) for key in held]
+        names, weights = list[str](), list[Weight]()
+        for name, found in [("", offloaded), *((type(each).__qualname__, [*_weights_of(each)]) for each in modules)]:
+            names.append(name)
+            for owner, key, tensor in found:
+                names.append(f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
+                weights.append(self._listed(owner, key, tensor, before.get((id(owner), key))))
+        not_loaded = [weight for module in modules if id(module) not in loaded for weight in _weights_of(module)]
+        unwatched = next((key for _, key, tensor in not_loaded if tensor.is_meta), None)
         files = sorted({path for each in stores for path in _files_of(each)})
         return Listing(modules, weights, names, files, unwatched)
 

@@ -167,6 +167,7 @@ def _code_of(function: Function) -> Iterator[str]:
 
     Code of packages whose versions are in the identity is left out.
     """
+    code: Any
     _, where, code = function
     if where:
         raise NotPortableError(
