@@ -216,7 +216,7 @@ class Conditioning:
         modules = listing.modules
         self.rope = RopeRegime(modules)
         if self._tried is not None:
-            self.state_traits = read_state_traits(modules).joined(self._tried)
+            self.state_traits = read_state_traits(modules, self._tried)
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         self._droppers = [module for module in modules if _drops(module)]
         self._layer_of_others = foreign_layer(modules)

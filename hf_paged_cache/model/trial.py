@@ -132,7 +132,7 @@ def _why_not_continued(model: PreTrainedModel, inputs: _Inputs, whole: Tensor, s
 
 def _pads_that_show(model: PreTrainedModel, row: _Inputs, seen: Iterable[torch.dtype]) -> int:
     """Return `EVERY_PAD` if a row's logits depend on more padding than its modules say; else 0."""
-    least = read_state_traits(model.modules()).num_pads_that_show
+    least = read_state_traits(model.modules(), StateTraits()).num_pads_that_show
     less, more = (
         logits_at_once(model, {name: pad(value, (num_pads, 0)) for name, value in row.items()}, NUM_COLUMNS)
         for num_pads in (least, least + NUM_PADS)
