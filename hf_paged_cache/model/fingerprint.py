@@ -265,7 +265,7 @@ def _files_of(store: Any) -> Iterator[str]:
 
 
 def _file_state(path: str) -> tuple[str, int, int]:
-    """Return path, size and time of the last write of a file; zeros for a file that is not there."""
+    """Return path, size and time of the last write of a file, zeros if it is not there."""
     try:
         state = os.stat(path)
     except OSError:

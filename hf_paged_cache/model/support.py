@@ -23,7 +23,6 @@ _STATE_LAYERS = tuple(
 )
 _WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
-_STATES = ("conv_states", "recurrent_states")
 _OWN_ATTENTION = frozenset(
     ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 )
@@ -164,12 +163,10 @@ def is_tested_version() -> bool:
 
 def other_version() -> str:
     """Return what an error adds where the tested transformers may do what the installed one does not; else ""."""
+    if is_tested_version():
+        return ""
     installed = transformers.__version__
-    return (
-        ""
-        if is_tested_version()
-        else f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
-    )
+    return f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
 
 
 def leaves_doubt(model: PreTrainedModel) -> bool:
@@ -276,7 +273,8 @@ def has_state(layer: Any) -> bool:
 
 def states_of(layer: Any, *kinds: str) -> list[Tensor]:
     """Return the states that a layer of `DynamicCache` holds: "conv_states", "recurrent_states", or both."""
-    held = [state for kind in kinds or _STATES for state in getattr(layer, kind, {}).values()]
+    kinds = kinds or ("conv_states", "recurrent_states")
+    held = [state for kind in kinds for state in getattr(layer, kind, {}).values()]
     return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
