@@ -125,9 +125,9 @@ def _why_not_continued(model: PreTrainedModel, inputs: _Inputs, whole: Tensor, s
         return reason
     # what a model has put on the cache itself, such as positions, belongs to the rows, and no block holds it
     names = sorted(vars(cache).keys() - vars(dynamic_cache(model)).keys())
-    return (
-        f"it keeps {', '.join(names)} on the cache, beside the layers, so it is not kept of a prefix" if names else ""
-    )
+    if not names:
+        return ""
+    return f"it keeps {', '.join(names)} on the cache, beside the layers, so it is not kept of a prefix"
 
 
 def _pads_that_show(model: PreTrainedModel, row: _Inputs, seen: Iterable[torch.dtype]) -> int:
