@@ -200,12 +200,13 @@ class Conditioning:
         config = self.model.config
         of_text = config.get_text_config(decoder=True)
         configs = (config,) if of_text is config else (config, of_text)
-        self._settings = settings = [
+        settings: Settings = [
             (name, tuple(value) if isinstance(value, list) else value)  # a list may change
             for each in configs
             for name, value in each.__dict__.items()
             if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION)
         ]
+        self._settings = settings
         self._is_causal = getattr(of_text, "is_causal", None) is not False
         self.attention = getattr(of_text, "_attn_implementation", None)
         self.outputs = sorted({name for each in configs for name in OUTPUT_FLAGS if getattr(each, name, None)})

@@ -213,9 +213,10 @@ def numbers_columns(model: PreTrainedModel) -> bool:
     """
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
         return False
+    kinds: set[Any] = {type(module) for module in model.modules()}
     return any(
         {"arange", "get_seq_length"} <= _names_of(kind.forward) and "position_ids" in arguments_of(kind)
-        for kind in {type(module) for module in model.modules()}
+        for kind in kinds
     )
 
 

@@ -172,7 +172,7 @@ def _why_states_are_lost(model: PreTrainedModel, inputs: _Inputs) -> str:
     """
     if not any(map(has_state, cache_layers(model))):
         return ""
-    begun = dynamic_cache(model)
+    begun: Any = dynamic_cache(model)
     run_columns(model, inputs, begun, 0, NUM_CACHED)
     if not all(any(layer.has_previous_state.values()) for layer in begun.layers if has_state(layer)):
         return "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
