@@ -7,8 +7,7 @@ reset a cache.
 import logging
 import sys
 import threading
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +19,8 @@ from ..errors import NotPortableError
 from ..locks import new_lock
 from .distributed import rank_groups, world
 from .fingerprint import Listing, WeightFingerprint
-from .foreign_code import Function, Numbers, foreign_function, foreign_layer, functions_of, own_forward, peft_hooks
-from .identity import ModelIdentity, adapter_state, digest_of_weights, identify
+from .foreign_code import Numbers, foreign_function, foreign_layer, functions_of, own_forward, peft_hooks
+from .identity import Look, ModelIdentity, Settings, adapter_state, digest_of_weights, identify
 from .rope import RopeRegime
 from .state_traits import StateTraits, read_state_traits
 from .support import attention_of, cache_layers, is_foreign, sights_of
@@ -36,18 +35,6 @@ _MOST_REMEMBERED = 256  # most digests whose meaning to other processes is remem
 _PLAIN = (bool, int, float, str, list, tuple)
 _OF_WEIGHTS = 16  # first bytes of a digest, which depend on weights alone
 
-_Settings = list[tuple[str, object]]  # (name, value) of each setting
-
-
-class _Look(NamedTuple):
-    """`_Look` describes the model as it is now; `digest` is the digest of all the rest."""
-
-    digest: bytes
-    listing: Listing
-    functions: list[Function]
-    settings: _Settings
-    switches: tuple[object, ...]
-
 
 class Conditioning:
     """`Conditioning` computes the digest of one model, anew for every call, in any thread.
@@ -55,24 +42,19 @@ class Conditioning:
     It holds the model, and never changes it. All attributes but `roots` are as of the last digest.
 
     Args:
-        model: the model.
         tried: what a trial has shown of the model's states; None for a model without any.
         trusts_hooks: somebody has said that foreign code treats each token alike, whatever its call.
 
     Attributes:
         roots: roots of the rows that were computed under these digests, with which the hashes of blocks begin.
-        rope: rotary frequencies of the modules.
-        attention: name of the attention of transformers that the model is set to.
         outputs: outputs that the config asks for in all calls.
-        state_traits: traits that the trial has shown, joined with those that the modules show.
         is_shared: True if blocks leave this process by themselves, so that digests mean the same in other processes
-            where they can. Weights that have changed since they were first read are not read again: what they compute
-            stays in this process.
-        rank_groups: groups of processes over which the weights are split; see `distributed.rank_groups`.
-        foreign_code: code that runs in forwards, and is neither the model's nor that of a library that treats all
-            tokens alike, in words; None: there is none. Such code may heed columns, calls or a state of its own.
-        own_forward: forward of a module's class that is neither transformers' nor that of such a library, in words;
-            None: there is none. It is the model's, and may change the model from forward to forward.
+            where they can. Weights are read once: what they compute after a change stays in this process.
+        rank_groups: groups of processes over which the weights are split.
+        foreign_code: code in forwards that is neither the model's nor that of a library that treats all tokens alike,
+            in words. It may heed columns, calls or a state of its own.
+        own_forward: forward of a class that neither transformers nor such a library has written, in words. It is the
+            model's, and may change the model from forward to forward.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None, *, trusts_hooks: bool = False) -> None:
@@ -83,11 +65,12 @@ class Conditioning:
         self.attention = self._attention_tried = attention_of(model)
         self.foreign_code: str | None = None
         self.own_forward: str | None = None
+        self._peft_hooks: list[tuple[str, dict[str, Any]]] = []
         self._num_suspicions = 0
         self._lock = new_lock()  # under it, values are fetched only of weights that have moved
         self._numbers, self._numbers_known = Numbers(), list[int]()
         self._runs_foreign_code = False  # hooks, replaced forwards, layers of others, or weights in files
-        self._windows: tuple[_Settings | None, dict[int, Sight]] = (None, {})  # settings, and the windows they gave
+        self._windows: tuple[Settings | None, dict[int, Sight]] = (None, {})  # settings, and the windows they gave
         self._identifying = new_lock()
         self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means elsewhere, if anything
         self._weights_read: tuple[bytes, str] | None = None  # part of the digest of weights, digest of their values
@@ -99,9 +82,8 @@ class Conditioning:
     def digest(self) -> bytes:
         """Return a digest of all that every row of a forward depends on now.
 
-        Cost: passes over flat lists of modules and tensors, 0.4 to 1.2 ms for 290 weights on a CPU, as far as its
-        caches have the lists; one wait for each accelerator. Where blocks are shared, the first digest reads all
-        weights.
+        Cost: 0.4 to 1.2 ms for 290 weights on a CPU, as far as its caches have the lists of them; one wait for each
+        accelerator. Where blocks are shared, the first digest reads all weights.
         """
         look = self._look()
         if not self.is_shared:
@@ -116,9 +98,7 @@ class Conditioning:
         return [identity for identity in [*self._identities.values()] if identity is not None]
 
     def identity(self) -> ModelIdentity:
-        """Return what the model is, for other processes; see `identify`.
-
-        It is computed anew where `digest` has changed since the last time.
+        """Return what the model is now, for other processes.
 
         Raises:
             NotPortableError: what the model is cannot be described.
@@ -126,10 +106,7 @@ class Conditioning:
         return self._identify(self._look())
 
     def roots_of_other_weights(self, digest: bytes) -> set[bytes]:
-        """Return the roots of rows that were computed under other weights than those of this digest.
-
-        Other adapters do not count as other weights. Where digests mean the same in other processes, none is told.
-        """
+        """Return the roots of rows that were computed under other weights; none where digests are shared."""
         weights, known = digest[:_OF_WEIGHTS], [] if self.is_shared else self.roots.all()
         return {facts.root() for facts in known if facts.digest[:_OF_WEIGHTS] != weights}
 
@@ -137,9 +114,8 @@ class Conditioning:
         """Return whether the model may change in the middle of a forward.
 
         It may where another thread runs now, where functions that are not the model's are on its modules, or where
-        weights are in files. Asked before and after a forward, this costs less than another `digest`, which finds the
-        weights' listing gone from the processor's caches. A process that writes into shared memory of this process is
-        not looked for.
+        weights are in files. This costs less than another `digest`. A process that writes into shared memory of this
+        process is not looked for.
         """
         if self._runs_foreign_code:
             return True
@@ -195,7 +171,7 @@ class Conditioning:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
         self._num_suspicions += 1
 
-    def _look(self) -> _Look:
+    def _look(self) -> Look:
         """Look at the model as it is now; numbers of objects mean something in this process alone."""
         with self._lock:
             listing, processes = self._weights.listing(), world()
@@ -217,14 +193,20 @@ class Conditioning:
         state = repr((modules, numbers, switches, settings, self._num_suspicions)).encode()
         weights = root_hash(*listing.state(rope.static()), str(self._weights.num_steps).encode())
         digest = weights[:_OF_WEIGHTS] + root_hash(rope.scales(), state)[_OF_WEIGHTS:]
-        return _Look(digest, listing, functions, settings, switches)
+        return Look(digest, listing, functions, settings, switches)
 
-    def _read_config(self) -> _Settings:
-        """Read the model's config and that of its text, where this is another one; return their settings."""
+    def _read_config(self) -> Settings:
+        """Read the model's config and that of its text; return what forwards may read: numbers, flags, words, lists."""
         config = self.model.config
         of_text = config.get_text_config(decoder=True)
         configs = (config,) if of_text is config else (config, of_text)
-        self._settings = settings = _settings(configs)
+        settings: Settings = [
+            (name, tuple(value) if isinstance(value, list) else value)  # a list may change
+            for each in configs
+            for name, value in each.__dict__.items()
+            if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION)
+        ]
+        self._settings = settings
         self._is_causal = getattr(of_text, "is_causal", None) is not False
         self.attention = getattr(of_text, "_attn_implementation", None)
         self.outputs = sorted({name for each in configs for name in OUTPUT_FLAGS if getattr(each, name, None)})
@@ -235,8 +217,7 @@ class Conditioning:
         modules = listing.modules
         self.rope = RopeRegime(modules)
         if self._tried is not None:
-            self.state_traits = read_state_traits(modules).joined(self._tried)
-        self._peft_hooks = list[tuple[str, dict[str, Any]]]()
+            self.state_traits = read_state_traits(modules, self._tried)
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
         self._droppers = [module for module in modules if _drops(module)]
         self._layer_of_others = foreign_layer(modules)
@@ -244,7 +225,7 @@ class Conditioning:
         self.rank_groups = rank_groups(self.model)
         self._listing, self._processes = listing, processes  # set last: after an interrupt all of this is done again
 
-    def _share(self, look: _Look) -> None:
+    def _share(self, look: Look) -> None:
         """Find what a digest means to other processes, or say once why it means nothing there."""
         try:
             if self._num_suspicions:
@@ -260,31 +241,27 @@ class Conditioning:
                 self._told.add(str(error))
                 logger.warning("PagedPrefixCache: what is computed now is not shared with other processes: %s", error)
 
-    def _identify(self, look: _Look) -> ModelIdentity:
+    def _identify(self, look: Look) -> ModelIdentity:
         with self._identifying:
             found = self._identities.get(look.digest)
             if found is None:
                 weights = look.digest[:_OF_WEIGHTS]
                 if self._weights_read is None or self._weights_read[0] != weights:
                     self._weights_read = weights, digest_of_weights(weight.tensor for weight in look.listing.weights)
-                read = self._weights_read[1]
-                found = identify(look.listing, self.rope, look.functions, look.settings, look.switches, read)
+                found = identify(look, self.rope, self._weights_read[1])
                 if self._look().digest != look.digest:
                     raise NotPortableError("the model has changed while its weights were read")
                 self._remember(look, found)
             return found
 
-    def _remember(self, look: _Look, identity: ModelIdentity | None) -> None:
+    def _remember(self, look: Look, identity: ModelIdentity | None) -> None:
         if len(self._identities) >= _MOST_REMEMBERED:
             self._identities.pop(next(iter(self._identities)), None)
         self._identities[look.digest] = identity
 
 
 def _draws_progress(thread: threading.Thread) -> bool:
-    """Return whether a thread was left behind by a progress bar of tqdm, such as that of loading a model.
-
-    Such a thread redraws bars, and does nothing else.
-    """
+    """Return whether a thread only redraws progress bars, as one that tqdm leaves behind after loading a model."""
     return isinstance(thread, getattr(sys.modules.get("tqdm"), "TMonitor", ()))
 
 
@@ -296,13 +273,3 @@ def _drops(module: nn.Module) -> bool:
         isinstance(value, float) and value > 0 and any(part in name for part in _NOISE)
         for name, value in module.__dict__.items()
     )
-
-
-def _settings(configs: Iterable[Any]) -> _Settings:
-    """List numbers, flags, strings, lists and tuples of configs that forwards may read."""
-    settings: _Settings = []
-    for config in configs:
-        for name, value in config.__dict__.items():
-            if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION):
-                settings.append((name, tuple(value) if isinstance(value, list) else value))  # a list may change
-    return settings

@@ -72,9 +72,14 @@ class Listing:
         self._attributes = [module.__dict__ for module in modules]
         self._kinds = [*map(type, modules)]
         self._children = [dict(each["_modules"]) for each in self._attributes]
-        self._owners, self._keys, self._tensors = ([each[at] for each in weights] for at in range(3))
+        self._owners = [weight.owner for weight in weights]
+        self._keys = [weight.key for weight in weights]
+        self._tensors = [weight.tensor for weight in weights]
         laid = [(weight.tensor, *weight.layout) for weight in weights if weight.layout is not None]
-        self._laid, self._addresses, self._sizes, self._strides = ([each[at] for each in laid] for at in range(4))
+        self._laid = [tensor for tensor, _, _, _ in laid]
+        self._addresses = [address for _, address, _, _ in laid]
+        self._sizes = [size for _, _, size, _ in laid]
+        self._strides = [strides for _, _, _, strides in laid]
         self._counted = [part for weight in weights for part in weight.counted]
         self._on_host: list[np.ndarray] = []  # samples in host memory, as integers
         self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)  # the others
@@ -90,8 +95,7 @@ class Listing:
     def is_as_found(self) -> bool:
         """Return whether the model has these modules, and these weights in the same memory.
 
-        Cost: a few passes over flat lists. They are made for each call, and find little of the lists in the processor's
-        caches.
+        It is asked in each call, so it passes over flat lists.
         """
         return (
             all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
@@ -111,10 +115,7 @@ class Listing:
         return sorted(found)
 
     def state(self, frequencies: Iterable[Tensor]) -> list[bytes]:
-        """Return what changes with the weights and with other tensors, [N] each.  Cost: one wait for each accelerator.
-
-        No other listing has had the same for other weights.
-        """
+        """Return what changes with the weights and with `frequencies`, [N] each.  Cost: one wait for each accelerator."""
         samples = {kind: [*same] for kind, same in self._samples.items()}
         for each in frequencies:
             samples.setdefault((each.device, each.dtype), []).append(each)
@@ -144,22 +145,27 @@ class WeightFingerprint:
         return self._listing
 
     def _list(self) -> Listing:
-        modules, unwatched = list(self.model.modules()), None
+        modules = list(self.model.modules())
         loaded, stores = _offloaded(modules)
         before = {(id(weight.owner), weight.key): weight for weight in self._listing.weights}
-        names, found = [], [(held, key, held[key]) for held in map(_in_memory, stores) for key in held]
-        for module in modules:
-            names.append(type(module).__qualname__)
-            found += (of_module := [*_weights_of(module)])
-            if id(module) not in loaded:
-                unwatched = next((key for _, key, tensor in of_module if tensor.is_meta), unwatched)
-        weights = [self._listed(*each, before.get((id(each[0]), each[1]))) for each in found]
-        names += [f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}" for _, key, tensor in found]
+        offloaded = [(held, key, held[key]) for held in map(_in_memory, stores) for key in held]
+        names, weights = list[str](), list[Weight]()
+        for name, found in [("", offloaded), *((type(each).__qualname__, [*_weights_of(each)]) for each in modules)]:
+            names.append(name)
+            for owner, key, tensor in found:
+                names.append(f"{key}{tuple(tensor.shape)}{tensor.dtype}{tensor.device}")
+                weights.append(self._listed(owner, key, tensor, before.get((id(owner), key))))
+        not_loaded = [weight for module in modules if id(module) not in loaded for weight in _weights_of(module)]
+        unwatched = next((key for _, key, tensor in not_loaded if tensor.is_meta), None)
         files = sorted({path for each in stores for path in _files_of(each)})
         return Listing(modules, weights, names, files, unwatched)
 
     def _listed(self, owner: dict[str, Any], key: str, tensor: Tensor, before: Weight | None) -> Weight:
-        """Describe a weight as it is now; `before` is the weight that was last listed there."""
+        """Describe a weight as it is now.
+
+        Args:
+            before: the weight that was last listed there.
+        """
         layout = _layout(tensor)
         if before is not None and before.tensor is tensor and before.layout == layout:
             return before
@@ -189,10 +195,7 @@ def _count_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _weights_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield (mapping, key, tensor) for each parameter and persistent buffer.
-
-    Other buffers are derived, or scratch memory of forwards.
-    """
+    """Yield (mapping, key, tensor) for each parameter and persistent buffer; other buffers are derived, or scratch."""
     for owner in (module._parameters, module._buffers):
         for name, tensor in owner.items():
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -234,11 +237,7 @@ def _layout(tensor: Tensor) -> _Layout | None:
 
 
 def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[Any]]:
-    """Find the weights that accelerate's hooks load for each forward.
-
-    Returns:
-        ids of the modules whose weights are loaded; the mappings from which they are.
-    """
+    """Return ids of the modules whose weights accelerate's hooks load for each forward, and the mappings they are in."""
     loaded, stores = set[int](), dict[int, Any]()
     for module in modules:
         hook = getattr(module, "_hf_hook", None)
@@ -266,7 +265,7 @@ def _files_of(store: Any) -> Iterator[str]:
 
 
 def _file_state(path: str) -> tuple[str, int, int]:
-    """Return path, size and time of the last write of a file; zeros for a file that is not there."""
+    """Return path, size and time of the last write of a file, zeros if it is not there."""
     try:
         state = os.stat(path)
     except OSError:

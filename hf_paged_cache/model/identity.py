@@ -9,12 +9,12 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,8 @@ from .rope import RopeRegime
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
 _THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile
 _NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
-# Facts that are digests, in words.
-_DIGESTS = {
-    "weights": "weights",
-    "modules": "modules or shapes",
-    "rope": "rotary frequencies",
-    "code": "code of its own",
-}
+_DIGESTS = {"weights": "weights", "modules": "modules or shapes", "rope": "rotary frequencies", "code": "own code"}
+Settings = list[tuple[str, object]]  # (name, value) of each setting of a config
 _PACKAGES = ("torch", "transformers")  # packages whose versions are part of an identity, so that their code is not
 
 
@@ -44,7 +39,7 @@ class ModelIdentity:
 
     Attributes:
         facts: name of a fact -> its text. Two models with equal facts compute the same.
-        settings: name of a setting of the config -> its value; `facts["settings"]` is a digest of them.
+        settings: name of a setting of the config -> its value; a fact is a digest of them.
     """
 
     facts: Mapping[str, str]
@@ -73,29 +68,36 @@ def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
 
 
-def identify(
-    listing: Listing,
-    rope: RopeRegime,
-    functions: Iterable[Function],
-    settings: Sequence[tuple[str, object]],
-    state: object,
-    weights_digest: str,
-) -> ModelIdentity:
+class Look(NamedTuple):
+    """`Look` describes a model as it is now; `digest` is the digest of all the rest, for this process.
+
+    Attributes:
+        switches: state of adapters and autocast, numbers and names alone.
+    """
+
+    digest: bytes
+    listing: Listing
+    functions: list[Function]
+    settings: Settings
+    switches: tuple[object, ...]
+
+
+def identify(look: Look, rope: RopeRegime, weights_digest: str) -> ModelIdentity:
     """Describe what a model is.
 
     Args:
-        state: state of adapters and autocast, numbers and names alone.
         weights_digest: see `digest_of_weights`.
 
     Raises:
         NotPortableError: there is a hook, or a forward that is a closure: nobody could name it elsewhere.
     """
-    code = {name for function in functions for name in _code_of(function)}
-    kinds = [type(module).__qualname__ for module in listing.modules]
-    shapes = [f"{weight.key}{tuple(weight.tensor.shape)}{weight.tensor.dtype}" for weight in listing.weights]
-    dtypes = {weight.tensor.dtype for weight in listing.weights if weight.tensor.is_floating_point()}
-    named = {name: repr(value) for name, value in settings}
-    first = type(listing.modules[0])
+    modules, weights = look.listing.modules, look.listing.weights
+    code = {name for function in look.functions for name in _code_of(function)}
+    kinds = [type(module).__qualname__ for module in modules]
+    shapes = [f"{weight.key}{tuple(weight.tensor.shape)}{weight.tensor.dtype}" for weight in weights]
+    dtypes = {weight.tensor.dtype for weight in weights if weight.tensor.is_floating_point()}
+    named = {name: repr(value) for name, value in look.settings}
+    first = type(modules[0])
     facts = {
         "model": f"{first.__module__.rpartition('.')[2]}.{first.__qualname__}",
         "dtype": ", ".join(sorted(map(str, dtypes))),
@@ -103,7 +105,7 @@ def identify(
         "weights": weights_digest,
         "rope": _sha256(b"".join(map(_bytes_of, rope.static())) + rope.scales()),
         "settings": _sha256(json.dumps(named, sort_keys=True).encode()),
-        "adapters and autocast": repr(state),
+        "adapters and autocast": repr(look.switches),
         "code": _sha256("\n".join(sorted(code)).encode()),
         "transformers": _version("transformers"),
         "torch": _version("torch"),
@@ -165,6 +167,7 @@ def _code_of(function: Function) -> Iterator[str]:
 
     Code of packages whose versions are in the identity is left out.
     """
+    code: Any
     _, where, code = function
     if where:
         raise NotPortableError(

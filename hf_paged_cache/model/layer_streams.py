@@ -1,7 +1,4 @@
-"""Reads and writes what a layer of transformers' own holds of rows, by the names that streams have here.
-
-It is the one place that knows such a layer's attributes.
-"""
+"""Reads and writes what a layer of transformers' own holds of rows: the one place that knows such a layer's names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,10 +10,7 @@ INDEX = "indexer_key"
 
 
 def streams_of(layer: Any) -> dict[str, Tensor]:
-    """Return keys, values and index keys of a layer, [R, H, columns, D] each, by name; index keys have one head.
-
-    The result is empty for a layer that holds nothing.
-    """
+    """Return keys, values and index keys that a layer holds, [R, H, columns, D] each, by name; an index has one head."""
     held = ((name, getattr(layer, f"{name}s", None)) for name in ("key", "value", INDEX))
     found = {name: tensor for name, tensor in held if isinstance(tensor, Tensor)}
     if INDEX in found:
@@ -25,12 +19,7 @@ def streams_of(layer: Any) -> dict[str, Tensor]:
 
 
 def put_streams(layer: Any, held: Mapping[str, Tensor], num_columns: int) -> None:
-    """Let a layer that holds nothing hold columns.
-
-    Args:
-        held: name -> tensor, [R, H, columns, D]; for a layer with a window, the last columns.
-        num_columns: number of columns of the rows.
-    """
+    """Let a layer that holds nothing hold rows of so many columns: name -> [R, H, columns, D], the last of a window."""
     layer.update(held["key"], held["value"])
     if getattr(layer, "is_sliding", False):
         layer.cumulative_length = num_columns

@@ -1,8 +1,4 @@
-"""Runs short forwards of our own, with a cache and without.
-
-Owns their inputs, what their logits and their layers show, and how far rounding goes. The inputs are two rows of 24
-tokens, one padded on the left. Callers decide what follows from a difference.
-"""
+"""Runs short forwards of our own, with a cache and without: owns their inputs, and how far rounding goes."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -128,10 +124,7 @@ def distance(reference: Tensor, logits: Tensor) -> float:
 
 
 def distances(reference: Tensor, logits: Tensor) -> Tensor:
-    """Return the largest difference of each column, as a share of the reference's scale.
-
-    The scale is the largest finite number of the whole reference, or 1 if that number is 0.
-    """
+    """Return the largest difference of each column, as a share of the reference's largest finite number, or of 1."""
     finite = reference.isfinite()
     known = reference.where(finite, 0).double()
     differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -33,25 +33,17 @@ class StateTraits:
         """Return the part of a row's padding that belongs to the row's root."""
         return min(pad, self.num_pads_that_show)
 
-    def joined(self, other: "StateTraits") -> "StateTraits":
-        """Return traits that heed both these and others."""
-        return StateTraits(
-            lcm(self.chunk, other.chunk),
-            self.clamps_one_token or other.clamps_one_token,
-            max(self.num_pads_that_show, other.num_pads_that_show),
-        )
-
 
 EVERY_PAD = 1 << 62  # more columns of padding than there are
 
 
-def read_state_traits(modules: Iterable[nn.Module]) -> StateTraits:
-    """Read the traits that the modules of a model with states show."""
+def read_state_traits(modules: Iterable[nn.Module], tried: StateTraits) -> StateTraits:
+    """Return the traits that the modules of a model with states show, or that a trial has shown."""
     modules = [module for module in modules if hasattr(module, "layer_idx")]  # the modules that use a cache
     return StateTraits(
-        lcm(*_chunks(modules)),
-        any(_limits_time_steps(module) for module in modules),
-        max(map(_num_pads_that_show, modules), default=0),
+        lcm(tried.chunk, *_chunks(modules)),
+        tried.clamps_one_token or any(map(_limits_time_steps, modules)),
+        max([tried.num_pads_that_show, *map(_num_pads_that_show, modules)]),
     )
 
 

@@ -23,7 +23,6 @@ _STATE_LAYERS = tuple(
 )
 _WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
 _HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
-_STATES = ("conv_states", "recurrent_states")
 _OWN_ATTENTION = frozenset(
     ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 )
@@ -32,9 +31,7 @@ _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the module whose `__call__` `generate` runs.
-
-    It is the module that `torch.compile` was given. For a PEFT model it is the model inside, whose layers are adapted.
+    """Return the module whose `__call__` `generate` runs: the one inside `torch.compile`, and inside a PEFT model.
 
     Raises:
         UnsupportedModelError: an adapter does more than change layers.
@@ -77,11 +74,10 @@ def _require_adapts_layers(name: str, config: Any) -> None:
 
 
 def require_supported(model: object) -> None:
-    """Refuse a model that needs another cache than keys and values of earlier tokens.
+    """Refuse a model that needs another cache than keys, values and states of earlier tokens.
 
     Raises:
-        UnsupportedModelError: the model is not supported; the error names its class, the reason, and what to use
-            instead.
+        UnsupportedModelError: the error names the model's class, the reason, and what to use instead.
     """
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
@@ -167,12 +163,10 @@ def is_tested_version() -> bool:
 
 def other_version() -> str:
     """Return what an error adds where the tested transformers may do what the installed one does not; else ""."""
+    if is_tested_version():
+        return ""
     installed = transformers.__version__
-    return (
-        ""
-        if is_tested_version()
-        else f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
-    )
+    return f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
 
 
 def leaves_doubt(model: PreTrainedModel) -> bool:
@@ -200,18 +194,12 @@ def attention_of(model: PreTrainedModel) -> str | None:
 
 
 def is_foreign(attention: str | None) -> bool:
-    """Return whether an attention is not transformers' own.
-
-    Such an attention may come without a mask, and then sees other tokens after known ones.
-    """
+    """Return whether an attention is not transformers' own: without a mask it sees other tokens after known ones."""
     return attention is not None and attention not in _OWN_ATTENTION
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Return whether tokens are routed to one of several experts.
-
-    Then all tokens of a forward decide which tokens are computed together.
-    """
+    """Return whether tokens are routed to experts: all tokens of a forward decide which are computed together."""
     settings = vars(model.config.get_text_config(decoder=True)).items()
     numbers = [value for name, value in settings if "num" in name and "experts" in name]
     return any(isinstance(number, int) and number > 1 for number in numbers)
@@ -225,9 +213,10 @@ def numbers_columns(model: PreTrainedModel) -> bool:
     """
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
         return False
+    kinds: set[Any] = {type(module) for module in model.modules()}
     return any(
         {"arange", "get_seq_length"} <= _names_of(kind.forward) and "position_ids" in arguments_of(kind)
-        for kind in {type(module) for module in model.modules()}
+        for kind in kinds
     )
 
 
@@ -250,10 +239,7 @@ def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
 
 
 def sights_of(layers: Sequence[Any]) -> dict[int, Sight]:
-    """Return index of a layer of `DynamicCache` -> window, for the layers that have one.
-
-    Attention in chunks is held as a window, too.
-    """
+    """Return layer index -> window, for the layers that have one. Attention in chunks is held as a window, too."""
     return {
         index: Window(int(layer.sliding_window))
         for index, layer in enumerate(layers)
@@ -288,7 +274,8 @@ def has_state(layer: Any) -> bool:
 
 def states_of(layer: Any, *kinds: str) -> list[Tensor]:
     """Return the states that a layer of `DynamicCache` holds: "conv_states", "recurrent_states", or both."""
-    held = [state for kind in kinds or _STATES for state in getattr(layer, kind, {}).values()]
+    kinds = kinds or ("conv_states", "recurrent_states")
+    held = [state for kind in kinds for state in getattr(layer, kind, {}).values()]
     return [tensor for tensor in held if isinstance(tensor, Tensor)]
 
 
@@ -304,18 +291,12 @@ def default_arguments(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def is_no_decoder(model: PreTrainedModel) -> bool:
-    """Return whether the config says that the model is no decoder.
-
-    A model of BERT's kind is causal only with `is_decoder=True`, and is loaded without it.
-    """
+    """Return whether the config says that the model is no decoder, as models of BERT's kind are loaded."""
     return getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
 
 
 def _reads_its_layer(kind: type[nn.Module]) -> bool:
-    """Return whether an index takes its sizes from the keys of its layer of the cache.
-
-    Other indices take them from what `update_indexer` returns.
-    """
+    """Return whether an index takes its sizes from its layer of the cache, not from what `update_indexer` returns."""
     return {"update_indexer", "layers", "keys"} <= _names_of(kind.forward)
 
 

@@ -3,13 +3,12 @@
 The trial runs a row of 24 tokens, for which most models make no mask; then that row beside one with padding; then the
 row with its last tokens each in a forward of its own. It shows what structure does not: attention to later tokens, a
 cache that is ignored or filled with other columns than the tokens', masks and positions that are wrong with a cache,
-what is kept on the cache beside its layers. Where layers carry a state, it also shows what the state depends on. The
-model is left as it was.
+what is kept on the cache beside its layers, and what a state depends on. The model is left as it was.
 """
 
 import copy
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -45,16 +44,6 @@ _FORGOTTEN = (
     "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can resume from "
     "a prefix"
 )
-_KEPT_IN_MODULES = (
-    "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
-)
-
-
-class _Failure(NamedTuple):
-    """`_Failure` says why a trial failed."""
-
-    reason: str
-    was_tried: bool = True  # False: the model does not run on token ids alone, or no logit is finite
 
 
 # Models that passed, and the traits that their states were seen to have; None for a model without any. Models that
@@ -75,11 +64,11 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
     """
     if model in _passed:
         return
-    failure = _try(model)
-    if failure is not None and (failure.was_tried or not if_it_runs):
+    reason, was_tried = _try(model)
+    if reason and (was_tried or not if_it_runs):
         hint = " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
         hint = hint if is_no_decoder(model) else other_version()
-        raise UnsupportedModelError(f"{type(model).__name__}: {failure.reason}{hint}")
+        raise UnsupportedModelError(f"{type(model).__name__}: {reason}{hint}")
 
 
 def state_traits(model: PreTrainedModel) -> StateTraits | None:
@@ -87,8 +76,12 @@ def state_traits(model: PreTrainedModel) -> StateTraits | None:
     return _passed.get(model)
 
 
-def _try(model: PreTrainedModel) -> _Failure | None:
-    """Try a model with a `DynamicCache`; return why it failed. A model that has passed is remembered."""
+def _try(model: PreTrainedModel) -> tuple[str, bool]:
+    """Try a model with a `DynamicCache`, and remember it if it passes.
+
+    Returns:
+        why it failed, or ""; False where nothing could be compared.
+    """
     padded, was_run = trial_inputs(model), False
     alone = {name: value[:1] for name, value in padded.items()}
     with undisturbed(model) as seen:
@@ -96,10 +89,10 @@ def _try(model: PreTrainedModel) -> _Failure | None:
             whole = logits_at_once(model, alone)
             was_run = True
             if not whole.isfinite().any():
-                return _Failure("none of its logits is finite, so nothing can be compared", was_tried=False)
+                return "none of its logits is finite, so nothing can be compared", False
             reason = _why_states_are_lost(model, alone) or _why_not_continued(model, alone, whole, seen)
             if reason := reason or _why_not_continued(model, padded, logits_at_once(model, padded), seen):
-                return _Failure(reason)
+                return reason, True
             single = continue_behind(model, alone, dynamic_cache(model), NUM_COLUMNS - NUM_SINGLE, 1)
             differ = _why_they_differ(whole, single, tolerance(model, seen))
             traits = None
@@ -108,14 +101,14 @@ def _try(model: PreTrainedModel) -> _Failure | None:
                     clamps_one_token=bool(differ), num_pads_that_show=_pads_that_show(model, alone, seen)
                 )
             elif differ:
-                return _Failure(f"{differ}: it computes one token otherwise than several")
+                return f"{differ}: it computes one token otherwise than several", True
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 (a model may raise anything)
             what = "continued after a cache" if was_run else "run on token ids alone"
-            return _Failure(f"it cannot be {what} ({quoted(error)})", was_run)
+            return f"it cannot be {what} ({quoted(error)})", was_run
     _passed[model] = traits
-    return None
+    return "", True
 
 
 def _why_not_continued(model: PreTrainedModel, inputs: _Inputs, whole: Tensor, seen: Iterable[torch.dtype]) -> str:
@@ -123,7 +116,6 @@ def _why_not_continued(model: PreTrainedModel, inputs: _Inputs, whole: Tensor, s
 
     Args:
         whole: logits of one forward without a cache.
-        seen: dtypes in which logits are computed.
     """
     cache = dynamic_cache(model)
     continued = continue_behind(model, inputs, cache)
@@ -133,14 +125,14 @@ def _why_not_continued(model: PreTrainedModel, inputs: _Inputs, whole: Tensor, s
         return reason
     # what a model has put on the cache itself, such as positions, belongs to the rows, and no block holds it
     names = sorted(vars(cache).keys() - vars(dynamic_cache(model)).keys())
-    return (
-        f"it keeps {', '.join(names)} on the cache, beside the layers, so it is not kept of a prefix" if names else ""
-    )
+    if not names:
+        return ""
+    return f"it keeps {', '.join(names)} on the cache, beside the layers, so it is not kept of a prefix"
 
 
 def _pads_that_show(model: PreTrainedModel, row: _Inputs, seen: Iterable[torch.dtype]) -> int:
     """Return `EVERY_PAD` if a row's logits depend on more padding than its modules say; else 0."""
-    least = read_state_traits(model.modules()).num_pads_that_show
+    least = read_state_traits(model.modules(), StateTraits()).num_pads_that_show
     less, more = (
         logits_at_once(model, {name: pad(value, (num_pads, 0)) for name, value in row.items()}, NUM_COLUMNS)
         for num_pads in (least, least + NUM_PADS)
@@ -156,7 +148,6 @@ def _why_states_differ(model: PreTrainedModel, inputs: _Inputs, continued: Any, 
 
     Args:
         continued: the cache in which the inputs were continued.
-        eps: eps of the least exact dtype that the model computes in.
     """
     carriers = [index for index, layer in enumerate(continued.layers) if has_state(layer)]
     if not carriers:
@@ -181,10 +172,10 @@ def _why_states_are_lost(model: PreTrainedModel, inputs: _Inputs) -> str:
     """
     if not any(map(has_state, cache_layers(model))):
         return ""
-    begun = dynamic_cache(model)
+    begun: Any = dynamic_cache(model)
     run_columns(model, inputs, begun, 0, NUM_CACHED)
     if not all(any(layer.has_previous_state.values()) for layer in begun.layers if has_state(layer)):
-        return _KEPT_IN_MODULES
+        return "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
     for name, said in (("recurrent_states", ("scan", "the state")), ("conv_states", ("convolution", "the inputs"))):
         index = next((index for index, layer in enumerate(begun.layers) if _numbers_of(layer, name)), None)
         if index is not None and not _comes_out(model, inputs, copy.deepcopy(begun), index, name):
@@ -229,12 +220,9 @@ def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
 
 
 def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Return those of the arguments that the forward takes, and that condition nothing where they are 0.
+    """Return those arguments, of some that give tokens a type, that the forward takes and that mean nothing where 0.
 
     Cost: nothing for a model that takes none; else a short forward, and one more for each.
-
-    Args:
-        names: names of arguments that give each token a type.
     """
     taken = [name for name in names if takes(model, name)]
     if not taken:
