@@ -9,7 +9,6 @@ either happened or not.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from weakref import ReferenceType
@@ -18,7 +17,7 @@ from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation
 from .arguments import check_eviction, negative
 from .block_states import NEVER, BlockStates, OnEvict
-from .hashing import BlockHash, bytes_of, tokens_of
+from .hashing import BlockHash
 
 
 class PrefixCachingBlockAllocator:
@@ -87,14 +86,12 @@ class PrefixCachingBlockAllocator:
         return self._states.num_blocks - 1 - self.num_available_blocks
 
     def num_cached_blocks_of(self, namespace: bytes) -> int:
-        """Return the number of cached blocks of one namespace; see `num_cached_blocks`."""
-        self._settle()
-        return self._states.num_cached_of.get(namespace, 0)
+        """Return the number of cached blocks of one namespace.  Cost: O(num_blocks)."""
+        return self.kinds_of_blocks(namespace).count(1)
 
     def num_blocks_in_use_of(self, namespace: bytes) -> int:
-        """Return the number of blocks in use of one namespace; see `num_blocks_in_use`."""
-        self._settle()
-        return self._states.num_in_use_of.get(namespace, 0)
+        """Return the number of blocks in use of one namespace.  Cost: a look at each block that its holders have."""
+        return len({i for each in self.allocations() if each.namespace == namespace for i in each.block_ids})
 
     @property
     def num_evictions(self) -> int:
@@ -151,7 +148,8 @@ class PrefixCachingBlockAllocator:
         """Return block id -> hash for all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
         self._settle()
         index = self._states.index
-        return {i: found for i in index.computed_of(namespace) if (found := index.hash_of(i)) is not None}
+        found = ((i, index.hash_of(i)) for i in index.blocks.values() if index.namespaces[i] == namespace)
+        return {i: each for i, each in found if each is not None and i not in index.uncomputed}
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Return the blocks of the longest leading run of hashes whose content is here, in this namespace.
@@ -160,31 +158,6 @@ class PrefixCachingBlockAllocator:
         """
         self._settle()
         return self._states.index.match(block_hashes, namespace)
-
-    def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
-        """Return the tokens of each computed block that comes straight after a prefix.  Cost: O(num_blocks).
-
-        Args:
-            parent: digest of the prefix's last block, or a root.
-        """
-        self._settle()
-        index = self._states.index
-        return [tokens_of(index.token_bytes[i]) for i in index.computed_of(namespace) if index.parents[i] == parent]
-
-    def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
-        """Return whether any full block has these tokens, whatever prefix it comes after.  Cost: O(num_blocks)."""
-        self._settle()
-        index, wanted = self._states.index, bytes_of(token_ids)
-        return any(index.token_bytes[block_id] == wanted for block_id in index.computed_of(namespace))
-
-    def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
-        """Return the leading computed blocks that all `allocations` hold at the same places."""
-        index, common = self._states.index, list[int]()
-        for block_id, *others in zip(*(self._list_of(allocation) for allocation in allocations), strict=False):
-            if index.digests[block_id] is None or block_id in index.uncomputed or others.count(block_id) < len(others):
-                break
-            common.append(block_id)
-        return common
 
     def kinds_of_blocks(self, namespace: bytes | None = None) -> bytes:
         """Return the state of each block as one byte: 0 free, 1 cached, 2 in use.  Cost: O(num_blocks).
@@ -234,7 +207,7 @@ class PrefixCachingBlockAllocator:
         3. no allocation holds a block twice;
         4. index and hashes are inverse; cached blocks are computed, and queued after the free ones, in each line the
            least recently used first;
-        5. all blocks of an allocation are of its namespace, and the counts of each namespace are right.
+        5. all blocks of an allocation are of its namespace.
 
         Raises:
             BlockStateError: an invariant does not hold; the message has the whole state.
@@ -261,7 +234,6 @@ class PrefixCachingBlockAllocator:
         block_hashes: Iterable[BlockHash] = (),
         num_mutable_blocks: int = 0,
         *,
-        num_blocks: int | None = None,
         namespace: bytes = b"",
     ) -> Allocation:
         """Hold the prefix hit of `block_hashes`, then fresh blocks to write into.
@@ -270,10 +242,7 @@ class PrefixCachingBlockAllocator:
 
         Args:
             num_mutable_blocks: number of fresh blocks after the hit.
-            num_blocks: given in place of `num_mutable_blocks`, the number of all blocks with the hit; a longer hit is
-                held whole.
-            namespace: namespace of the blocks. Only blocks of the same namespace are hit, and each namespace is counted
-                by itself.
+            namespace: namespace of the blocks. Only blocks of the same namespace are hit.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -282,18 +251,17 @@ class PrefixCachingBlockAllocator:
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
         self._settle()  # also where nothing is taken: `_registered` says that all is well
-        hits = self.match_prefix(block_hashes, namespace) if block_hashes or num_mutable_blocks or num_blocks else []
-        num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
+        hits = self._states.index.match(block_hashes, namespace) if block_hashes else []
         if len(set(hits)) < len(hits):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
-        if num_fresh:
-            self.require(num_fresh, hits, namespace)
+        if num_mutable_blocks:
+            self.require(num_mutable_blocks, hits, namespace)
         self._dirty = True
         num_hits = len(hits)
         if hits:
             self._states.hold(hits)
-        if num_fresh:
-            hits += self._states.take(num_fresh, namespace)
+        if num_mutable_blocks:
+            hits += self._states.take(num_mutable_blocks, namespace)
         return self._registered(Allocation(self, hits, num_hits, namespace))
 
     def _registered(self, allocation: Allocation) -> Allocation:
