@@ -176,7 +176,7 @@ class PrefixCachingBlockAllocator:
     def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
         """Raise OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
 
-        The message tells the numbers, except to a caller with a namespace: the numbers would tell what others hold.
+        A namespace is told no numbers, which would tell what others hold.
         """
         self._settle()
         states = self._states
@@ -271,12 +271,7 @@ class PrefixCachingBlockAllocator:
         return allocation
 
     def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
-        """Append fresh blocks.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number.
-        """
+        """Append fresh blocks. Raises OutOfBlocksError, with nothing changed, and CacheArgumentError below 0."""
         if num_blocks < 0:
             raise negative("num_blocks", num_blocks)
         block_ids = self._list_of(allocation)
@@ -357,11 +352,7 @@ class PrefixCachingBlockAllocator:
         return self._registered(Allocation(self, block_ids, num_prefix_blocks, allocation.namespace))
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
-        """Keep the first `num_blocks` blocks; free the others, the last one first.
-
-        Raises:
-            CacheArgumentError: fewer blocks are held, or a negative number.
-        """
+        """Keep the first `num_blocks` blocks; free the others, the last one first."""
         block_ids = self._list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
             raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
@@ -443,11 +434,7 @@ class PrefixCachingBlockAllocator:
         return len(replaced)
 
     def mark_computed(self, block_ids: Iterable[int]) -> None:
-        """Let blocks of `allocate_immutable` be hit: their content is there. A block that has lost its hash is skipped.
-
-        Raises:
-            BlockStateError: a block is not in use.
-        """
+        """Let blocks of `allocate_immutable`, which are in use, be hit: their content is there."""
         computed = list(block_ids)
         self._check_ids(computed)
         for block_id in computed:
@@ -458,9 +445,7 @@ class PrefixCachingBlockAllocator:
     def make_writable(self, allocation: Allocation, block_index: int) -> None:
         """Replace a block by a fresh copy on write unless it `is_writable`, and record the copy to be made.
 
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: there is no such block.
+        Raises OutOfBlocksError, with nothing changed, and CacheArgumentError if there is no such block.
         """
         block_ids = self._list_of(allocation)
         if not 0 <= block_index < len(block_ids):
@@ -484,11 +469,7 @@ class PrefixCachingBlockAllocator:
             self._states.spared_from = NEVER
 
     def mark_accessed(self, block_ids: Sequence[int]) -> None:
-        """Evict these cached blocks last, in the order given; blocks in use are skipped.
-
-        Raises:
-            BlockStateError: a block is free.
-        """
+        """Evict these cached blocks last, in the order given; blocks in use are skipped, free ones are refused."""
         self._check_not_free(block_ids)
         self._dirty = True
         self._states.touch(block_ids)
@@ -514,20 +495,14 @@ class PrefixCachingBlockAllocator:
         self._dirty = False
 
     def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> None:
-        """Let nobody hit the blocks with these hashes any more; those that nobody holds become free.
-
-        Unknown hashes, and those of another namespace, are skipped.
-        """
+        """Let nobody hit the blocks with these hashes any more; those that nobody holds become free."""
         self._settle()
         found = [self._states.index.get(block_hash, namespace) for block_hash in dict.fromkeys(block_hashes)]
         if block_ids := [block_id for block_id in found if block_id is not None]:
             self._forget(block_ids)
 
     def forget_under(self, roots: Collection[bytes]) -> int:
-        """Free every cached block whose sequence begins with one of these roots; return how many.
-
-        Cost: O(num_blocks).
-        """
+        """Free every cached block whose sequence begins with one of these roots; return how many.  Cost: O(num_blocks)."""
         self._settle()
         index, found = self._states.index, dict[int, bool]()
         for block_id in index.blocks.values():

@@ -144,10 +144,7 @@ class BlockStates:
         self._num_chosen = 0
 
     def remember(self, block_ids: Sequence[int]) -> None:
-        """Restore how often blocks had been used before their hashes were evicted, and count this use.
-
-        The blocks follow one another, and have just been given their hashes.
-        """
+        """Restore how often blocks, which follow one another, had been used before their hashes were evicted."""
         evicted, digests = self.evicted, self.index.digests
         if not block_ids or digests[block_ids[0]] not in evicted:
             return
@@ -164,10 +161,7 @@ class BlockStates:
             start = stop
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Add one holder to each block; a cached block leaves the queue, and counts as used once more.
-
-        Blocks of one kind that follow one another count as given back together.
-        """
+        """Add one holder to each block; a cached block leaves the queue, and counts as used once more."""
         ref_counts, kinds, kind = self.ref_counts, self.kinds, 0
         idle: list[int] = []
         runs: list[tuple[int, int]] = []  # kind of a run, number of idle blocks before the run
@@ -259,10 +253,7 @@ class BlockStates:
         return sorted(found, key=self.last_access.__getitem__)
 
     def forget(self, block_ids: list[int]) -> None:
-        """Take the hashes of these blocks away.
-
-        Blocks that nobody holds become free, and are handed out next, in the order given.
-        """
+        """Take the hashes of these blocks away. Those that nobody holds become free, and are handed out next."""
         for block_id in block_ids:
             self.index.remove(block_id)
         idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
@@ -285,10 +276,7 @@ class BlockStates:
         self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all lists to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
-        """Derive the state again from `holders` and from the blocks' digests, kinds and times.
-
-        Cost: O(num_blocks log num_blocks).
-        """
+        """Derive the state again from `holders` and from the blocks' digests, kinds and times."""
         counts = Counter(chain.from_iterable(holders))
         self.ref_counts = ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
         self.index.rebuild(ref_counts)
@@ -306,10 +294,7 @@ class BlockStates:
         self.num_cached = len(cached)
 
     def check(self, holders: list[list[int]]) -> None:
-        """Raise BlockStateError, saying what is wrong, unless invariants (1) to (5) hold.
-
-        See `PrefixCachingBlockAllocator.check` for the invariants.
-        """
+        """Raise BlockStateError unless invariants (1) to (4) of `PrefixCachingBlockAllocator.check` hold."""
         for block_ids in holders:
             if len(set(block_ids)) != len(block_ids):
                 raise BlockStateError(f"a holder has a block twice: {block_ids}")

@@ -205,21 +205,13 @@ class BlockTable:
         return block_ids[block_index] * block_size + offset
 
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
-        """Have at least `num_empty_slots` writable empty slots, by a copy on write and then by fresh blocks.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number.
-        """
+        """Have at least `num_empty_slots` writable empty slots. Raises as `append_tokens` does."""
         if num_empty_slots < 0:
             raise negative("num_empty_slots", num_empty_slots)
         self.append_tokens((), num_empty_slots)
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` more tokens would take: fresh ones and copies on write.
-
-        Effects: none.
-        """
+        """Return how many blocks `num_tokens` more tokens would take: fresh ones and copies on write."""
         if num_tokens < 0:
             raise negative("num_tokens", num_tokens)
         shared, num_fresh = self._blocks_to_take(num_tokens)
@@ -232,9 +224,7 @@ class BlockTable:
     def writable_slots(self, start: int, stop: int) -> list[int]:
         """Return the `slots` of positions that are about to be written.
 
-        Raises:
-            BlockStateError: a slot lies in a block that others hold or can hit.
-            CacheArgumentError: as `slots`.
+        Raises BlockStateError if a slot lies in a block that others hold or can hit.
         """
         slots = self._allocation.slots(start, stop)
         for index in range(start // self._block_size, -(-stop // self._block_size)) if slots else ():

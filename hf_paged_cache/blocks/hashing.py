@@ -143,12 +143,7 @@ class HashChain:
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
         """Iterate over the hashes of full blocks `[start, stop)`, which are computed as they are asked for, and kept.
 
-        Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed; at most as many are computed
-        ahead as were asked for.
-
-        Args:
-            start: first block, 0 or more; hashes before it are computed where needed.
-            stop: block to stop at; None, or a number above that of full blocks, stands for all of them.
+        At most as many are computed ahead as were asked for.
         """
         known, ahead = self._hashes, 1
         stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)

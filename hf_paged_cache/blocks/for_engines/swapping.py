@@ -90,11 +90,7 @@ class BlockSwapper:
         del self._pending[:num_copies]
 
     def is_on_host(self, table: BlockTable) -> bool:
-        """Return whether a table's blocks are the host's.
-
-        Raises:
-            BlockStateError: the blocks are on neither side: the table was freed, or is of other allocators.
-        """
+        """Return whether a table's blocks are the host's. Raises BlockStateError if they are on neither side."""
         for side in (self.host, self.device):
             if side.holds(table.allocation):
                 return side is self.host
@@ -118,10 +114,7 @@ class BlockSwapper:
         return self._swap(tables, self.host, self.device)
 
     def can_swap_out(self, *tables: BlockTable) -> AllocStatus:
-        """Return whether `swap_out` of these tables would find its blocks.
-
-        Effects: none. Raises as `swap_out` does, but not for lack of blocks.
-        """
+        """Return whether `swap_out` of these tables would find its blocks. Raises as it, but not for lack of blocks."""
         return self._status(self._plan(tables, self.device, self.host), self.host)
 
     def can_swap_in(self, *tables: BlockTable) -> AllocStatus:
@@ -129,13 +122,7 @@ class BlockSwapper:
         return self._status(self._plan(tables, self.host, self.device), self.device)
 
     def num_full_blocks_touched(self, *tables: BlockTable) -> int:
-        """Return how many full blocks a swap of these tables would copy: those that the other side has not.
-
-        Effects: none.
-
-        Raises:
-            BlockStateError, CacheArgumentError: as a swap would; or the tables are not all on one side.
-        """
+        """Return how many full blocks a swap of these tables, all on one side, would copy: the other side lacks them."""
         if not tables:
             return 0
         sides = (self.host, self.device) if self.is_on_host(tables[0]) else (self.device, self.host)
