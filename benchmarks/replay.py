@@ -16,8 +16,9 @@ def replay_blocks(requests: Sequence[Sequence[int]], num_blocks: int, eviction: 
     num_hits = 0
     for request in requests:
         hashes = [BlockHash(number.to_bytes(32, "little"), b"") for number in request]
-        with allocator.allocate(hashes, num_blocks=len(hashes)) as allocation:
+        with allocator.allocate(hashes) as allocation:
             num_found = allocation.num_prefix_blocks
+            allocator.allocate_mutable(allocation, len(hashes) - num_found)
             allocator.commit_many(allocation, num_found, hashes[num_found:])
         num_hits += num_found
     allocator.check()

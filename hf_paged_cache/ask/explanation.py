@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..blocks.hashing import bytes_of
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..blocks.tokens import TokenIds
 from ..call.found import Found, PreviousRows
@@ -181,8 +182,10 @@ def explain(
     with blocks.lock:
         blocks.settle()
         goes_on = continuation(blocks, asked.row, found.num_tokens, last)
-        first = tokens[: blocks.block_size]
-        is_elsewhere = not found.num_tokens and blocks.allocator.has_tokens(first, cache.cache_salt)
+        first = bytes_of(tokens[: blocks.block_size])
+        is_elsewhere = not found.num_tokens and any(
+            block_hash.token_bytes == first for block_hash in blocks.allocator.hashes(cache.cache_salt).values()
+        )
     num_agreed = num_common(goes_on, tokens[found.num_tokens :])
     parts_at = found.num_tokens + num_agreed
     rest = goes_on[num_agreed : num_agreed + _NUM_SHOWN]

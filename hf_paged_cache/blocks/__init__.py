@@ -8,11 +8,9 @@ all of `for_engines` are for engines.
 from .allocation import Allocation
 from .allocator import PrefixCachingBlockAllocator
 from .block_table import BlockTable
-from .free_queue import FreeBlockQueue
 from .groups import Group, resumable, resumable_where
 from .hashing import BlockHash, HashChain, root_hash
 from .metrics import PrefixCacheMetrics
-from .prefix_index import PrefixIndex
 from .sight import Sight, Window
 from .snapshots import Snapshots
 from .window_blocks import WindowBlocks
@@ -21,12 +19,10 @@ __all__ = [
     "Allocation",
     "BlockHash",
     "BlockTable",
-    "FreeBlockQueue",
     "Group",
     "HashChain",
     "PrefixCacheMetrics",
     "PrefixCachingBlockAllocator",
-    "PrefixIndex",
     "Sight",
     "Snapshots",
     "Window",

@@ -56,12 +56,12 @@ class Allocation:
         [16, 17, 18]
     """
 
-    __slots__ = ("__weakref__", "_allocator", "block_ids", "key", "namespace", "num_prefix_blocks", "resumption")
+    __slots__ = ("__weakref__", "allocator", "block_ids", "key", "namespace", "num_prefix_blocks", "resumption")
 
     def __init__(
         self, allocator: BlockOwner, block_ids: list[int], num_prefix_blocks: int, namespace: bytes = b""
     ) -> None:
-        self._allocator = allocator
+        self.allocator = allocator
         # The callback is a C function: the collector may run inside any of our lines, and must run no Python there.
         self.key = ref(self, allocator.collected.append)
         self.block_ids = block_ids
@@ -75,12 +75,12 @@ class Allocation:
     @property
     def num_prefix_tokens(self) -> int:
         """Number of tokens in the prefix hit."""
-        return self.num_prefix_blocks * self._allocator.block_size
+        return self.num_prefix_blocks * self.allocator.block_size
 
     @property
     def is_freed(self) -> bool:
         """True if the blocks were given back."""
-        return not self._allocator.holds(self)
+        return not self.allocator.holds(self)
 
     def slots(self, start: int, stop: int) -> list[int]:
         """Return the slot of each position in `[start, stop)`: block id * block_size + offset.
@@ -88,7 +88,7 @@ class Allocation:
         Raises:
             CacheArgumentError: a position lies in no block.
         """
-        size, block_ids = self._allocator.block_size, self.block_ids
+        size, block_ids = self.allocator.block_size, self.block_ids
         if not 0 <= start <= stop <= len(block_ids) * size:
             raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {len(block_ids) * size}")
         first = start // size
@@ -99,7 +99,7 @@ class Allocation:
 
     def free(self) -> None:
         """Give all blocks back, the last one first. Raises BlockStateError the second time."""
-        self._allocator.free(self)
+        self.allocator.free(self)
 
     def __enter__(self) -> Allocation:
         return self

@@ -9,7 +9,6 @@ either happened or not.
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from weakref import ReferenceType
@@ -18,7 +17,7 @@ from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation
 from .arguments import check_eviction, negative
 from .block_states import NEVER, BlockStates, OnEvict
-from .hashing import BlockHash, bytes_of, tokens_of
+from .hashing import BlockHash
 
 
 class PrefixCachingBlockAllocator:
@@ -87,14 +86,12 @@ class PrefixCachingBlockAllocator:
         return self._states.num_blocks - 1 - self.num_available_blocks
 
     def num_cached_blocks_of(self, namespace: bytes) -> int:
-        """Return the number of cached blocks of one namespace; see `num_cached_blocks`."""
-        self._settle()
-        return self._states.num_cached_of.get(namespace, 0)
+        """Return the number of cached blocks of one namespace.  Cost: O(num_blocks)."""
+        return self.kinds_of_blocks(namespace).count(1)
 
     def num_blocks_in_use_of(self, namespace: bytes) -> int:
-        """Return the number of blocks in use of one namespace; see `num_blocks_in_use`."""
-        self._settle()
-        return self._states.num_in_use_of.get(namespace, 0)
+        """Return the number of blocks in use of one namespace.  Cost: a look at each block that its holders have."""
+        return len({i for each in self.allocations() if each.namespace == namespace for i in each.block_ids})
 
     @property
     def num_evictions(self) -> int:
@@ -151,7 +148,8 @@ class PrefixCachingBlockAllocator:
         """Return block id -> hash for all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
         self._settle()
         index = self._states.index
-        return {i: found for i in index.computed_of(namespace) if (found := index.hash_of(i)) is not None}
+        found = ((i, index.hash_of(i)) for i in index.blocks.values() if index.namespaces[i] == namespace)
+        return {i: each for i, each in found if each is not None and i not in index.uncomputed}
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Return the blocks of the longest leading run of hashes whose content is here, in this namespace.
@@ -160,31 +158,6 @@ class PrefixCachingBlockAllocator:
         """
         self._settle()
         return self._states.index.match(block_hashes, namespace)
-
-    def continuations(self, parent: bytes, namespace: bytes = b"") -> list[array[int]]:
-        """Return the tokens of each computed block that comes straight after a prefix.  Cost: O(num_blocks).
-
-        Args:
-            parent: digest of the prefix's last block, or a root.
-        """
-        self._settle()
-        index = self._states.index
-        return [tokens_of(index.token_bytes[i]) for i in index.computed_of(namespace) if index.parents[i] == parent]
-
-    def has_tokens(self, token_ids: array[int], namespace: bytes = b"") -> bool:
-        """Return whether any full block has these tokens, whatever prefix it comes after.  Cost: O(num_blocks)."""
-        self._settle()
-        index, wanted = self._states.index, bytes_of(token_ids)
-        return any(index.token_bytes[block_id] == wanted for block_id in index.computed_of(namespace))
-
-    def get_common_computed_block_ids(self, allocations: Sequence[Allocation]) -> list[int]:
-        """Return the leading computed blocks that all `allocations` hold at the same places."""
-        index, common = self._states.index, list[int]()
-        for block_id, *others in zip(*(self._list_of(allocation) for allocation in allocations), strict=False):
-            if index.digests[block_id] is None or block_id in index.uncomputed or others.count(block_id) < len(others):
-                break
-            common.append(block_id)
-        return common
 
     def kinds_of_blocks(self, namespace: bytes | None = None) -> bytes:
         """Return the state of each block as one byte: 0 free, 1 cached, 2 in use.  Cost: O(num_blocks).
@@ -203,7 +176,7 @@ class PrefixCachingBlockAllocator:
     def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
         """Raise OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
 
-        The message tells the numbers, except to a caller with a namespace: the numbers would tell what others hold.
+        A namespace is told no numbers, which would tell what others hold.
         """
         self._settle()
         states = self._states
@@ -234,7 +207,7 @@ class PrefixCachingBlockAllocator:
         3. no allocation holds a block twice;
         4. index and hashes are inverse; cached blocks are computed, and queued after the free ones, in each line the
            least recently used first;
-        5. all blocks of an allocation are of its namespace, and the counts of each namespace are right.
+        5. all blocks of an allocation are of its namespace.
 
         Raises:
             BlockStateError: an invariant does not hold; the message has the whole state.
@@ -261,7 +234,6 @@ class PrefixCachingBlockAllocator:
         block_hashes: Iterable[BlockHash] = (),
         num_mutable_blocks: int = 0,
         *,
-        num_blocks: int | None = None,
         namespace: bytes = b"",
     ) -> Allocation:
         """Hold the prefix hit of `block_hashes`, then fresh blocks to write into.
@@ -270,10 +242,7 @@ class PrefixCachingBlockAllocator:
 
         Args:
             num_mutable_blocks: number of fresh blocks after the hit.
-            num_blocks: given in place of `num_mutable_blocks`, the number of all blocks with the hit; a longer hit is
-                held whole.
-            namespace: namespace of the blocks. Only blocks of the same namespace are hit, and each namespace is counted
-                by itself.
+            namespace: namespace of the blocks. Only blocks of the same namespace are hit.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -282,18 +251,17 @@ class PrefixCachingBlockAllocator:
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
         self._settle()  # also where nothing is taken: `_registered` says that all is well
-        hits = self.match_prefix(block_hashes, namespace) if block_hashes or num_mutable_blocks or num_blocks else []
-        num_fresh = num_mutable_blocks if num_blocks is None else max(0, num_blocks - len(hits))
+        hits = self._states.index.match(block_hashes, namespace) if block_hashes else []
         if len(set(hits)) < len(hits):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
-        if num_fresh:
-            self.require(num_fresh, hits, namespace)
+        if num_mutable_blocks:
+            self.require(num_mutable_blocks, hits, namespace)
         self._dirty = True
         num_hits = len(hits)
         if hits:
             self._states.hold(hits)
-        if num_fresh:
-            hits += self._states.take(num_fresh, namespace)
+        if num_mutable_blocks:
+            hits += self._states.take(num_mutable_blocks, namespace)
         return self._registered(Allocation(self, hits, num_hits, namespace))
 
     def _registered(self, allocation: Allocation) -> Allocation:
@@ -303,12 +271,7 @@ class PrefixCachingBlockAllocator:
         return allocation
 
     def allocate_mutable(self, allocation: Allocation, num_blocks: int) -> None:
-        """Append fresh blocks.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number.
-        """
+        """Append fresh blocks. Raises OutOfBlocksError, with nothing changed, and CacheArgumentError below 0."""
         if num_blocks < 0:
             raise negative("num_blocks", num_blocks)
         block_ids = self._list_of(allocation)
@@ -389,11 +352,7 @@ class PrefixCachingBlockAllocator:
         return self._registered(Allocation(self, block_ids, num_prefix_blocks, allocation.namespace))
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
-        """Keep the first `num_blocks` blocks; free the others, the last one first.
-
-        Raises:
-            CacheArgumentError: fewer blocks are held, or a negative number.
-        """
+        """Keep the first `num_blocks` blocks; free the others, the last one first."""
         block_ids = self._list_of(allocation)
         if not 0 <= num_blocks <= len(block_ids):
             raise CacheArgumentError(f"cannot keep {num_blocks} blocks; give 0 to {len(block_ids)}, the number held")
@@ -475,11 +434,7 @@ class PrefixCachingBlockAllocator:
         return len(replaced)
 
     def mark_computed(self, block_ids: Iterable[int]) -> None:
-        """Let blocks of `allocate_immutable` be hit: their content is there. A block that has lost its hash is skipped.
-
-        Raises:
-            BlockStateError: a block is not in use.
-        """
+        """Let blocks of `allocate_immutable`, which are in use, be hit: their content is there."""
         computed = list(block_ids)
         self._check_ids(computed)
         for block_id in computed:
@@ -490,9 +445,7 @@ class PrefixCachingBlockAllocator:
     def make_writable(self, allocation: Allocation, block_index: int) -> None:
         """Replace a block by a fresh copy on write unless it `is_writable`, and record the copy to be made.
 
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: there is no such block.
+        Raises OutOfBlocksError, with nothing changed, and CacheArgumentError if there is no such block.
         """
         block_ids = self._list_of(allocation)
         if not 0 <= block_index < len(block_ids):
@@ -516,11 +469,7 @@ class PrefixCachingBlockAllocator:
             self._states.spared_from = NEVER
 
     def mark_accessed(self, block_ids: Sequence[int]) -> None:
-        """Evict these cached blocks last, in the order given; blocks in use are skipped.
-
-        Raises:
-            BlockStateError: a block is free.
-        """
+        """Evict these cached blocks last, in the order given; blocks in use are skipped, free ones are refused."""
         self._check_not_free(block_ids)
         self._dirty = True
         self._states.touch(block_ids)
@@ -546,20 +495,14 @@ class PrefixCachingBlockAllocator:
         self._dirty = False
 
     def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> None:
-        """Let nobody hit the blocks with these hashes any more; those that nobody holds become free.
-
-        Unknown hashes, and those of another namespace, are skipped.
-        """
+        """Let nobody hit the blocks with these hashes any more; those that nobody holds become free."""
         self._settle()
         found = [self._states.index.get(block_hash, namespace) for block_hash in dict.fromkeys(block_hashes)]
         if block_ids := [block_id for block_id in found if block_id is not None]:
             self._forget(block_ids)
 
     def forget_under(self, roots: Collection[bytes]) -> int:
-        """Free every cached block whose sequence begins with one of these roots; return how many.
-
-        Cost: O(num_blocks).
-        """
+        """Free every cached block whose sequence begins with one of these roots; return how many.  Cost: O(num_blocks)."""
         self._settle()
         index, found = self._states.index, dict[int, bool]()
         for block_id in index.blocks.values():

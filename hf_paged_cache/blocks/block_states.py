@@ -37,8 +37,6 @@ class BlockStates:
     (`_choose`), and blocks change state a run of one kind at a time. Until as many blocks were evicted as there are,
     eviction is LRU.
 
-    Blocks that are held or dropped together are of one namespace: `drop` and `hold` read the namespace off one of them.
-
     Args:
         num_blocks: number of blocks with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest
             first.
@@ -63,8 +61,6 @@ class BlockStates:
         self._line, self._num_chosen, self._latest = END, 0, 0  # line, number and latest time of the next evictions
         self.spared_from = NEVER  # blocks given back after this time are evicted only as the least recently used
         self.num_cached = 0
-        self.num_cached_of: dict[bytes, int] = {}  # namespace -> number of cached blocks, if not 0
-        self.num_in_use_of: dict[bytes, int] = {}  # namespace -> number of blocks in use, if not 0
         self.num_evictions = 0
         self.num_missed = 0  # hashes that came again before as many further blocks were evicted as there are
 
@@ -82,7 +78,6 @@ class BlockStates:
             ref_counts[block_id] = 1
             namespaces[block_id] = namespace
             kinds[block_id] = ONCE
-        _add(self.num_in_use_of, namespace, len(taken))
         return taken
 
     def _evict(self, num_blocks: int) -> list[int]:
@@ -112,11 +107,6 @@ class BlockStates:
                     what = (kind, times[run[0]], self.num_evictions)
                 evicted[digest] = what
             evicted = self.evicted.turn()
-        if len(self.num_cached_of) == 1:
-            _add(self.num_cached_of, namespaces[taken[0]], -num_blocks)
-        else:
-            for namespace, number in Counter(map(namespaces.__getitem__, taken)).items():
-                _add(self.num_cached_of, namespace, -number)
         self.num_cached -= num_blocks
         self.num_evictions += num_blocks
         return taken
@@ -154,10 +144,7 @@ class BlockStates:
         self._num_chosen = 0
 
     def remember(self, block_ids: Sequence[int]) -> None:
-        """Restore how often blocks had been used before their hashes were evicted, and count this use.
-
-        The blocks follow one another, and have just been given their hashes.
-        """
+        """Restore how often blocks, which follow one another, had been used before their hashes were evicted."""
         evicted, digests = self.evicted, self.index.digests
         if not block_ids or digests[block_ids[0]] not in evicted:
             return
@@ -174,10 +161,7 @@ class BlockStates:
             start = stop
 
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Add one holder to each block; a cached block leaves the queue, and counts as used once more.
-
-        Blocks of one kind that follow one another count as given back together.
-        """
+        """Add one holder to each block; a cached block leaves the queue, and counts as used once more."""
         ref_counts, kinds, kind = self.ref_counts, self.kinds, 0
         idle: list[int] = []
         runs: list[tuple[int, int]] = []  # kind of a run, number of idle blocks before the run
@@ -194,9 +178,6 @@ class BlockStates:
             self.queue.remove(idle)
             self._use_again(idle, runs)
             self.num_cached -= len(idle)
-            namespace = self.index.namespaces[idle[0]]
-            _add(self.num_cached_of, namespace, -len(idle))
-            _add(self.num_in_use_of, namespace, len(idle))
 
     def _use_again(self, block_ids: list[int], runs: list[tuple[int, int]]) -> None:
         kinds, clock, stop = self.kinds, self.clock, len(block_ids)
@@ -246,20 +227,15 @@ class BlockStates:
         self.clock = clock
         if not free and not cached:
             return
-        num_cached, reuse = 0, self.reuse
+        reuse = self.reuse
         for kind, run in cached:
-            num_cached += len(run)
+            self.num_cached += len(run)
             self.queue.extend(run, reuse.lines[kind])
             reuse.given_back(kind, len(run))
         self.queue.extendleft(free)
-        namespace = self.index.namespaces[block_id]
-        _add(self.num_in_use_of, namespace, -num_cached - len(free))
-        if cached:
-            self.num_cached += num_cached
-            _add(self.num_cached_of, namespace, num_cached)
-            if clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
-                reuse.compute(clock)
-                self._num_chosen = 0
+        if cached and clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
+            reuse.compute(clock)
+            self._num_chosen = 0
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Make cached blocks the last to be evicted, in the order given; skip all other blocks."""
@@ -277,18 +253,13 @@ class BlockStates:
         return sorted(found, key=self.last_access.__getitem__)
 
     def forget(self, block_ids: list[int]) -> None:
-        """Take the hashes of these blocks away.
-
-        Blocks that nobody holds become free, and are handed out next, in the order given.
-        """
+        """Take the hashes of these blocks away. Those that nobody holds become free, and are handed out next."""
         for block_id in block_ids:
             self.index.remove(block_id)
         idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
         self.queue.remove(idle)
         self.queue.extendleft(reversed(idle))
         self.num_cached -= len(idle)
-        for block_id in idle:
-            _add(self.num_cached_of, self.index.namespaces[block_id], -1)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks, which are handed out first, the lowest of them first."""
@@ -305,15 +276,12 @@ class BlockStates:
         self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all lists to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
-        """Derive the state again from `holders` and from the blocks' digests, kinds and times.
-
-        Cost: O(num_blocks log num_blocks).
-        """
+        """Derive the state again from `holders` and from the blocks' digests, kinds and times."""
         counts = Counter(chain.from_iterable(holders))
         self.ref_counts = ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
         self.index.rebuild(ref_counts)
         del self.last_access[self.num_blocks :], self.kinds[self.num_blocks :]
-        digests, times, namespaces = self.index.digests, self.last_access, self.index.namespaces
+        digests, times = self.index.digests, self.last_access
         idle = [block_id for block_id in range(1, self.num_blocks) if not ref_counts[block_id]]
         free = [block_id for block_id in idle if digests[block_id] is None]
         cached = [block_id for block_id in idle if digests[block_id] is not None]
@@ -324,14 +292,9 @@ class BlockStates:
             self.queue.extend((block_id,), self.reuse.lines[self.kinds[block_id]])
         self._num_chosen = 0
         self.num_cached = len(cached)
-        self.num_cached_of = dict(Counter(namespaces[block_id] for block_id in cached))
-        self.num_in_use_of = dict(Counter(namespaces[block_id] for block_id, count in enumerate(ref_counts) if count))
 
     def check(self, holders: list[list[int]]) -> None:
-        """Raise BlockStateError, saying what is wrong, unless invariants (1) to (5) hold.
-
-        See `PrefixCachingBlockAllocator.check` for the invariants.
-        """
+        """Raise BlockStateError unless invariants (1) to (4) of `PrefixCachingBlockAllocator.check` hold."""
         for block_ids in holders:
             if len(set(block_ids)) != len(block_ids):
                 raise BlockStateError(f"a holder has a block twice: {block_ids}")
@@ -357,20 +320,3 @@ class BlockStates:
             if times != sorted(times):
                 raise BlockStateError(f"cached blocks {of_line} are not in the order of their times {times}")
         self.index.check(in_use)
-        namespaces = self.index.namespaces
-        in_use_of = Counter(namespaces[block_id] for block_id in in_use)
-        cached_of = Counter(namespaces[block_id] for block_id in queued[num_free:])
-        if in_use_of != self.num_in_use_of or cached_of != self.num_cached_of:
-            raise BlockStateError(
-                f"of namespaces are counted {self.num_in_use_of} in use and {self.num_cached_of} cached; there are "
-                f"{dict(in_use_of)} and {dict(cached_of)}"
-            )
-
-
-def _add(counts: dict[bytes, int], namespace: bytes, number: int) -> None:
-    """Add to the count of a namespace, and drop a count of 0: there may be any number of namespaces in time."""
-    total = counts.get(namespace, 0) + number
-    if total:
-        counts[namespace] = total
-    else:
-        counts.pop(namespace, None)

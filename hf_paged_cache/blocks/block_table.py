@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocation import Allocation, Resumption
@@ -64,7 +63,6 @@ class BlockTable:
         namespace: bytes = b"",
         groups: Sequence[WindowBlocks] = (),
     ) -> None:
-        self._allocator = allocator
         self._block_size = allocator.block_size
         self._chain = HashChain(root, allocator.block_size, extra_keys)
         self._allocation: Allocation = allocator.allocate(namespace=namespace)
@@ -132,8 +130,6 @@ class BlockTable:
         """
         if num_lookahead_slots < 0:
             raise negative("num_lookahead_slots", num_lookahead_slots)
-        if not self.groups:
-            return self._fill(self._chain_of(token_ids), num_lookahead_slots)
         tokens = token_array(token_ids)
         num_hit = self.hold_prefix(tokens)
         try:
@@ -148,7 +144,26 @@ class BlockTable:
 
         Takes no fresh block.  Returns and raises as `allocate` does, but cannot run out of blocks.
         """
-        return self._fill(self._chain_of(token_ids), None)
+        chain = self._chain_of(token_ids)
+        if self._chain.token_ids or self._allocation.block_ids or self._allocation.is_freed:
+            raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
+        hashes: Iterable[BlockHash] = chain.hashes()
+        with Changing(self.groups):
+            if self.groups:
+                matched = self._allocator.match_prefix(hashes, self.namespace)
+                num_tokens = resumable(self.groups, matched, len(matched) * self._block_size)
+                hashes = chain.hashes_of(0, num_tokens // self._block_size)
+            allocation = self._allocator.allocate(hashes, namespace=self.namespace)
+            num_hit = allocation.num_prefix_tokens
+            chain.truncate(num_hit)
+            if self.groups:
+                allocation.resumption = Resumption.at(num_hit)
+            self._num_committed = allocation.num_prefix_blocks
+            self._allocation = allocation
+            self._chain = chain
+            for group in self.groups:
+                group.hold(allocation.block_ids[index] for index in group.seen(num_hit))
+        return num_hit
 
     def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
         """Return what `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
@@ -162,30 +177,6 @@ class BlockTable:
         chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
         chain.extend(token_ids)
         return chain
-
-    def _fill(self, chain: HashChain, num_lookahead_slots: int | None) -> int:
-        """Fill the table as `allocate` does, or, if `num_lookahead_slots` is None, as `hold_prefix` does."""
-        if self._chain.token_ids or self._allocation.block_ids or self._allocation.is_freed:
-            raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
-        hashes, num_blocks, allocator = chain.hashes(), None, self._allocator
-        with Changing(self.groups):
-            if self.groups:
-                matched = allocator.match_prefix(hashes, self.namespace)
-                num_resumable = resumable(self.groups, matched, len(matched) * self._block_size)
-                hashes = islice(chain.hashes(), num_resumable // self._block_size)
-            if num_lookahead_slots is not None:
-                num_blocks = -(-(len(chain.token_ids) + num_lookahead_slots) // self._block_size)
-            allocation = allocator.allocate(hashes, num_blocks=num_blocks, namespace=self.namespace)
-            num_hit = allocation.num_prefix_tokens
-            if num_lookahead_slots is None:
-                chain.truncate(num_hit)
-            allocation.resumption = Resumption.at(num_hit) if self.groups else None
-            self._num_committed = allocation.num_prefix_blocks
-            self._allocation = allocation
-            self._chain = chain
-            for group in self.groups:
-                group.hold(allocation.block_ids[index] for index in group.seen(num_hit))
-        return num_hit
 
     def append_tokens(self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0) -> None:
         """Append tokens, with a writable slot for each token and for the lookahead.
@@ -214,21 +205,13 @@ class BlockTable:
         return block_ids[block_index] * block_size + offset
 
     def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
-        """Have at least `num_empty_slots` writable empty slots, by a copy on write and then by fresh blocks.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number.
-        """
+        """Have at least `num_empty_slots` writable empty slots. Raises as `append_tokens` does."""
         if num_empty_slots < 0:
             raise negative("num_empty_slots", num_empty_slots)
         self.append_tokens((), num_empty_slots)
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` more tokens would take: fresh ones and copies on write.
-
-        Effects: none.
-        """
+        """Return how many blocks `num_tokens` more tokens would take: fresh ones and copies on write."""
         if num_tokens < 0:
             raise negative("num_tokens", num_tokens)
         shared, num_fresh = self._blocks_to_take(num_tokens)
@@ -241,9 +224,7 @@ class BlockTable:
     def writable_slots(self, start: int, stop: int) -> list[int]:
         """Return the `slots` of positions that are about to be written.
 
-        Raises:
-            BlockStateError: a slot lies in a block that others hold or can hit.
-            CacheArgumentError: as `slots`.
+        Raises BlockStateError if a slot lies in a block that others hold or can hit.
         """
         slots = self._allocation.slots(start, stop)
         for index in range(start // self._block_size, -(-stop // self._block_size)) if slots else ():
@@ -340,7 +321,6 @@ class BlockTable:
     def fork(self) -> BlockTable:
         """Return a second table with the same tokens in the same blocks; blocks without tokens are not shared."""
         forked = object.__new__(type(self))
-        forked._allocator = self._allocator
         forked._block_size = self._block_size
         forked._chain = self._chain.copy()
         forked._allocation = self._allocator.fork(self._allocation, self._num_blocks_of_tokens)
@@ -348,13 +328,12 @@ class BlockTable:
         forked._allocation.resumption = self._allocation.resumption
         return forked
 
-    def move_to(self, allocator: PrefixCachingBlockAllocator, allocation: Allocation) -> None:
+    def move_to(self, allocation: Allocation) -> None:
         """Let the tokens lie in the blocks of `allocation` from now on, which may be another allocator's.
 
-        The caller gives the previous blocks back. If the move is interrupted, repeat it before the table is used.
+        The caller gives the previous blocks back.
         """
         self._allocation = allocation
-        self._allocator = allocator
 
     def free(self) -> None:
         """Give all blocks back; the table is not used again. Raises BlockStateError the second time."""
@@ -372,6 +351,10 @@ class BlockTable:
     def __exit__(self, *raised: object) -> None:
         if not self._allocation.is_freed:
             self.free()
+
+    @property
+    def _allocator(self) -> PrefixCachingBlockAllocator:
+        return cast("PrefixCachingBlockAllocator", self._allocation.allocator)
 
     @property
     def _num_blocks_of_tokens(self) -> int:

@@ -50,8 +50,7 @@ class EvictedHashes:
     def take(self, digests: Iterable[bytes | None]) -> list[Remembered]:
         """Return and forget what is remembered of the leading digests, up to the first that is unknown or None.
 
-        The tail of a sequence is evicted, and forgotten, before its head: so no digest after an unknown one is
-        remembered.
+        The tail of a sequence is forgotten before its head: no digest after an unknown one is remembered.
         """
         newer, older = self.newer, self._older
         found: list[Remembered] = []

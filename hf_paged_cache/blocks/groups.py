@@ -27,10 +27,8 @@ class Group(Protocol):
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
         """Return an upper bound of the tokens, of `num_tokens`, after which these layers can resume.
 
-        The bound is no lower than the most such tokens, and it is exact if it is `num_tokens`.
-
-        Args:
-            has: returns whether what the layers need of the block with a logical index is kept.
+        The bound is exact if it is `num_tokens`. `has` says whether what the layers need of the block with a logical
+        index is kept.
         """
 
 
@@ -52,11 +50,7 @@ def resumable(groups: Iterable[Group], block_ids: Sequence[int], num_tokens: int
 
 
 def resumable_where(groups: Iterable[Group], num_tokens: int, has: Callable[[Group, int], bool]) -> int:
-    """Do what `resumable` does, by another answer to whether a group has what it needs of a block.
-
-    Args:
-        has: returns whether a group has what it needs of the block with a logical index.
-    """
+    """Do what `resumable` does; `has` says whether a group has what it needs of the block with a logical index."""
     most = None
     while most != num_tokens:
         most = num_tokens

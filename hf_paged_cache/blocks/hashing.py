@@ -11,10 +11,9 @@ import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
-from itertools import chain
 from typing import NamedTuple
 
-from ..errors import BlockStateError, CacheArgumentError
+from ..errors import CacheArgumentError
 
 TOKEN_BYTES = 8  # bytes of one token id, in a hash and in `array('q')`
 _PORTION_BYTES = 32 * 1024
@@ -141,42 +140,18 @@ class HashChain:
         copied._hashes = self._hashes[:]
         return copied
 
-    def block_hash(self, block_index: int) -> BlockHash:
-        """Return the hash of one block. Raises CacheArgumentError if the block is not full."""
-        if not 0 <= block_index < self.num_full_blocks:
-            raise CacheArgumentError(
-                f"block {block_index} has no hash: blocks 0 to {self.num_full_blocks - 1} are full"
-            )
-        return next(self.hashes(block_index))
-
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
         """Iterate over the hashes of full blocks `[start, stop)`, which are computed as they are asked for, and kept.
 
-        Cost: one SHA-256 over 32 + 8 * block_size bytes for each block not yet hashed; at most as many are computed
-        ahead as were asked for.
-
-        Args:
-            start: first block, 0 or more; hashes before it are computed where needed.
-            stop: block to stop at; None, or a number above that of full blocks, stands for all of them.
-
-        Raises:
-            BlockStateError: the chain was cut below blocks whose hashes were given out already. The chain may grow.
+        At most as many are computed ahead as were asked for.
         """
-        return chain.from_iterable(self._runs(start, stop))
-
-    def _runs(self, start: int, stop: int | None) -> Iterator[list[BlockHash]]:
-        """Give the hashes of `hashes` in runs: those known, then twice as many with each further run."""
-        known, index, ahead = self._hashes, start, 1
+        known, ahead = self._hashes, 1
         stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)
-        while index < stop:
+        for index in range(start, stop):
             if len(known) <= index:
                 self._hash_until(min(stop, index + ahead))
                 ahead *= 2
-            run = known[index:stop]
-            yield run
-            index += len(run)
-            if len(known) < index:
-                raise BlockStateError(f"hash chain cut to {len(known)} blocks while block {index - 1} was being read")
+            yield known[index]
 
     def hashes_of(self, start: int, stop: int) -> list[BlockHash]:
         """Return the hashes of full blocks `[start, stop)`, all computed at once."""

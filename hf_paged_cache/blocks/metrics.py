@@ -32,8 +32,7 @@ class PrefixCacheMetrics:
         """Count one query, of one sequence or of several.
 
         Args:
-            num_shared_tokens: number of tokens that were not hit, and that were computed once for several sequences of
-                the query: those of all these sequences but the first.
+            num_shared_tokens: tokens that were computed once for several sequences: those of all but the first.
 
         Raises:
             CacheArgumentError: more tokens hit and shared than queried, or fewer than 0.
@@ -61,9 +60,6 @@ class PrefixCacheMetrics:
 
     @property
     def recent_hit_rate(self) -> float:
-        """Share of tokens hit among tokens queried, over the last `window` queries; 0.0 before the first.
-
-        Cost: O(window).
-        """
+        """Share of tokens hit among tokens queried, over the last `window` queries; 0.0 before the first."""
         queried, hit, _ = map(sum, zip(*self._recent, strict=True)) if self._recent else (0, 0, 0)
         return hit / queried if queried else 0.0

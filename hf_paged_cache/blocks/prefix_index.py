@@ -64,11 +64,6 @@ class PrefixIndex:
             append(block_id)
         return hits
 
-    def computed_of(self, namespace: bytes) -> list[int]:
-        """Return the blocks of a namespace that can be hit.  Cost: O(num_blocks)."""
-        found = (block_id for block_id in self.blocks.values() if self.namespaces[block_id] == namespace)
-        return [block_id for block_id in found if block_id not in self.uncomputed]
-
     def insert(self, block_id: int, block_hash: BlockHash, *, computed: bool) -> None:
         """Give a block that has no hash a hash that no other block has.
 

@@ -7,33 +7,7 @@ Layers that see another run of the last tokens than a window are another class b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
-
-
-class Sight(Protocol):
-    """`Sight` says which tokens before a token its layers see. Sights are compared and hashed by value."""
-
-    @property
-    def name(self) -> int | str:
-        """Name of the group, in the pool and in files."""
-
-    @property
-    def words(self) -> str:
-        """Description of the sight, for messages."""
-
-    @property
-    def size(self) -> int:
-        """Most tokens that a query sees, itself included; this is the number that transformers is told."""
-
-    @property
-    def most_needed(self) -> int:
-        """Most tokens that `needed` returns."""
-
-    def needed(self, num_tokens: int) -> range:
-        """Return the positions of the tokens that must be kept to resume after `num_tokens` tokens."""
-
-    def handed_from(self, start: int) -> int:
-        """Return the first column that attention is handed in a forward from column `start` on."""
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +22,27 @@ class Window:
     size: int
 
     @property
-    def name(self) -> int:
-        """Name of the group: the window's size; see `Sight`."""
+    def name(self) -> int | str:
+        """Name of the group, in the pool and in files."""
         return self.size
 
     @property
     def words(self) -> str:
-        """Description of the window, for messages; see `Sight`."""
+        """Description of the window, for messages."""
         return f"a window of {self.size} tokens"
 
     @property
     def most_needed(self) -> int:
-        """Most tokens that `needed` returns: the last token is always kept; see `Sight`."""
+        """Most tokens that `needed` returns: the last token is always kept."""
         return max(1, self.size - 1)
 
     def needed(self, num_tokens: int) -> range:
-        """Return the positions of the tokens that must be kept; see `Sight`."""
+        """Return the positions of the tokens that must be kept to resume after `num_tokens` tokens."""
         return range(max(0, num_tokens - self.most_needed), num_tokens)
 
     def handed_from(self, start: int) -> int:
-        """Return the first column that attention is handed; see `Sight`."""
+        """Return the first column that attention is handed in a forward from column `start` on."""
         return max(0, start - self.size + 1)
+
+
+Sight: TypeAlias = Window  # what layers see; sights are compared and hashed by value

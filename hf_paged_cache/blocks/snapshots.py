@@ -74,8 +74,7 @@ class Snapshots(Generic[Content]):
         """Keep a snapshot at the end of a block that has none; return whether the block has one now.
 
         Args:
-            may_evict: True if the snapshot may take the place of the least recently used one, where there are as many
-                as there can be.
+            may_evict: True if the snapshot may take the place of the least recently used one.
         """
         digest = self._allocator.digest_of(block_id)
         if digest is None:
@@ -107,19 +106,12 @@ class Snapshots(Generic[Content]):
         return self._allocator.digest_of(block_id) in self._contents
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
-        """Return the tokens up to the end of the last block with a snapshot, see `Group`.
-
-        If no block has a snapshot, the sequence resumes from no state, after 0 tokens.
-        """
+        """Return the tokens up to the end of the last block with a snapshot, or 0; see `Group`."""
         size = self._allocator.block_size
         return next((index * size for index in range(num_tokens // size, 0, -1) if has(index - 1)), 0)
 
     def use(self, block_id: int) -> Content:
-        """Return the snapshot of a block, and make it the most recently used.
-
-        Raises:
-            BlockStateError: the block has no snapshot.
-        """
+        """Return the snapshot of a block, and make it the most recently used. Raises BlockStateError if it has none."""
         digest = self._allocator.digest_of(block_id)
         if digest is None or digest not in self._contents:
             raise BlockStateError(f"block {block_id} has no snapshot")

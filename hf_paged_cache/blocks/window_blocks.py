@@ -127,10 +127,7 @@ class WindowBlocks:
         return block_id in self.places
 
     def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
-        """Return an upper bound of the tokens after which these layers can resume; see `Group`.
-
-        Blocks are looked at from the end; no block before one that is not there is looked at.
-        """
+        """Return an upper bound of the tokens after which these layers can resume; see `Group`."""
         size = self._block_size
         return next((index * size for index in reversed(self.seen(num_tokens)) if not has(index)), num_tokens)
 
@@ -150,10 +147,7 @@ class WindowBlocks:
         )
 
     def require(self, num_blocks: int, namespace: bytes = b"") -> None:
-        """Raise OutOfBlocksError unless `num_blocks` window blocks can be taken.
-
-        The message tells the numbers, except to a caller with a namespace.
-        """
+        """Raise OutOfBlocksError unless `num_blocks` window blocks can be taken; a namespace is told no numbers."""
         if num_blocks > len(self._free) + self.num_idle:
             self.sweep()
         if num_blocks > len(self._free) + self.num_idle:
@@ -262,10 +256,7 @@ class WindowBlocks:
         self.is_dirty = False
 
     def sweep(self) -> None:
-        """Derive what is free, needed and idle from the places, the allocations and the allocator.
-
-        Cost: O(num_blocks).
-        """
+        """Derive what is free, needed and idle from the places, the allocations and the allocator, in O(num_blocks)."""
         allocator = self._allocator
         needed = self.needed_by(allocator.allocations())
 

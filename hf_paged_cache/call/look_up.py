@@ -4,6 +4,7 @@ Effects: none; whoever asks holds the store's lock.
 """
 
 from ..blocks import BlockTable, Group, HashChain, resumable
+from ..blocks.hashing import tokens_of
 from ..blocks.image_tokens import WholeImages, end_of_image, filled_up, hold_images, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store import tier_load
@@ -70,7 +71,7 @@ def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Previo
 
     The result is empty where nothing continues there.
 
-    Cost: a SHA-256 for each block of the store.
+    Cost: a SHA-256 for each block of the prefix, and a look at each block of the store.
 
     Args:
         last: see `look_up`.
@@ -81,6 +82,7 @@ def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Previo
         chain = HashChain(new.root, store.block_size)
         chain.extend(new.token_ids[:num_tokens])
         parent = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)[0].digest if num_tokens else new.root
-        found += store.allocator.continuations(parent, new.salt)
+        known = store.allocator.hashes(new.salt).values()
+        found += [tokens_of(block_hash.token_bytes) for block_hash in known if block_hash.parent == parent]
     rest = new.token_ids[num_tokens:]
     return max(found, key=lambda tokens: common_prefix_length(tokens, rest), default=rest[:0])

@@ -22,16 +22,11 @@ def hashes():
 
 
 @pytest.fixture
-def kind_of_allocator():
-    return PrefixCachingBlockAllocator
-
-
-@pytest.fixture
-def make_allocator(kind_of_allocator):
+def make_allocator():
     made = []
 
     def make(num_blocks=17, block_size=2):
-        made.append(kind_of_allocator(num_blocks, block_size))
+        made.append(PrefixCachingBlockAllocator(num_blocks, block_size))
         return made[-1]
 
     yield make
@@ -50,7 +45,7 @@ def cache_sequence(allocator, hashes):
 
     def cache(token_ids, **options):
         block_hashes = hashes(token_ids, **options)
-        allocation = allocator.allocate(block_hashes, num_blocks=len(block_hashes))
+        allocation = allocator.allocate((), len(block_hashes))
         allocator.commit_many(allocation, 0, block_hashes)
         block_ids = list(allocation.block_ids)
         allocation.free()

@@ -504,7 +504,7 @@ class Driver:
             if not self.groups:
                 with pytest.raises(NaiveOutOfBlocksError):
                     self.model.check_room(num_fresh, hits)
-            elif hits:  # were held for a moment
+            if hits:  # were held for a moment
                 self.model.hold(hits)
                 self.model.settle(hits[::-1])
             assert not table.block_ids

@@ -13,5 +13,4 @@ def snapshot_of(allocator: PrefixCachingBlockAllocator) -> tuple[object, ...]:
     hashes = [index.hash_of(block_id) for block_id in range(states.num_blocks)]
     lists = [list(block_ids) for block_ids in allocator._held.values()]
     counts, queue = states.ref_counts[:], list(states.queue)
-    namespaces = dict(states.num_in_use_of), dict(states.num_cached_of)
-    return counts, queue, times, allocator.num_evictions, hashes, set(index.uncomputed), lists, namespaces
+    return counts, queue, times, allocator.num_evictions, hashes, set(index.uncomputed), lists

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_paged_cache.blocks import hashing
 from hf_paged_cache.blocks.hashing import HashChain, root_hash
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+from hf_paged_cache.errors import CacheArgumentError
 
 ROOT = root_hash(b"model")
 
@@ -40,7 +40,7 @@ def test_a_digest_is_sha256_of_parent_tokens_and_extra_keys():
 def test_token_bytes_are_little_endian_on_a_big_endian_host(monkeypatch):
     monkeypatch.setattr(hashing, "_HOST_IS_BIG_ENDIAN", True)
     chain = chain_of([1, 2])
-    assert chain.block_hash(0).token_bytes == struct.pack(">2q" if sys.byteorder == "little" else "<2q", 1, 2)
+    assert chain.hashes_of(0, 1)[0].token_bytes == struct.pack(">2q" if sys.byteorder == "little" else "<2q", 1, 2)
     assert list(chain.token_ids) == [1, 2]  # the chain's own tokens are not swapped
 
 
@@ -91,7 +91,6 @@ def test_a_slice_of_hashes_is_that_of_all_whether_computed_or_not():
         everything[8:],
         [],
     ]
-    assert chain_of(range(20)).block_hash(9) == list(chain_of(range(20)).hashes())[9]
 
 
 def test_hashes_are_right_across_the_portions_that_tokens_are_copied_in(monkeypatch):
@@ -147,17 +146,5 @@ def test_a_chain_refuses_what_it_cannot_do():
     chain = chain_of([1, 2, 3])
     with pytest.raises(CacheArgumentError, match="cannot keep 4 tokens; give 0 to 3"):
         chain.truncate(4)
-    with pytest.raises(CacheArgumentError, match="block 1 has no hash"):
-        chain.block_hash(1)
     with pytest.raises(CacheArgumentError, match="block_size is 0"):
         HashChain(ROOT, 0)
-
-
-def test_cutting_a_chain_under_its_iterator_is_refused():
-    chain = chain_of(range(8))
-    hashes = chain.hashes()
-    next(hashes)
-    next(hashes)
-    chain.truncate(0)
-    with pytest.raises(BlockStateError, match="cut to 0 blocks"):
-        list(hashes)

@@ -125,7 +125,7 @@ OPERATIONS = {
     "grow": lambda w: w.allocator.grow(20),
     "forget": lambda w: w.allocator.forget_cached_blocks(),
     "forget a namespace": lambda w: w.allocator.forget_cached_blocks(b""),
-    "allocate in a namespace": lambda w: w.tenant.allocate([2, 2, 6, 6, 6]),
+    "hold a prefix of a namespace": lambda w: w.tenant.hold_prefix([2, 2, 6, 6, 6]),
     "collect": collect,
     "collect what is committed": collect_committed,
     "reset": reset,
@@ -166,7 +166,7 @@ def num_begun(operation, world, instruction=math.inf):
 REPEATABLE = (
     set(OPERATIONS)
     - {"allocate a hit, evicting", "allocate a window, evicting", "fork", "reset"}
-    - {"collect", "collect what is committed", "allocate in a namespace"}
+    - {"collect", "collect what is committed", "hold a prefix of a namespace"}
 )
 
 

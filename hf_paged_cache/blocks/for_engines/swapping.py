@@ -11,7 +11,6 @@ from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from ...errors import BlockStateError, CacheArgumentError
-from ..allocation import Allocation
 from ..allocator import PrefixCachingBlockAllocator
 from ..block_table import BlockTable
 from ..hashing import BlockHash
@@ -33,14 +32,6 @@ class SwapCopy(NamedTuple):
     is_to_host: bool
 
 
-class _Swap(NamedTuple):
-    """`_Swap` is a swap that has all its blocks, and that `settle` finishes."""
-
-    destination: PrefixCachingBlockAllocator
-    moves: list[tuple[BlockTable, Allocation, Allocation]]  # tables, with their blocks so far and their new blocks
-    copied: list[int]  # blocks of the destination
-
-
 # Block of the source, in the order of the tables -> what is wanted in its place: a block with the same content, or a
 # fresh block with a hash or without.
 _Plan: TypeAlias = dict[int, int | BlockHash | None]
@@ -55,9 +46,8 @@ class BlockSwapper:
     held by all of them again. Blocks without tokens stay behind.
 
     Ids change first, content follows: make the copies that a swap returns, in order, before any block of either side is
-    written. Until `drop_copies`, the copies are also in `pending_copies`, for who was interrupted. Every operation
-    finishes or changes nothing. After a Ctrl-C inside an operation, call `settle`, as every operation does, before the
-    tables are used. Not thread-safe: use one lock for both sides.
+    written. Until `drop_copies`, the copies are also in `pending_copies`, for who was interrupted. After a Ctrl-C inside
+    a swap, some of its tables may have moved: see `is_on_host`. Not thread-safe: use one lock for both sides.
 
     Args:
         device, host: two allocators of one block size.
@@ -89,7 +79,6 @@ class BlockSwapper:
         self.device = device
         self.host = host
         self._pending: list[SwapCopy] = []
-        self._unfinished: _Swap | None = None
 
     @property
     def pending_copies(self) -> tuple[SwapCopy, ...]:
@@ -101,16 +90,10 @@ class BlockSwapper:
         del self._pending[:num_copies]
 
     def is_on_host(self, table: BlockTable) -> bool:
-        """Return whether a table's blocks are the host's.
-
-        Raises:
-            BlockStateError: the blocks are on neither side: the table was freed, or is of other allocators.
-        """
-        self.settle()
-        if self.host.holds(table.allocation):
-            return True
-        if self.device.holds(table.allocation):
-            return False
+        """Return whether a table's blocks are the host's. Raises BlockStateError if they are on neither side."""
+        for side in (self.host, self.device):
+            if side.holds(table.allocation):
+                return side is self.host
         raise BlockStateError(f"{table!r} was freed, or is of another allocator than these two")
 
     def swap_out(self, *tables: BlockTable) -> list[tuple[int, int]]:
@@ -131,10 +114,7 @@ class BlockSwapper:
         return self._swap(tables, self.host, self.device)
 
     def can_swap_out(self, *tables: BlockTable) -> AllocStatus:
-        """Return whether `swap_out` of these tables would find its blocks.
-
-        Effects: none. Raises as `swap_out` does, but not for lack of blocks.
-        """
+        """Return whether `swap_out` of these tables would find its blocks. Raises as it, but not for lack of blocks."""
         return self._status(self._plan(tables, self.device, self.host), self.host)
 
     def can_swap_in(self, *tables: BlockTable) -> AllocStatus:
@@ -142,13 +122,7 @@ class BlockSwapper:
         return self._status(self._plan(tables, self.host, self.device), self.device)
 
     def num_full_blocks_touched(self, *tables: BlockTable) -> int:
-        """Return how many full blocks a swap of these tables would copy: those that the other side has not.
-
-        Effects: none.
-
-        Raises:
-            BlockStateError, CacheArgumentError: as a swap would; or the tables are not all on one side.
-        """
+        """Return how many full blocks a swap of these tables, all on one side, would copy: the other side lacks them."""
         if not tables:
             return 0
         sides = (self.host, self.device) if self.is_on_host(tables[0]) else (self.device, self.host)
@@ -156,26 +130,8 @@ class BlockSwapper:
         full = {block_id for table in tables for block_id in table.block_ids[: table.num_tokens // size]}
         return sum(not isinstance(plan[block_id], int) for block_id in full)
 
-    def settle(self) -> None:
-        """Finish a swap that was interrupted."""
-        swap = self._unfinished
-        if swap is None:
-            return
-        for table, old, new in swap.moves:
-            if table.allocation is old and old.is_freed:
-                if not new.is_freed:
-                    new.free()  # the table was freed meanwhile
-            else:
-                table.move_to(swap.destination, new)
-        swap.destination.mark_computed(block_id for block_id in swap.copied if swap.destination.ref_count(block_id))
-        for _, old, _ in swap.moves:
-            if not old.is_freed:
-                old.free()
-        self._unfinished = None
-
     def check(self) -> None:
-        """Settle, and prove the invariants of both sides, or raise BlockStateError with the whole state."""
-        self.settle()
+        """Prove the invariants of both sides, or raise BlockStateError with the whole state."""
         self.device.check()
         self.host.check()
 
@@ -188,8 +144,8 @@ class BlockSwapper:
         plan = self._plan(tables, source, destination)
         hits = _found(plan)
         destination.require(len(plan) - len(hits), hits, max((table.namespace for table in tables), default=b""))
-        # An allocation made here that no table has yet is given back when it is collected: an interrupt leaves nothing
-        # held. First hold all blocks that the destination has, so that none is evicted for the first table.
+        # An allocation that no table has is given back when it is collected: an interrupt leaves nothing held.
+        # First hold all blocks that the destination has, so that none is evicted for the first table.
         guards = []
         for namespace in {table.namespace for table in tables}:
             held = [i for table in tables if table.namespace == namespace for i in self._blocks_with_tokens(table)]
@@ -207,8 +163,10 @@ class BlockSwapper:
         is_to_host = destination is self.host
         # Before any table has moved: a copy too many does no harm, one too few does.
         self._pending.extend([SwapCopy(*pair, is_to_host) for pair in copies])
-        self._unfinished = _Swap(destination, moves, [block_id for _, block_id in copies])
-        self.settle()
+        destination.mark_computed(block_id for _, block_id in copies)
+        for table, old, new in moves:
+            table.move_to(new)
+            old.free()
         for guard in guards:
             guard.free()
         return copies
@@ -220,7 +178,6 @@ class BlockSwapper:
         destination: PrefixCachingBlockAllocator,
     ) -> _Plan:
         """Return what a swap would take.  Effects: none."""
-        self.settle()
         where = "the device" if source is self.device else "the host"
         for number, table in enumerate(tables):
             if table.groups:

@@ -1,4 +1,4 @@
-"""What an engine asks of an allocator beyond what the cache does: blocks touched by hand, what a batch reads once."""
+"""What an engine asks of an allocator beyond what the cache does: blocks touched by hand."""
 
 from __future__ import annotations
 
@@ -18,17 +18,3 @@ def test_touching_a_block_in_use_changes_nothing_and_a_free_one_is_refused(alloc
     with pytest.raises(CacheArgumentError, match="block 0 given; blocks are 1 to 16"):
         allocator.mark_accessed([0])
     assert snapshot_of(allocator) == before
-
-
-def test_common_computed_blocks_are_the_leading_ones_that_all_hold(allocator, hashes):
-    one = allocator.allocate((), 4)
-    allocator.commit_many(one, 0, hashes(range(6)))
-    two = allocator.allocate(hashes(range(4)), 1)
-    assert allocator.get_common_computed_block_ids([one, two]) == [1, 2]
-    assert allocator.get_common_computed_block_ids([one]) == [1, 2, 3]
-    assert allocator.get_common_computed_block_ids([]) == []
-    three = allocator.allocate(hashes(range(2)), 1)
-    assert allocator.get_common_computed_block_ids([one, two, three]) == [1]
-    awaiting = allocator.allocate()
-    allocator.allocate_immutable(awaiting, hashes([7, 7]))
-    assert allocator.get_common_computed_block_ids([awaiting]) == []
