@@ -5,21 +5,21 @@ after a pause, mostly short and sometimes long, behind one of a few system promp
 and conversations that go on from an earlier turn (branches); and, in one of the two traces, bursts of long documents
 that nobody asks for again (floods). One request runs at a time, as on one `PagedPrefixCache`.
 
-`reuse`, what the cache does, and `lru` are replayed through the allocator and block tables that the cache itself uses. The others are
-simulated over the same prefix tree. `clairvoyant` evicts the leaf that is asked for again last: Belady's rule, and as a block is asked for
-no later than its descendants, never at the cost of a better victim. `fifo` evicts what was computed first, whatever
-hangs on it; were it to spare blocks with descendants, it would do what `lru` does, for each turn adds the leaf it ends
-in. `segmented` resists floods: what was never hit goes before all that was, either side least recently used first
-(segmented LRU without a bound on the side that is spared). `lru` is simulated as well, and must hit exactly the same
-tokens in every request as the real allocator, or the run fails.
+`reuse`, what the cache does, and `lru` are replayed through the allocator and block tables that the cache itself uses.
+The others are simulated over the same prefix tree. `clairvoyant` evicts the leaf that is asked for again last: Belady's
+rule, and as a block is asked for no later than its descendants, never at the cost of a better victim. `fifo` evicts
+what was computed first, whatever hangs on it; were it to spare blocks with descendants, it would do what `lru` does,
+for each turn adds the leaf it ends in. `segmented` resists floods: what was never hit goes before all that was, either
+side least recently used first (segmented LRU without a bound on the side that is spared). `lru` is simulated as well,
+and must hit exactly the same tokens in every request as the real allocator, or the run fails.
 
 The working set is the number of distinct full blocks of a whole trace, the floods' own among them; a third row of
 results shows the floods in pools that are shares of the working set without floods. Hit rate: prompt tokens found in
 whole blocks over all prompt tokens. `unbounded` never evicts: the most that any policy could hit.
 
-`--trace FILE` replays others' requests in the order of the file: JSON lines, of each the `hash_ids` of its blocks, which name a block and all
-before it (the traces that Mooncake published are such). Beside are LFU, ARC and S3-FIFO, for which each block of a request is an object
-that is asked for, the last one first.
+`--trace FILE` replays others' requests in the order of the file: JSON lines, of each the `hash_ids` of its blocks,
+which name a block and all before it (the traces that Mooncake published are such). Beside are LFU, ARC and S3-FIFO, for
+which each block of a request is an object that is asked for, the last one first.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ NEVER = sys.maxsize
 
 @dataclass(frozen=True)
 class Habits:
-    """What people do. Times in minutes, lengths in tokens; `mean_*` of exponential distributions, (least, most) of uniform ones."""
+    """What people do.
+
+    Times in minutes, lengths in tokens; `mean_*` of exponential distributions, (least, most) of uniform ones.
+    """
 
     minutes: float = 240.0
     num_sessions: int = 240

@@ -1,10 +1,11 @@
-"""What `generate` costs with PagedPrefixCache, against DynamicCache in the same run: `python benchmarks/bench_generate.py`.
+"""What `generate` costs with PagedPrefixCache, against DynamicCache in the same run: `python
+benchmarks/bench_generate.py`.
 
 SmolLM2-135M in fp32 on a CPU; on a CUDA device bf16, and the time is that of its events. Greedy unless a scene says
 otherwise. Every scene is a function in scenes/; all ways to make the same tokens run in turn, round after round, and in
-fp32 must give the same ones. A line of the table is median over median, and beside it least and greatest of the ratios round by round.
-The number of new tokens is exact. Filling and emptying caches and warm-up rounds are outside of all timing; the cyclic
-garbage collector is off while timing.
+fp32 must give the same ones. A line of the table is median over median, and beside it least and greatest of the ratios
+round by round. The number of new tokens is exact. Filling and emptying caches and warm-up rounds are outside of all
+timing; the cyclic garbage collector is off while timing.
 
 Exit status: 1 if a bar does not hold or tokens differ.
 """
@@ -86,7 +87,10 @@ def make_bench(options: argparse.Namespace) -> tuple[Bench, dict[str, Any]]:
 
 
 def run_scene(scene: Scene, bench: Bench, repeat: Repeat) -> dict[str, dict[str, Any]]:
-    """The lines of one scene, as they go into the JSON. Tokens that differ are a result, too, and end only the scene."""
+    """The lines of one scene, as they go into the JSON.
+
+    Tokens that differ are a result, too, and end only the scene.
+    """
     lines: dict[str, dict[str, Any]] = {}
     place = {"scene": scene.name, "group": scene.group}
     try:

@@ -1,8 +1,9 @@
 """Captured calls on a CUDA device, with DynamicCache beside them in turn: `python benchmarks/bench_gpu.py`.
 
-A Llama with random weights. Every call has other tokens behind the same known ones. *Same* is the share of tokens that a DynamicCache gives
-which is continued from the known prefix: below fp32 that is what rounding can be held to. At the end, how long each graph takes alone.
-About three minutes on an H100; on a CPU it runs with `--shape tiny`, where a call of the forward stands in for each graph.
+A Llama with random weights. Every call has other tokens behind the same known ones. *Same* is the share of tokens that
+a DynamicCache gives which is continued from the known prefix: below fp32 that is what rounding can be held to. At the
+end, how long each graph takes alone. About three minutes on an H100; on a CPU it runs with `--shape tiny`, where a call
+of the forward stands in for each graph.
 """
 
 from __future__ import annotations
@@ -166,7 +167,9 @@ def long_context(on: Machine) -> dict[str, Any]:
 
 
 def attention(on: Machine) -> dict[str, Any]:
-    """Microseconds of one layer's attention of one token, over all but 200 columns: as transformers asks it, with heads repeated, and grouped."""
+    """Microseconds of one layer's attention of one token, over all but 200 columns: as transformers asks it, with heads
+    repeated, and grouped.
+    """
     heads, key_heads, size = on.heads
     found = {}
     for rows, columns in ((1, 1536), (8, 1536), (1, 18432)):

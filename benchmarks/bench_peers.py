@@ -1,9 +1,11 @@
-"""`generate` with DynamicCache, with ours, and vLLM on the same CPU: `python benchmarks/bench_peers.py --vllm-python PYTHON`.
+"""`generate` with DynamicCache, with ours, and vLLM on the same CPU: `python benchmarks/bench_peers.py --vllm-python
+PYTHON`.
 
-SmolLM2-135M in fp32, greedy but for the samples, the same random token ids for all, exactly as many new tokens. A case runs on all ways in
-turn, round after round; the median of the rounds is shown. What is known is computed before, outside of the time; before a case each way runs a short one of its kind. `packed` is ours on
-a model whose linear layers are packed for oneDNN. vLLM runs in a process of its own, on the Python of an environment in which you
-have installed it (3.5 GB); without --vllm-python its column is left out, and it is said how to install it.
+SmolLM2-135M in fp32, greedy but for the samples, the same random token ids for all, exactly as many new tokens. A case
+runs on all ways in turn, round after round; the median of the rounds is shown. What is known is computed before,
+outside of the time; before a case each way runs a short one of its kind. `packed` is ours on a model whose linear
+layers are packed for oneDNN. vLLM runs in a process of its own, on the Python of an environment in which you have
+installed it (3.5 GB); without --vllm-python its column is left out, and it is said how to install it.
 
 Exit status: 1 if ours gives other tokens than DynamicCache.
 """

@@ -44,7 +44,10 @@ class Timing:
 
 @contextlib.contextmanager
 def garbage_collection(enabled: bool) -> Iterator[None]:
-    """Collects first; then leaves the cyclic collector on or off, and puts it back. As `timeit`, we measure with it off."""
+    """Collects first; then leaves the cyclic collector on or off, and puts it back.
+
+    As `timeit`, we measure with it off.
+    """
     was_enabled = gc.isenabled()
     gc.collect()
     (gc.enable if enabled else gc.disable)()
@@ -67,7 +70,10 @@ def timed(function: Callable[[], object], *, gc_enabled: bool = False) -> float:
 def interleave(
     cases: Mapping[str, Callable[[], object]], *, rounds: int = 5, warmups: int = 1, gc_enabled: bool = False
 ) -> dict[str, Timing]:
-    """Time each case once a round, in an order that turns by one each round. The first `warmups` rounds do not count."""
+    """Time each case once a round, in an order that turns by one each round.
+
+    The first `warmups` rounds do not count.
+    """
     names = list(cases)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warmups + rounds):
@@ -94,7 +100,8 @@ def machine() -> dict[str, object]:
 def commit() -> str:
     """The git commit measured, with `+changes` if anything but results differs from it, or `none`.
 
-    Results are the files in benchmarks/results/, and in a README what stands between `<!-- NAME: begin -->` and its end.
+    Results are the files in benchmarks/results/, and in a README what stands between `<!-- NAME: begin -->` and its
+    end.
     """
 
     def git(*arguments: str) -> str:

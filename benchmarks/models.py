@@ -42,7 +42,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 16_384,
         "initializer_range": 0.2,  # large enough that other keys and values give other tokens
     },
-    # Gemma 3's layers, twelve of them: five with a window, one without, and so on. The vocabulary is small: it is not what is timed.
+    # Gemma 3's layers, twelve of them: five with a window, one without, and so on. The vocabulary is small: it is not
+    # what is timed.
     "gemma-3": {
         "vocab_size": 1024,
         "hidden_size": 640,
@@ -134,7 +135,9 @@ def load(name: str | None, device: torch.device, dtype: torch.dtype) -> tuple[Pr
 
 
 def random_model(shape: str, device: torch.device, dtype: torch.dtype, **changes: Any) -> PreTrainedModel:
-    """Seeded random weights in one of `SHAPES`, made on the device: good for times, not for text; `changes` of its settings."""
+    """Seeded random weights in one of `SHAPES`, made on the device: good for times, not for text; `changes` of its
+    settings.
+    """
     settings = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, **SHAPES[shape], **changes}
     config_class, model_class = _CLASSES.get(shape, (LlamaConfig, LlamaForCausalLM))
     before = torch.get_default_dtype()
@@ -150,7 +153,9 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, **changes
 
 
 def quick_changes(shape: str) -> dict[str, Any]:
-    """Changes of a shape's settings with which it only shows that something runs: narrow, and up to its first layer without a window."""
+    """Changes of a shape's settings with which it only shows that something runs: narrow, and up to its first layer
+    without a window.
+    """
     kinds = SHAPES[shape]["layer_types"]
     kinds = kinds[: kinds.index("full_attention") + 1]
     return {"hidden_size": 160, "intermediate_size": 160, "num_hidden_layers": len(kinds), "layer_types": kinds}

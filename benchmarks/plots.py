@@ -1,6 +1,8 @@
-"""The plots of results/generate.json, a file a group, made from the JSON alone: `python benchmarks/tables.py` draws them, too.
+"""The plots of results/generate.json, a file a group, made from the JSON alone: `python benchmarks/tables.py` draws
+them, too.
 
-Transparent, with middling colours, so that they can be read on a white page and on a black one. What did not run is left out.
+Transparent, with middling colours, so that they can be read on a white page and on a black one. What did not run is
+left out.
 """
 
 from __future__ import annotations

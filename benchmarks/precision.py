@@ -1,22 +1,25 @@
 """Below fp32, do more prompts get other tokens than `DynamicCache` gives them itself? `python benchmarks/precision.py`.
 
-In bf16 and fp16 the same prompt computed in two other pieces gives other roundings, so no cache keeps every token, `DynamicCache` included:
-it differs from itself when it goes on from a prefix that it computed before. What is promised is measured here, on SmolLM2-135M, greedy,
-for each precision on three disjoint sets of prompts. All ways get the same batches of prompts of one length, so that nothing is padded:
+In bf16 and fp16 the same prompt computed in two other pieces gives other roundings, so no cache keeps every token,
+`DynamicCache` included: it differs from itself when it goes on from a prefix that it computed before. What is promised
+is measured here, on SmolLM2-135M, greedy, for each precision on three disjoint sets of prompts. All ways get the same
+batches of prompts of one length, so that nothing is padded:
     reference           `DynamicCache`, the whole prompt at once
     recipe, k blocks    `DynamicCache` filled by a forward of the prompt's first k * 16 tokens, then `generate`
     recipe, mid-block   the same behind a prefix that ends inside a block
     ours, cold          nothing is known
     ours, k blocks      the same k * 16 tokens are known from a call of another cache of the store
     ours, mid-block     the same prefix is known from the call before, whose prompt went on in another way
-For each prompt: the first token that is not the reference's, the gap there between the reference's two best logits, and the *error*, the largest
-difference of any logit up to that step; behind it the two go on from different tokens and cannot be compared.
+For each prompt: the first token that is not the reference's, the gap there between the reference's two best logits, and
+the *error*, the largest difference of any logit up to that step; behind it the two go on from different tokens and
+cannot be compared.
 
 What must hold, or the exit status is 1:
-    counts   in every set, ours has at most as many prompts with another token as the recipe behind the same prefix (cold: as the recipe
+    counts   in every set, ours has at most as many prompts with another token as the recipe behind the same prefix
+    (cold: as the recipe
              behind k blocks), within the recipe's own spread over the three sets
-    gaps     where ours gives another token, the gap is at most the largest error of the recipes in that set: they could have done the same
-    errors   the median error of ours is at most twice the recipe's
+    gaps     where ours gives another token, the gap is at most the largest error of the recipes in that set: they could
+    have done the same errors   the median error of ours is at most twice the recipe's
     control  the same batch with zeros in place of all that is reused breaks both counts and gaps
 """
 

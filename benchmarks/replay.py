@@ -8,7 +8,8 @@ from hf_paged_cache.blocks import BlockHash, PrefixCachingBlockAllocator
 
 
 def replay_blocks(requests: Sequence[Sequence[int]], num_blocks: int, eviction: str) -> tuple[int, int]:
-    """Blocks hit by all requests, and those that a pool twice as large would have hit, too, as the allocator estimates it.
+    """Blocks hit by all requests, and those that a pool twice as large would have hit, too, as the allocator estimates
+    it.
 
     A number names a block and all before it.
     """

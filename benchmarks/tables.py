@@ -1,7 +1,8 @@
-"""Owns how results are shown: Markdown tables, made from the JSON alone. `python benchmarks/tables.py` refreshes README.md.
+"""Owns how results are shown: Markdown tables, made from the JSON alone. `python benchmarks/tables.py` refreshes
+README.md.
 
-A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, NAME being that of a file in results/; that of peers.json is in
-docs/performance.md. Refuses to invent: where there is no file, the page is left as it is.
+A table stands between `<!-- NAME: begin -->` and `<!-- NAME: end -->`, NAME being that of a file in results/; that of
+peers.json is in docs/performance.md. Refuses to invent: where there is no file, the page is left as it is.
 """
 
 from __future__ import annotations

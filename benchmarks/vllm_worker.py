@@ -1,7 +1,7 @@
 """vLLM for bench_peers.py, in a process and an environment of its own: `PYTHON vllm_worker.py FOLDER MAX_TOKENS`.
 
-Reads a request a line as JSON and answers with one line: seconds and tokens. Imports nothing of ours, and nothing but vLLM and the
-standard library. What vLLM prints goes to stderr.
+Reads a request a line as JSON and answers with one line: seconds and tokens. Imports nothing of ours, and nothing but
+vLLM and the standard library. What vLLM prints goes to stderr.
 """
 
 from __future__ import annotations

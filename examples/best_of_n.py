@@ -1,4 +1,5 @@
-"""Best of n: n samples of one prompt, of which the one the model finds most likely is kept. The prompt is computed once.
+"""Best of n: n samples of one prompt, of which the one the model finds most likely is kept. The prompt is computed
+once.
 
 python examples/best_of_n.py [--model FOLDER_OR_NAME] [--samples 8] [PROMPT]
 """

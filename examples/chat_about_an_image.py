@@ -1,7 +1,8 @@
 """Questions about one image: its tower runs once, and its tokens are computed once, whatever is asked about it.
 
-python examples/chat_about_an_image.py                                    a small model of SmolVLM's kind, drawn at random: no download
-python examples/chat_about_an_image.py --model NAME --image PICTURE.jpg   your own, by its processor: you type the questions
+python examples/chat_about_an_image.py                                    a small model of SmolVLM's kind, drawn at
+random: no download python examples/chat_about_an_image.py --model NAME --image PICTURE.jpg   your own, by its
+processor: you type the questions
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Run the notebook from top to bottom and store it with its outputs: pip install '.[bench]' && python examples/execute.py
+"""Run the notebook from top to bottom and store it with its outputs: pip install '.[bench]' && python
+examples/execute.py
 
-What differs from machine to machine or from run to run without a meaning (times of day, versions of the kernel) is left out.
+What differs from machine to machine or from run to run without a meaning (times of day, versions of the kernel) is left
+out.
 """
 
 from __future__ import annotations

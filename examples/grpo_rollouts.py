@@ -1,4 +1,5 @@
-"""GRPO with TRL: under `hf-paged-cache run` the samples of a prompt are computed as one. Without it, this trains the same.
+"""GRPO with TRL: under `hf-paged-cache run` the samples of a prompt are computed as one. Without it, this trains the
+same.
 
 pip install trl; hf-paged-cache run examples/grpo_rollouts.py [--model FOLDER_OR_NAME] [--steps 2]
 """

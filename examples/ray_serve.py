@@ -1,6 +1,8 @@
-"""A service on Ray Serve: each replica has a model and a cache, and Ray's router sends a prompt to the replica that knows most of it.
+"""A service on Ray Serve: each replica has a model and a cache, and Ray's router sends a prompt to the replica that
+knows most of it.
 
-pip install 'ray[serve]>=2.50'; python examples/ray_serve.py [--model FOLDER_OR_NAME] [--replicas 2] [--port 8000] [--stay]
+pip install 'ray[serve]>=2.50'; python examples/ray_serve.py [--model FOLDER_OR_NAME] [--replicas 2] [--port 8000]
+[--stay]
 
 It asks a few questions of two tasks, as clients would, and ends; with --stay it keeps serving:
 curl localhost:8000/complete -H 'content-type: application/json' -d '{"prompt": "Snow is", "max_new_tokens": 8}'
@@ -47,7 +49,8 @@ class Prompt(BaseModel):
     max_ongoing_requests=2 * MOST_ROWS,
     request_router_config=RequestRouterConfig(
         request_router_class=PrefixCacheAffinityRouter,
-        # A replica that has a batch more to do than another gets no more prompts, known or not. The router's memory is bounded.
+        # A replica that has a batch more to do than another gets no more prompts, known or not. The router's memory is
+        # bounded.
         request_router_kwargs={"imbalanced_threshold": MOST_ROWS, "do_eviction": True},
     ),
 )

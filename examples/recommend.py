@@ -1,7 +1,7 @@
 """Generative recommendation: what comes next of a catalogue, by a wide beam search that may write nothing else.
 
-Each item is written as some tokens. `prefix_allowed_tokens_fn` lets a beam go on only as an item does, so the beams are items, the
-likeliest first. The history is computed, held and, at each step, read once for all beams.
+Each item is written as some tokens. `prefix_allowed_tokens_fn` lets a beam go on only as an item does, so the beams are
+items, the likeliest first. The history is computed, held and, at each step, read once for all beams.
 
 python examples/recommend.py [--model FOLDER_OR_NAME] [--beams 128] [HISTORY]
 """

@@ -186,7 +186,10 @@ class _Counts:
 
 
 class _Held:
-    """`_Held` is what a model holds: its counts, and what makes caches on its store. A copy of a model has none of it."""
+    """`_Held` is what a model holds: its counts, and what makes caches on its store.
+
+    A copy of a model has none of it.
+    """
 
     def __init__(self, counts: _Counts) -> None:
         self.counts = counts

@@ -61,7 +61,8 @@ class PrefixStore:
     """`PrefixStore` holds the blocks of one model, shared by any number of caches.
 
     Args:
-        model: a decoder of transformers; bracket and hooks are attached to it. Eleven short forwards try it, once, where
+        model: a decoder of transformers; bracket and hooks are attached to it. Eleven short forwards try it, once,
+        where
             its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts), or
             transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.

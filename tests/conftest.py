@@ -1,4 +1,6 @@
-"""Fixtures that more than one test file needs: a tiny model built from its configuration, and the real one for slow tests."""
+"""Fixtures that more than one test file needs: a tiny model built from its configuration, and the real one for slow
+tests.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ _frozen = ""  # the file before whose first test all was frozen
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the first test of a file: what was imported is left out of collections, which took a fifth of a second each."""
+    """Before the first test of a file: what was imported is left out of collections, which took a fifth of a second
+    each.
+    """
     global _frozen
     if _frozen != str(item.path):
         _frozen = str(item.path)
@@ -78,7 +82,9 @@ def _gradients_stay_on() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that live before a test are the runner's and no caller's: with them a model would be looked at more often than for users."""
+    """Threads that live before a test are the runner's and no caller's: with them a model would be looked at more often
+    than for users.
+    """
     conditioning = sys.modules.get("hf_paged_cache.model.conditioning")
     if conditioning is not None:
         before, plain = {*threading.enumerate()} - {threading.current_thread()}, conditioning._draws_progress

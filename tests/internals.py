@@ -222,7 +222,9 @@ def _blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> BlockStore:
 
 
 def reused_of_chunks(num_tokens: int) -> int:
-    """What a call in chunks reuses, of tokens that it could: before transformers 5.23 it computes all of them, with the same bits."""
+    """What a call in chunks reuses, of tokens that it could: before transformers 5.23 it computes all of them, with the
+    same bits.
+    """
     return num_tokens if chunked_prompt.SLICES_CHUNKS else 0
 
 

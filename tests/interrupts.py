@@ -1,8 +1,8 @@
 """Calls interrupted at random lines, again and again on one cache object: each time, the next call on it is right.
 
-Run it with `python -m tests.interrupts --times 2000 --seed 0`. Lines are of this package, or of everything that `generate`
-runs; every third call is interrupted a second time while it is being left. The collector is off, so that nothing is
-mended by it. A failure names seed, number and line.
+Run it with `python -m tests.interrupts --times 2000 --seed 0`. Lines are of this package, or of everything that
+`generate` runs; every third call is interrupted a second time while it is being left. The collector is off, so that
+nothing is mended by it. A failure names seed, number and line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The promise, as a check: the same `generate` call with the cache that transformers makes and with ours, logits included.
+"""The promise, as a check: the same `generate` call with the cache that transformers makes and with ours, logits
+included.
 
 Equal tokens alone prove little, since many wrong keys and values give the same ones. So every step's raw logits are
 compared, and every check with a hit is shown to fail with zeros in place of what is reused (`zero_blocks`).

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def play(scene: Callable[[Player], None], model: PreTrainedModel, *, zeroes: bool = True) -> None:
-    """Play a scene, and again for each of its hits with zeros in place of what it reuses; in the end on a pool of one block.
+    """Play a scene, and again for each of its hits with zeros in place of what it reuses; in the end on a pool of one
+    block.
 
     Args:
         zeroes: False: without those with zeros, where another play of the scene has them.
@@ -118,7 +119,9 @@ class Player:
 
 
 class TightPlayer(Player):
-    """Plays the calls of a scene on a pool of one block: hardly anything is kept, and what is reused of the call before is right."""
+    """Plays the calls of a scene on a pool of one block: hardly anything is kept, and what is reused of the call before
+    is right.
+    """
 
     def __init__(self, model: PreTrainedModel, references: list[Any]) -> None:
         super().__init__(model, references)

@@ -1,4 +1,5 @@
-"""Processes on one folder that evict, save, load, die and damage it: every result is right, and whoever reads it next finds whole files.
+"""Processes on one folder that evict, save, load, die and damage it: every result is right, and whoever reads it next
+finds whole files.
 
 Run it with `python -m tests.shared_folders --kills 200 --flips 200 --calls 2000 --seed 1`.
 """
@@ -175,7 +176,9 @@ def damage(path: Path, random_numbers: random.Random) -> None:
 
 
 def share(calls: int, seed: int, folder: Path, processes: int = 4) -> Counter[str]:
-    """Processes that generate, save, load, reset, damage and remove files on one folder with a small budget: every result is right."""
+    """Processes that generate, save, load, reset, damage and remove files on one folder with a small budget: every
+    result is right.
+    """
 
     def work(number: int) -> None:
         random_numbers, kind = random.Random(seed + number), KINDS[number % 2 * 2]

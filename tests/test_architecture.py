@@ -19,8 +19,9 @@ import hf_paged_cache
 PACKAGE = Path(hf_paged_cache.__file__).parent
 ROOT = Path(__file__).parents[1]
 
-# Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but for the
-# modules that a user holds, and the package, which has their names. A file imports from its own folder and from lower levels.
+# Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but
+# for the modules that a user holds, and the package, which has their names. A file imports from its own folder and from
+# lower levels.
 LEVELS = [
     ["errors", "stats", "wording"],
     ["locks"],
@@ -181,8 +182,8 @@ def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arg
 def drawn(document: str) -> Iterator[list[tuple[str, set[str]]]]:
     """The levels of a document's first drawing, from the top: for each line its name and the modules it lists.
 
-    A line is `name` or `name/`, two spaces or more, what it is, and after a colon the modules, which may resume, indented, on
-    the next line. An arrow parts levels.
+    A line is `name` or `name/`, two spaces or more, what it is, and after a colon the modules, which may resume,
+    indented, on the next line. An arrow parts levels.
     """
     text = (ROOT / document).read_text(encoding="utf-8")
     found = re.search(r"```text\nhf_paged_cache/\n(.*?)```", text, re.DOTALL)
@@ -205,7 +206,9 @@ def test_the_designs_drawing_has_every_module_in_its_folder() -> None:
 
 
 def run_python(code: str) -> None:
-    """Run `code` in a fresh interpreter that finds the same package as this test: the installed one, if that is what is tested."""
+    """Run `code` in a fresh interpreter that finds the same package as this test: the installed one, if that is what is
+    tested.
+    """
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},

@@ -1,4 +1,7 @@
-"""Nearly every scene of benchmarks/ runs once on a tiny model, and gives the tokens that DynamicCache gives. No time is tested."""
+"""Nearly every scene of benchmarks/ runs once on a tiny model, and gives the tokens that DynamicCache gives.
+
+No time is tested.
+"""
 
 from __future__ import annotations
 

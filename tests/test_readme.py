@@ -1,4 +1,6 @@
-"""The Python of the README and of the pages to start from, the README's diff, and the examples in docstrings run as they stand, on a tiny model."""
+"""The Python of the README and of the pages to start from, the README's diff, and the examples in docstrings run as
+they stand, on a tiny model.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ WHOLE = ("python3.11 -m venv ",)  # a command to be copied in one piece, from th
 
 
 def long_lines(page: Path) -> list[str]:
-    """Lines of a page's code blocks that are longer than `WIDTH`; the design's drawing of the tree is a list, read by another test."""
+    """Lines of a page's code blocks that are longer than `WIDTH`; the design's drawing of the tree is a list, read by
+    another test.
+    """
     blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks if not block.startswith("hf_paged_cache/\n") for line in block.splitlines()]
     return [line for line in lines if len(line) > WIDTH and not line.startswith(WHOLE)]

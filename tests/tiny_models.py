@@ -1,7 +1,7 @@
 """Tiny models built from their configurations, seeded, with weights large enough that keys and values matter.
 
-Matrices are drawn with a standard deviation of 0.2: with much less, tokens hardly depend on keys and values and no check
-of them would see anything. Windows are shorter than the tests' prompts.
+Matrices are drawn with a standard deviation of 0.2: with much less, tokens hardly depend on keys and values and no
+check of them would see anything. Windows are shorter than the tests' prompts.
 """
 
 from __future__ import annotations
@@ -160,7 +160,10 @@ def without_logits_to_keep(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def character_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerBase:
-    """A character a token, with ids from 3 on in the order given. A longer text among them has an id, and never comes up."""
+    """A character a token, with ids from 3 on in the order given.
+
+    A longer text among them has an id, and never comes up.
+    """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,7 @@
-"""What bench_generate.py can measure, a function a scene. Importing this registers all of them, in the order of the tables."""
+"""What bench_generate.py can measure, a function a scene.
+
+Importing this registers all of them, in the order of the tables.
+"""
 
 from . import (  # noqa: I001
     one_row,

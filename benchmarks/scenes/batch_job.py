@@ -1,4 +1,6 @@
-"""The batch job on few-shot tasks in random order: against a plain loop of batches, and against ours in the order given."""
+"""The batch job on few-shot tasks in random order: against a plain loop of batches, and against ours in the order
+given.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class IdTokenizer:
 
 @scene("Batch job", minutes=25)
 def batch_job(bench: Bench, repeat: Repeat) -> Lines:
-    """400 prompts of 3 tasks of 1,024 tokens in random order, and 40 tasks of 10 prompts in a pool that holds 8 of them."""
+    """400 prompts of 3 tasks of 1,024 tokens in random order, and 40 tasks of 10 prompts in a pool that holds 8 of
+    them.
+    """
     shared, share = bench.sizes.shared, bench.sizes.num_questions / 100
     num_prompts = max(2 * BATCH, round(400 * share))
     prompts = _prompts(bench, 3, num_prompts)
@@ -107,7 +111,8 @@ def _loop(
     num_timed: int,
     cache: Callable[[], DynamicCache | PagedPrefixCache],
 ) -> tuple[float, int]:
-    """Seconds that batches in the order given take, padded on the left: of `num_timed` batches, spread over the job, as if of all.
+    """Seconds that batches in the order given take, padded on the left: of `num_timed` batches, spread over the job, as
+    if of all.
 
     Raises:
         AssertionError: other tokens than the job's, in fp32.

@@ -48,7 +48,10 @@ class Clock:
 
 
 class StepMarks(LogitsProcessor):
-    """Changes no score; marks the moment after each forward. From mark to mark is a step: choosing a token, reordering, a forward."""
+    """Changes no score; marks the moment after each forward.
+
+    From mark to mark is a step: choosing a token, reordering, a forward.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -19,7 +19,9 @@ CONVERSATIONS = "Conversations and evaluation"
 
 @scene(CONVERSATIONS, minutes=1.3)
 def chat(bench: Bench, repeat: Repeat) -> Lines:
-    """A chat of 8 turns from an empty cache: a system prompt, then 64 tokens from the user and 16 from the model a turn."""
+    """A chat of 8 turns from an empty cache: a system prompt, then 64 tokens from the user and 16 from the model a
+    turn.
+    """
     sizes, cache = bench.sizes, PagedPrefixCache(bench.model)
     turns = [Measured() for _ in range(sizes.num_turns)]
     for number in range(repeat(2)):

@@ -1,4 +1,6 @@
-"""Questions about an image of 1,024 tokens, in SmolVLM's shape with random weights: from an empty cache, and an image that nobody knows."""
+"""Questions about an image of 1,024 tokens, in SmolVLM's shape with random weights: from an empty cache, and an image
+that nobody knows.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _PICTURE, _SMALL_PICTURE = 512, 64  # pixels of a crop's side, which is 64 token
 
 @scene("Images", minutes=3.5)
 def images(bench: Bench, repeat: Repeat) -> Lines:
-    """20 questions about one image of 1,024 tokens, whose tower runs once; and a new image each time: 8 new tokens, and bytes."""
+    """20 questions about one image of 1,024 tokens, whose tower runs once; and a new image each time: 8 new tokens, and
+    bytes.
+    """
     is_quick = not bench.warmups
     model = _model(bench.model.device, bench.model.dtype, is_quick=is_quick)
     asking = Bench(model, bench.sizes, has_bars=bench.has_bars, is_quick=is_quick)

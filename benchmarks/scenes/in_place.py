@@ -1,4 +1,6 @@
-"""The least that a decode step can cost: a cache that appends in place, moves only what rows do not share, and keeps no books."""
+"""The least that a decode step can cost: a cache that appends in place, moves only what rows do not share, and keeps no
+books.
+"""
 
 from __future__ import annotations
 

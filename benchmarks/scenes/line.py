@@ -1,4 +1,6 @@
-"""One line of the results: a ratio, a share or a number of ours, with what it is compared with and the bar it must clear."""
+"""One line of the results: a ratio, a share or a number of ours, with what it is compared with and the bar it must
+clear.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ class Line:
 
     Attributes:
         what: a sentence for the table's reader.
-        value: compared with the bar; of a "ratio" the median of `against` over that of `subject`, in the rounds that ran
+        value: compared with the bar; of a "ratio" the median of `against` over that of `subject`, in the rounds that
+        ran
             both, or bytes likewise.
         spread: of the same, round by round.
         ways: name -> its seconds (or what `unit` says), for all that ran beside it.

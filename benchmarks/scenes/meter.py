@@ -5,7 +5,8 @@
     update          all `PagedPrefixCache.update`, or all of `DynamicCache`'s (`Cache.update`)
 
 Not counted, being too small to wrap without changing them: `get_seq_length` and `get_mask_sizes`, torch's dispatch of
-the hooks, and the work of threads other than the calling one. What is wrapped gets slower by a microsecond, which is counted as ours.
+the hooks, and the work of threads other than the calling one. What is wrapped gets slower by a microsecond, which is
+counted as ours.
 """
 
 from __future__ import annotations

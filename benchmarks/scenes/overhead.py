@@ -51,7 +51,9 @@ def overhead(bench: Bench, repeat: Repeat) -> Lines:
 
 @scene(OVERHEAD, minutes=1)
 def bookkeeping(bench: Bench, repeat: Repeat) -> Lines:
-    """What is done once a step, not once a layer (hooks, slots, commits), on a tiny model, so that it is our lines that are timed."""
+    """What is done once a step, not once a layer (hooks, slots, commits), on a tiny model, so that it is our lines that
+    are timed.
+    """
     num_steps, rows = 66, (1, 8, 32)
     tiny = Bench(models.tiny(bench.model.device), Sizes())
     samples: dict[int, list[float]] = {num_rows: [] for num_rows in rows}

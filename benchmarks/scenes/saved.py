@@ -19,7 +19,9 @@ from .workbench import QUESTION_TOKENS, Bench
 
 @scene("Saved prefixes", minutes=3)
 def saved(bench: Bench, repeat: Repeat) -> Lines:
-    """4,096 tokens that were saved: load them and answer the first question, against computing them; and the loading alone."""
+    """4,096 tokens that were saved: load them and answer the first question, against computing them; and the loading
+    alone.
+    """
     length = 4 * bench.sizes.shared
     text = bench.tokens(1, length)
     with tempfile.TemporaryDirectory() as name:

@@ -1,4 +1,6 @@
-"""Models whose layers carry states, in the shapes of Qwen3.5 and LFM2, with random weights: prompts, steps, an evaluation."""
+"""Models whose layers carry states, in the shapes of Qwen3.5 and LFM2, with random weights: prompts, steps, an
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ _BATCH = 8
 
 @scene(STATES, minutes=25)
 def states(bench: Bench, repeat: Repeat) -> Lines:
-    """12 layers, of which 9 carry states and keep no keys (Qwen3.5's shape), or 8 short convolutions (LFM2's): prompts and steps."""
+    """12 layers, of which 9 carry states and keep no keys (Qwen3.5's shape), or 8 short convolutions (LFM2's): prompts
+    and steps.
+    """
     for shape in _SHAPES:
         narrow = {} if bench.warmups else models.quick_changes(shape)
         model = models.random_model(shape, bench.model.device, bench.model.dtype, **narrow)

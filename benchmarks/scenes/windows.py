@@ -1,4 +1,6 @@
-"""Models whose layers see a window, in the shapes of Gemma 3 and gpt-oss, with random weights: steps, prompts, and bytes."""
+"""Models whose layers see a window, in the shapes of Gemma 3 and gpt-oss, with random weights: steps, prompts, and
+bytes.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _CHUNK = 1024  # of a long prompt: gpt-oss's attention holds a weight for each p
 
 @scene(WINDOWS, minutes=40)
 def windows(bench: Bench, repeat: Repeat) -> Lines:
-    """12 layers, of which 10 see 512 tokens (Gemma 3's shape), or every other one 128 (gpt-oss's): steps, prompts and bytes."""
+    """12 layers, of which 10 see 512 tokens (Gemma 3's shape), or every other one 128 (gpt-oss's): steps, prompts and
+    bytes.
+    """
     for shape, part in _SHAPES.items():
         windowed = _bench(bench, shape, part)
         yield from _nohit(windowed, shape, repeat)

@@ -1,6 +1,8 @@
-"""What all scenes have in common: the model, random tokens, a long known text, and `generate` with exactly so many tokens.
+"""What all scenes have in common: the model, random tokens, a long known text, and `generate` with exactly so many
+tokens.
 
-The text is prefilled once, by `DynamicCache` and by ours, as far as the scenes ask for it; they take their prefixes from it.
+The text is prefilled once, by `DynamicCache` and by ours, as far as the scenes ask for it; they take their prefixes
+from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Hours of users in minutes: 8 threads on one store, everything that can happen, each result compared with `DynamicCache`.
+"""Hours of users in minutes: 8 threads on one store, everything that can happen, each result compared with
+`DynamicCache`.
 
 A run is a row of episodes, each with a model, a store and prompts of its own. Every few seconds all caches are dropped,
 and every block must come back. A failure ends the run: it prints the seed and the fewest operations that fail again in

@@ -115,8 +115,8 @@ def _ring(kept: ref[Alarm]) -> None:
 class Interruptible:
     """The calls of one thread that may be interrupted, once each; nothing is raised outside of them.
 
-    No lock: an interrupt that arrives while a thread takes one can leave it taken. Each side says what it does before it
-    looks at what the other does, so one of the two sees the other.
+    No lock: an interrupt that arrives while a thread takes one can leave it taken. Each side says what it does before
+    it looks at what the other does, so one of the two sees the other.
     """
 
     def __init__(self, alarm: Alarm) -> None:

@@ -19,7 +19,10 @@ MAX_GROWTH = {"rss_bytes": 0.03, "objects": 0.01}  # in the second half, as a sh
 
 @dataclass
 class Report:
-    """Counts of one run, a few too low, since threads count without a lock. Operations that are tried again have another."""
+    """Counts of one run, a few too low, since threads count without a lock.
+
+    Operations that are tried again have another.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)

@@ -1,4 +1,6 @@
-"""One thread's operations: random calls on its caches, each compared with transformers' own cache, and what users do between."""
+"""One thread's operations: random calls on its caches, each compared with transformers' own cache, and what users do
+between.
+"""
 
 from __future__ import annotations
 
@@ -162,7 +164,10 @@ class Worker:
             self.report.refusals["rows dropped by a reset of the store"] += 1
 
     def _take_back(self, held: Held, num_taken: int) -> None:
-        """The last tokens of all rows. Where layers have windows, what these have passed may have gone to other threads' calls."""
+        """The last tokens of all rows.
+
+        Where layers have windows, what these have passed may have gone to other threads' calls.
+        """
         before = held.cache.get_seq_length()
         try:
             held.cache.crop(-num_taken)
@@ -232,7 +237,9 @@ class Worker:
             self._generate(rng, held, brings_cache=False)
 
     def short_lived_store(self, rng: random.Random) -> None:
-        """Another store of the same model, with other sizes, for a few calls; without trust in the hooks of faults they are bypassed."""
+        """Another store of the same model, with other sizes, for a few calls; without trust in the hooks of faults they
+        are bypassed.
+        """
         sizes = {"block_size": rng.choice([1, 2, 3, 8, 16]), "num_blocks": rng.choice([60, 200])}
         store = PrefixStore(self.world.model, **sizes, trust_hooks=rng.random() < 0.7)
         held = Held(self._build(rng, store))

@@ -34,7 +34,10 @@ NUM_WEIGHTS = 3  # sets of weights that a model changes between
 
 
 class Operation(NamedTuple):
-    """Something that a worker does. All it chooses comes from the seed, so it can be done again, alone or among others."""
+    """Something that a worker does.
+
+    All it chooses comes from the seed, so it can be done again, alone or among others.
+    """
 
     worker: int
     name: str

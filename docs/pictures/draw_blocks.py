@@ -35,8 +35,8 @@ class Drawn(NamedTuple):
     """What is seen of one call.
 
     Attributes:
-        rows: of each its words, the blocks that keep them, how many words were not computed, and how many are of the prompt.
-        pool: of each block 0 for free, 1 for cached, 2 for in use.
+        rows: of each its words, the blocks that keep them, how many words were not computed, and how many are of the
+        prompt. pool: of each block 0 for free, 1 for cached, 2 for in use.
     """
 
     title: str

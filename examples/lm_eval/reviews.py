@@ -1,4 +1,6 @@
-"""The reviews beside this folder, as splits of a task: twelve labelled examples, which precede each question, and the questions."""
+"""The reviews beside this folder, as splits of a task: twelve labelled examples, which precede each question, and the
+questions.
+"""
 
 from pathlib import Path
 from typing import Any

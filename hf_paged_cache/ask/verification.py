@@ -27,9 +27,9 @@ from .asked import AskedCache
 from .stored import read_blocks
 
 # Differences, as a share of the largest value, that other lengths and batch sizes may make; eps is that of the coarsest
-# type that is computed in. In fp32 on a CPU, an unchanged model gives 1e-6, and one optimizer step at learning rate 1e-6
-# gives 4e-4. Kernels of an accelerator add up in another order for another length: on an H100 more than 1e-5 was seen. A
-# recurrence rounds otherwise in chunks than step by step: with Qwen3-Next on a CPU 4e-5 was seen.
+# type that is computed in. In fp32 on a CPU, an unchanged model gives 1e-6, and one optimizer step at learning rate
+# 1e-6 gives 4e-4. Kernels of an accelerator add up in another order for another length: on an H100 more than 1e-5 was
+# seen. A recurrence rounds otherwise in chunks than step by step: with Qwen3-Next on a CPU 4e-5 was seen.
 _MIN_TOLERANCE, _MIN_TOLERANCE_ELSEWHERE, _MIN_TOLERANCE_OF_STATES = 1e-5, 5e-5, 1e-4
 _TOLERANCE_IN_EPS = 8
 _MOST_TOKENS = 2048  # most tokens of a forward
@@ -62,8 +62,8 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
 
     This is for weights that change unseen. Calls see torch's counts of writes and optimizer steps, and eight values of
     each tensor; they do not see a few values written through `.data` or numpy. Blocks of this cache's salt are
-    looked at. Each block's sequence runs through the model from its first token on, so any change of a weight that one of
-    these tokens passes through shows. Other calls may run meanwhile.
+    looked at. Each block's sequence runs through the model from its first token on, so any change of a weight that one
+    of these tokens passes through shows. Other calls may run meanwhile.
 
     Effects: none on rows. If a block differs, no call finds the blocks of any tenant from then on, in lower tiers too.
 

@@ -502,7 +502,10 @@ class PrefixCachingBlockAllocator:
             self._forget(block_ids)
 
     def forget_under(self, roots: Collection[bytes]) -> int:
-        """Free every cached block whose sequence begins with one of these roots; return how many.  Cost: O(num_blocks)."""
+        """Free every cached block whose sequence begins with one of these roots; return how many.
+
+        Cost: O(num_blocks).
+        """
         self._settle()
         index, found = self._states.index, dict[int, bool]()
         for block_id in index.blocks.values():

@@ -106,7 +106,9 @@ def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
 
 
 class WholeImages:
-    """`WholeImages` is a `Group` without layers: it lets no sequence resume inside an image, whose tokens may see each other."""
+    """`WholeImages` is a `Group` without layers: it lets no sequence resume inside an image, whose tokens may see each
+    other.
+    """
 
     name: int | str = "images"
 

@@ -33,9 +33,11 @@ def bench(
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Answer prompts one by one, in the order given, each with DynamicCache, then with PagedPrefixCache, for about a minute.
+    """Answer prompts one by one, in the order given, each with DynamicCache, then with PagedPrefixCache, for about a
+    minute.
 
-    Ends with the speed-ups, the tokens reused, and how much of all prompts is shared. Exits with 1 if tokens differ in float32.
+    Ends with the speed-ups, the tokens reused, and how much of all prompts is shared. Exits with 1 if tokens differ in
+    float32.
     """
     if prompts is not None and prompts.is_dir():
         raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")

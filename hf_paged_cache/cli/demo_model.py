@@ -51,7 +51,9 @@ def require_name(name: str, revision: str | None = None) -> None:
 
 
 def cache_home() -> Path:
-    """Return the folder that keeps the converted model, about 550 MB: $HF_PAGED_CACHE_HOME, else one in the user's caches."""
+    """Return the folder that keeps the converted model, about 550 MB: $HF_PAGED_CACHE_HOME, else one in the user's
+    caches.
+    """
     named, caches = os.environ.get("HF_PAGED_CACHE_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(named or Path(caches, "hf_paged_cache")).expanduser()
 

@@ -20,8 +20,8 @@ def doctor(
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Say what is installed and what memory there is; of a model, whether it is supported, and why not, what a token costs,
-    and how many tokens fit.
+    """Say what is installed and what memory there is; of a model, whether it is supported, and why not, what a token
+    costs, and how many tokens fit.
 
     Exits with 1 if the model is not supported.
     """

@@ -48,9 +48,11 @@ def generate(
 ) -> None:
     """Complete every prompt of a file; what prompts share is computed once.
 
-    Each batch that is done is written to OUT: the same command resumes where it was stopped or killed. When all are done, it says so.
+    Each batch that is done is written to OUT: the same command resumes where it was stopped or killed. When all are
+    done, it says so.
 
-    Any other option of transformers' generate, and of a PagedPrefixCache, is given by its name, after PROMPTS: --do-sample --temperature 0.7 --stop-strings '["\\n"]' --block-size 32.
+    Any other option of transformers' generate, and of a PagedPrefixCache, is given by its name, after PROMPTS:
+    --do-sample --temperature 0.7 --stop-strings '["\\n"]' --block-size 32.
 
     Exits with 130 after Ctrl-C.
     """

@@ -28,7 +28,9 @@ _NOTHING_RAN = (
 
 
 class ProgramStart(Exception):  # noqa: N818  # nothing is wrong
-    """`ProgramStart` carries a program out of typer's handling of errors, so that its errors and exit code stay its own."""
+    """`ProgramStart` carries a program out of typer's handling of errors, so that its errors and exit code stay its
+    own.
+    """
 
     def __init__(self, start: Callable[[], Any]) -> None:
         self.start = start
@@ -55,8 +57,8 @@ def run(
 ) -> None:
     """Run a program as ever, but with a prefix cache for each of its models.
 
-    Options of this command come before PROGRAM. Each generate that brings no cache gets one. What was reused, and why no more, is
-    said on stderr at the end. Processes that the program starts have no cache, unless their code calls
+    Options of this command come before PROGRAM. Each generate that brings no cache gets one. What was reused, and why
+    no more, is said on stderr at the end. Processes that the program starts have no cache, unless their code calls
     hf_paged_cache.cache_every_generate().
 
     Exits as the program does; with 2 where it cannot be run.

@@ -67,7 +67,8 @@ def load(
     dtype: Dtype = None,
     device: Device = None,
 ) -> None:
-    """Say what a folder holds: with --check whether its files are whole, else what of it this model takes, and why not the rest.
+    """Say what a folder holds: with --check whether its files are whole, else what of it this model takes, and why not
+    the rest.
 
     Exits with 1 if a file is damaged, or nothing was taken.
     """

@@ -246,7 +246,10 @@ class Calls:
         return arguments
 
     def _read_on(self, rows: Rows, arguments: Mapping[str, Any], *, is_prompt: bool) -> Mapping[str, Any]:
-        """Read a forward of rows that go on; return what it is to run with. From an unusual forward on, rows are bypassed."""
+        """Read a forward of rows that go on; return what it is to run with.
+
+        From an unusual forward on, rows are bypassed.
+        """
         request, why, _ = self.opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
         if rows.chunks is not None:
             self._go_on_in_chunks(rows, request, why)

@@ -16,8 +16,8 @@ from ..model.conditioning import Conditioning
 from ..model.distributed import least_of_ranks, rank
 from ..store.block_store import BlockStore
 
-# A rank's message has one length and one layout, whatever it is about: a rank that refuses does not know what the others
-# are about to settle. [refusal, x and -x of each field, numbers]
+# A rank's message has one length and one layout, whatever it is about: a rank that refuses does not know what the
+# others are about to settle. [refusal, x and -x of each field, numbers]
 _NUM_FIELDS = 6
 _NUM_NUMBERS = 128  # numbers settled at once; where there are more, several share a place and get their least
 _MOST = 2**62

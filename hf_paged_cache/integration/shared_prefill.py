@@ -20,7 +20,8 @@ from .side_forward import SideForwards
 _LEAST_GAIN = 64  # states are kept only if they save the next prompt so many tokens after a known place
 
 
-# (what each row brings, what is known of it, column before which that is taken, column up to which there is room) -> rows
+# (what each row brings, what is known of it, column before which that is taken, column up to which there is room) ->
+# rows
 MakeRows = Callable[[Sequence[RowInput], Sequence[Known], int, int], Rows]
 
 

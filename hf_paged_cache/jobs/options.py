@@ -32,7 +32,8 @@ _REFUSED = {  # option -> why a job does not take it
     "continuous_batching_config": "it is of another way to generate, generate_batch",
     **dict.fromkeys(_OUTPUTS, "the job keeps completions alone"),
 }
-# Settings that a model may have saved and that the job replaces, so that completions come as token ids from its own cache.
+# Settings that a model may have saved and that the job replaces, so that completions come as token ids from its own
+# cache.
 REPLACED = {**dict.fromkeys(_OUTPUTS, False), "use_cache": True, "cache_implementation": None, "max_time": None}
 FLAGS = (
     *("do_sample", "renormalize_logits", "remove_invalid_values", "token_healing", "disable_compile", "is_assistant"),

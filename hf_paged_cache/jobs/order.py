@@ -1,9 +1,9 @@
 """Decides in which order prompts run, on which worker and in which batches. It looks at token ids alone.
 
-What a prompt has in common with any other one is its *shared prefix*. Prompts of one shared prefix run side by side, the
-longest first, and those of longer prefixes that begin with it right after them. So a prefix is computed once and used
-from its first prompt to its last without another one in between: even a pool that holds few prefixes has it. Rows of a
-batch are padded to the longest, so prompts of about one length are best side by side.
+What a prompt has in common with any other one is its *shared prefix*. Prompts of one shared prefix run side by side,
+the longest first, and those of longer prefixes that begin with it right after them. So a prefix is computed once and
+used from its first prompt to its last without another one in between: even a pool that holds few prefixes has it. Rows
+of a batch are padded to the longest, so prompts of about one length are best side by side.
 """
 
 from __future__ import annotations

@@ -42,7 +42,9 @@ class RowError(CacheArgumentError):
 
 
 def read_rows(prompts: Any, column: str) -> Sequence[Row]:
-    """Return the rows, each with a prompt, of a file or of a list of texts, of chats or of rows, such as a `datasets.Dataset`."""
+    """Return the rows, each with a prompt, of a file or of a list of texts, of chats or of rows, such as a
+    `datasets.Dataset`.
+    """
     rows = _of_file(prompts) if isinstance(prompts, str | PathLike) else _in_memory(prompts, column)
     for number, row in enumerate(rows):
         prompt_of(row, number, column)
@@ -120,7 +122,10 @@ def _in_memory(prompts: Any, column: str) -> Sequence[Row]:
 
 
 def prompt_of(row: Any, number: int, column: str) -> Prompt:
-    """Return the text or the chat of a row, as it was written. A table fills up with None what a message does not have."""
+    """Return the text or the chat of a row, as it was written.
+
+    A table fills up with None what a message does not have.
+    """
     if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
         raise RowError(number, "it is no object with names and values")
     if column not in row:
@@ -199,7 +204,9 @@ def read_prompts(
 
 
 def tokenized(rows: Mapping[int, Row], column: str, tokenizer: Any) -> Iterator[array[int]]:
-    """Yield the token ids of each row's prompt: a text gets the tokenizer's special tokens, a chat those of its template."""
+    """Yield the token ids of each row's prompt: a text gets the tokenizer's special tokens, a chat those of its
+    template.
+    """
     words = getattr(tokenizer, "tokenizer", tokenizer)
     templates = tokenizer if getattr(tokenizer, "chat_template", None) is not None else words
     for number, row in rows.items():

@@ -31,7 +31,8 @@ _MOST_DEATHS = 3  # deaths of workers, without a batch done between them
 
 
 class WorkersLostError(PagedCacheError):
-    """Raised when workers of a batch job die one after another: what is done is in the output, and the same job resumes.
+    """Raised when workers of a batch job die one after another: what is done is in the output, and the same job
+    resumes.
 
     Examples:
         >>> issubclass(WorkersLostError, PagedCacheError)

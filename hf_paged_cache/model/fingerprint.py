@@ -115,7 +115,10 @@ class Listing:
         return sorted(found)
 
     def state(self, frequencies: Iterable[Tensor]) -> list[bytes]:
-        """Return what changes with the weights and with `frequencies`, [N] each.  Cost: one wait for each accelerator."""
+        """Return what changes with the weights and with `frequencies`, [N] each.
+
+        Cost: one wait for each accelerator.
+        """
         samples = {kind: [*same] for kind, same in self._samples.items()}
         for each in frequencies:
             samples.setdefault((each.device, each.dtype), []).append(each)

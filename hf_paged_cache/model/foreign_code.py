@@ -114,7 +114,10 @@ def _is_from(packages: tuple[str, ...], function: Any, module: nn.Module) -> boo
 
 
 class Numbers:
-    """`Numbers` gives each function a number that no other has had. References are weak: a hook may hold much memory."""
+    """`Numbers` gives each function a number that no other has had.
+
+    References are weak: a hook may hold much memory.
+    """
 
     def __init__(self) -> None:
         self.known: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of a function and its owner -> number, references

@@ -48,10 +48,11 @@ class Placeholders:
         return bool(self.kinds)
 
     def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> str | None:
-        """Say which placeholder is the first that is passed where nothing is passed that could fill it; None without any.
+        """Say which placeholder is the first that is passed where nothing is passed that could fill it; None without
+        any.
 
-        Cost: nothing where anything is passed that fills placeholders, or for a model without any; else one wait for the
-        ids' device.
+        Cost: nothing where anything is passed that fills placeholders, or for a model without any; else one wait for
+        the ids' device.
 
         Args:
             before: columns of the rows that resume with these ids, for the message.

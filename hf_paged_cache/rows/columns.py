@@ -122,7 +122,9 @@ class RowsColumns(Cache):
         return made
 
     def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
-        """Copy the columns `[start, stop)` of a row, wherever they lie, to row `to_row` of other memory, from `column` on."""
+        """Copy the columns `[start, stop)` of a row, wherever they lie, to row `to_row` of other memory, from `column`
+        on.
+        """
         for at, part in self._parts(row, start, stop):
             memory.copy_columns(part, to, to_row, column + at - start)
 

@@ -99,7 +99,9 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.dtype, self.device = keys.dtype, keys.device
 
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
-        """Let the layer lie in these tensors, [R, H, room, D], by name: their first columns are the columns `[base, n)`."""
+        """Let the layer lie in these tensors, [R, H, room, D], by name: their first columns are the columns `[base,
+        n)`.
+        """
         self._hold(tensors["key"], tensors["value"], base)
         self.n = n
 

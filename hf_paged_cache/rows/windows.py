@@ -177,7 +177,9 @@ class WindowColumns:
                 memory.copy_columns(columns, new, to_row, start - new_base)
 
     def select(self, index: Tensor, n: int, start: int = 0, source: "WindowColumns | None" = None) -> None:
-        """Let row `i` continue as row `index[i]`, of these rows or of others; of these, columns before `start` are alike."""
+        """Let row `i` continue as row `index[i]`, of these rows or of others; of these, columns before `start` are
+        alike.
+        """
         for sight in self._layers:
             held, base = (source or self).of(sight)
             if held and source is None and index.shape[0] == held[0].tensor.shape[1]:

@@ -26,8 +26,8 @@ from .pins import Pins
 from .state_snapshots import StateRules, StateSnapshots
 from .window_groups import WindowGroups
 
-# An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every byte
-# is taken when it is asked for.
+# An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator every
+# byte is taken when it is asked for.
 _GROWTH_ON_HOST = 8
 _CAPACITY_FACTOR_ON_HOST = 64  # capacity for each block managed
 _SPARE_PART_ON_ACCELERATOR = 8  # a pool there grows by an eighth, or by what is missing

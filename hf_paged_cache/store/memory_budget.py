@@ -14,8 +14,8 @@ from ..locks import new_lock
 
 DEFAULT_SHARE = 0.5  # share of the free memory, when neither num_blocks nor max_bytes is given
 
-# Files in which Linux tells a container its limit, its usage and its statistics, and the name of the statistic that counts
-# reclaimable bytes: control groups version 2, then version 1.
+# Files in which Linux tells a container its limit, its usage and its statistics, and the name of the statistic that
+# counts reclaimable bytes: control groups version 2, then version 1.
 _CONTROL_GROUPS = (
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),

@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping
 
 from ..blocks import PrefixCachingBlockAllocator, Sight, WindowBlocks
 
-# Number of window blocks for each block, where a budget in bytes is divided. A sequence needs few window blocks, however
-# long it is; the others keep prompts that may be resumed anywhere.
+# Number of window blocks for each block, where a budget in bytes is divided. A sequence needs few window blocks,
+# however long it is; the others keep prompts that may be resumed anywhere.
 SHARE_OF_A_BUDGET = 0.5
 
 
@@ -57,7 +57,10 @@ class WindowGroups:
         return max(2, int(num_blocks * self.share))
 
     def limit(self, num_blocks: int | None) -> None:
-        """Note how many blocks there can be; None: nobody knows yet. What is managed already can be had all the same."""
+        """Note how many blocks there can be; None: nobody knows yet.
+
+        What is managed already can be had all the same.
+        """
         self._most = num_blocks
         for group in self.groups:
             group.most = math.inf if num_blocks is None else max(group.num_blocks, self._share_of(num_blocks))

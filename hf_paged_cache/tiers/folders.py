@@ -37,7 +37,10 @@ class Folder:
         self._is_settled = False  # True if any later change shows in that time
 
     def make(self) -> None:
-        """Make the folder if it is not there, for those who may read its files. A folder that is there stays as it is."""
+        """Make the folder if it is not there, for those who may read its files.
+
+        A folder that is there stays as it is.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             self.path.mkdir(mode=0o700)

@@ -1,13 +1,14 @@
 """Random operations on an allocator, its tables and groups beside one naive model, for as long as one likes.
 
-The model is lists and searches, and shares no code with the package. It says which ids are handed out, evicted and refused, what is
-hit and after how many tokens a sequence can resume. It plays the pools, too: what is written into a slot, of the blocks and of the
-window blocks of each group, is a number that names the whole prefix up to that token; after each operation, what a table or a ring
-must be able to read has to be there. So a wrong hit, a missing copy on write, a write into a shared block, and a window block that
-is handed to two or taken while it is needed show as a wrong prefix. Only which block has which window block is asked of the package.
+The model is lists and searches, and shares no code with the package. It says which ids are handed out, evicted and
+refused, what is hit and after how many tokens a sequence can resume. It plays the pools, too: what is written into a
+slot, of the blocks and of the window blocks of each group, is a number that names the whole prefix up to that token;
+after each operation, what a table or a ring must be able to read has to be there. So a wrong hit, a missing copy on
+write, a write into a shared block, and a window block that is handed to two or taken while it is needed show as a wrong
+prefix. Only which block has which window block is asked of the package.
 
-`python -m tests.blocks.random_operations --operations 1000000 --seed 0`. A failure names seed, world and operation; the same
-numbers play it again.
+`python -m tests.blocks.random_operations --operations 1000000 --seed 0`. A failure names seed, world and operation; the
+same numbers play it again.
 """
 
 from __future__ import annotations

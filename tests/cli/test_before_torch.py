@@ -58,7 +58,9 @@ print(json.dumps([(done.exit_code, done.stderr, done.stdout) for done in results
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
-    """Of each command, and of `demo --help` after them: exit code, stderr and stdout; all run in one process without torch."""
+    """Of each command, and of `demo --help` after them: exit code, stderr and stdout; all run in one process without
+    torch.
+    """
     folder = tmp_path_factory.mktemp("files")
     files = {"prompts.jsonl": '{"text": "a", "n": 1}\n', "prompts.csv": "text\na\n", "good.csv": "prompt\na\n", "done.jsonl": "mine\n"}  # fmt: skip
     for name, text in files.items():

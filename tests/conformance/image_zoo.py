@@ -1,8 +1,8 @@
 """A tiny, seeded model of each image-text type that the installed transformers knows, and prompts with images for it.
 
-The list of types is transformers' own. Text decoders are cut down as the zoo's, towers by the names of their sizes; what that does not
-find is in `SETTINGS`. How an image is passed follows from what `get_image_features` takes, and how many placeholders it fills from what that
-returns: no processor is needed.
+The list of types is transformers' own. Text decoders are cut down as the zoo's, towers by the names of their sizes;
+what that does not find is in `SETTINGS`. How an image is passed follows from what `get_image_features` takes, and how
+many placeholders it fills from what that returns: no processor is needed.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ class Layout(NamedTuple):
         joined: the dimension along which those of one row are joined.
         num_tokens: placeholders of an image.
         types: names of token types, 1 for a placeholder.
-        start: the token that stands before an image, by which Qwen's types count images before transformers 5.23; None: any.
+        start: the token that stands before an image, by which Qwen's types count images before transformers 5.23; None:
+        any.
     """
 
     shapes: dict[str, tuple[int, ...]]

@@ -1,4 +1,5 @@
-"""Image-text models of all types: prompts with images give what they give with `DynamicCache`, and known images do not run again.
+"""Image-text models of all types: prompts with images give what they give with `DynamicCache`, and known images do not
+run again.
 
 python -m tests.conformance.images [--types NAMES] [--block-size 8] [--table docs/supported_image_models.md]
 """

@@ -1,4 +1,5 @@
-"""Inputs of 40 text tokens, and with an image or a sound, for some of the image zoo's types and for two that it has not.
+"""Inputs of 40 text tokens, and with an image or a sound, for some of the image zoo's types and for two that it has
+not.
 
 Text ids are below `VOCABULARY`, placeholders are not, so that no text holds one by chance.
 """
@@ -21,7 +22,9 @@ _FRAMES, _MEL_BINS = 64, 8  # of what stands in for an image where a model hears
 
 
 class _Own(NamedTuple):
-    """A class of models that has no `get_image_features`: its configuration's changes, and the placeholders of what fills them."""
+    """A class of models that has no `get_image_features`: its configuration's changes, and the placeholders of what
+    fills them.
+    """
 
     name: str
     changes: dict[str, Any]

@@ -149,7 +149,8 @@ class Player:
         return rules is not None and rules.clamps_one_token
 
     def places(self, num_tokens: int, *, of_prompt: int | None = None) -> int:
-        """Of so many tokens, those up to the last place where a prompt can be hit: a full block, or where states are kept.
+        """Of so many tokens, those up to the last place where a prompt can be hit: a full block, or where states are
+        kept.
 
         Args:
             of_prompt: how many of them are the prompt's; None: all.
@@ -160,7 +161,9 @@ class Player:
         return num_tokens // size * size
 
     def states_behind(self, token_ids: list[int]) -> dict[tuple[int, str, int], Tensor]:
-        """What layers carry after these tokens, computed by transformers: (layer, "conv" or "recurrent", number) -> state."""
+        """What layers carry after these tokens, computed by transformers: (layer, "conv" or "recurrent", number) ->
+        state.
+        """
         cache = DynamicCache(config=self.model.config)
         given = {cache_argument(self.model): cache, "use_cache": True}
         with torch.no_grad():
@@ -178,7 +181,9 @@ class Player:
         return output_flag != "output_router_logits" or output_flag in inspect.signature(self.model.forward).parameters
 
     def forward(self, **arguments: Any) -> None:
-        """A plain forward of new rows on the cache, which must have the last logits of one on the cache that transformers makes."""
+        """A plain forward of new rows on the cache, which must have the last logits of one on the cache that
+        transformers makes.
+        """
         device = input_device(self.model)
         arguments = {
             key: value.to(device) if isinstance(value, torch.Tensor) else value
@@ -299,7 +304,8 @@ class Player:
         self.measured.distance = max(self.measured.distance, distance)
 
     def _distance(self, reference: Any, output: Any, arguments: dict[str, Any]) -> float:
-        """That from the reference; with another transformers than the tested one, where drafts change tokens, from what is written without.
+        """That from the reference; with another transformers than the tested one, where drafts change tokens, from what
+        is written without.
 
         They are to change nothing, but transformers' own do: in 5.17 those of Inkling, which has states and a window.
         """

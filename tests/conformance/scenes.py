@@ -1,12 +1,12 @@
 """The scenes that every model plays: each a few calls of one user on a cache of its own.
 
-Lengths are in units of `play.unit` tokens, so that the first prompt is five units and five tokens. A unit is a block, and five
-new tokens complete a sixth block. Beams and samples count as reused what equal rows compute once.
+Lengths are in units of `play.unit` tokens, so that the first prompt is five units and five tokens. A unit is a block,
+and five new tokens complete a sixth block. Beams and samples count as reused what equal rows compute once.
 
-Where layers carry states, a unit is 64 tokens: a multiple of what all kernels compute in, and what a forward more counts for on
-a CPU. A state is known only where a forward ended, so there a prompt is hit where a snapshot was taken: at the last place for one
-before a prompt's last token, where prompts part for the second time, and at the end of what was generated. Convolutions alone
-have one at every block.
+Where layers carry states, a unit is 64 tokens: a multiple of what all kernels compute in, and what a forward more
+counts for on a CPU. A state is known only where a forward ended, so there a prompt is hit where a snapshot was taken:
+at the last place for one before a prompt's last token, where prompts part for the second time, and at the end of what
+was generated. Convolutions alone have one at every block.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def a_prompt(play: Player, seed: int = 1) -> list[int]:
 
 
 def known(play: Player, reused: int, at_least: int) -> dict[str, int]:
-    """What a call reuses: exactly that; at least that where layers have windows, whose rows resume exactly where they are known; or where
-    they carry states, at least the other number.
+    """What a call reuses: exactly that; at least that where layers have windows, whose rows resume exactly where they
+    are known; or where they carry states, at least the other number.
     """
     if play.has_states:
         return {"at_least": at_least}
@@ -47,7 +47,9 @@ def full_hit(play: Player) -> None:
 
 
 def partial_hit(num_more: int) -> Callable[[Player], None]:
-    """With snapshots, the second prompt that parts there is computed from its start, and leaves one; the third one hits it."""
+    """With snapshots, the second prompt that parts there is computed from its start, and leaves one; the third one hits
+    it.
+    """
 
     def scene(play: Player) -> None:
         num_common = 4 * play.unit + num_more
@@ -191,7 +193,9 @@ def behind_padding(num_pads: int, *rows: list[int]) -> dict[str, torch.Tensor]:
 
 
 def every_row_padded(play: Player) -> None:
-    """On an empty store; then one of the prompts without padding, which some models with states find after as much alone."""
+    """On an empty store; then one of the prompts without padding, which some models with states find after as much
+    alone.
+    """
     prompt = a_prompt(play)
     for rows in ([prompt], [prompt, row((4, 4 * play.unit))]):
         play.build()

@@ -1,4 +1,6 @@
-"""Image-text models: text hits through what their processors pass, and images are reused by content, or nothing of them ever is."""
+"""Image-text models: text hits through what their processors pass, and images are reused by content, or nothing of them
+ever is.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The zoo is fit to be a reference: all types have a tiny configuration with all their kinds of layers.
 
-That early tokens matter to what a model says, each type shows in the scenes: zeros in place of what it reuses must be seen.
+That early tokens matter to what a model says, each type shows in the scenes: zeros in place of what it reuses must be
+seen.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def ends_a_chunk(config: Any, num_tokens: int) -> bool:
 def short_window(play: Player) -> None:
     """Prompts longer than any window, and hits in a previous row, in whole blocks, and in padded rows.
 
-    One token is new: with a window of 2 it sees only one column back. Where attention is in chunks, 61 tokens fill none,
-    nor 58 and 31 together; whole blocks fill those of one block.
+    One token is new: with a window of 2 it sees only one column back. Where attention is in chunks, 61 tokens fill
+    none, nor 58 and 31 together; whole blocks fill those of one block.
     """
     play.build(block_size=BLOCK_SIZE)
     if play.has_states:  # which are known after 57 tokens then

@@ -1,4 +1,7 @@
-"""Random calls in chunks (`prefill_chunk_size`): the same bits, whatever is cached. Their kinds are "bits:" and a kind."""
+"""Random calls in chunks (`prefill_chunk_size`): the same bits, whatever is cached.
+
+Their kinds are "bits:" and a kind.
+"""
 
 import re
 from dataclasses import replace

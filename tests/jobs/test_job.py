@@ -1,4 +1,6 @@
-"""`generate_all`: what `generate` gives for each prompt alone, what is reused, and what is refused before anything runs."""
+"""`generate_all`: what `generate` gives for each prompt alone, what is reused, and what is refused before anything
+runs.
+"""
 
 from __future__ import annotations
 

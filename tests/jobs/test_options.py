@@ -1,4 +1,6 @@
-"""Options of `generate` in a batch job: each row's completion is what it would be alone, padded or not; what cannot be is refused first."""
+"""Options of `generate` in a batch job: each row's completion is what it would be alone, padded or not; what cannot be
+is refused first.
+"""
 
 from __future__ import annotations
 

@@ -27,8 +27,9 @@ PROMPTS = [f"{SHARED[number % 2]}{number} and {number}" for number in range(12)]
 
 
 def load(folder: str, deadly: str | None = None, times: int = 1) -> tuple[Any, Any]:
-    """Runs in a worker, which has no access to the tests; with `deadly` a forward kills it, and until that file notes so
-    many deaths, each worker after it dies as it loads."""
+    """Runs in a worker, which has no access to the tests; with `deadly` a forward kills it, and until that file notes
+    so many deaths, each worker after it dies as it loads.
+    """
     if deadly is not None and 0 < Path(deadly).stat().st_size < times:
         die(deadly)
     import torch

@@ -5,9 +5,10 @@ Usage, from the repository:
     python -m tests.mutants [--only NAME ...]    # runs them, one after the other; some seconds each
     python -m tests.mutants --look               # only says which are found in the code
 
-`mutants.toml` is the list. Each mutant is applied to a copy of the package, which pytest imports in place of the package. The mutant
-is *killed* if a test fails, and has *survived* if all pass. It is *not found* if its module has the text to be replaced not exactly
-once. The tests run first on a copy without a mutant, where they must pass. The exit status is 0 if every mutant is killed.
+`mutants.toml` is the list. Each mutant is applied to a copy of the package, which pytest imports in place of the
+package. The mutant is *killed* if a test fails, and has *survived* if all pass. It is *not found* if its module has the
+text to be replaced not exactly once. The tests run first on a copy without a mutant, where they must pass. The exit
+status is 0 if every mutant is killed.
 """
 
 from __future__ import annotations

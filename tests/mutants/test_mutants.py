@@ -1,4 +1,7 @@
-"""Mutants are found in the code: whoever rewrites what keeps a promise carries its mutant over. `python -m tests.mutants` runs them."""
+"""Mutants are found in the code: whoever rewrites what keeps a promise carries its mutant over.
+
+`python -m tests.mutants` runs them.
+"""
 
 from __future__ import annotations
 

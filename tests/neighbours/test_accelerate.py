@@ -1,4 +1,6 @@
-"""accelerate: wherever it keeps a model's weights, calls are right, find their blocks again, and see a change of the weights."""
+"""accelerate: wherever it keeps a model's weights, calls are right, find their blocks again, and see a change of the
+weights.
+"""
 
 from __future__ import annotations
 

@@ -63,7 +63,10 @@ def test_implementations_switched_between_calls_each_find_their_own(
 
 @pytest.mark.slow
 def test_compiled_flex_attention_reads_what_is_reused() -> None:
-    """As transformers runs it, which on a CPU needs a C++ compiler. One kernel is compiled: of a token after a known prompt."""
+    """As transformers runs it, which on a CPU needs a C++ compiler.
+
+    One kernel is compiled: of a token after a known prompt.
+    """
     torch._dynamo.reset()
     model = build("llama", num_hidden_layers=1)
     cache = PagedPrefixCache(model)

@@ -1,4 +1,6 @@
-"""`datasets.Dataset.map` with a function that generates: in this process with the cache, in another one with a cache of its own."""
+"""`datasets.Dataset.map` with a function that generates: in this process with the cache, in another one with a cache of
+its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""TRL's GRPOTrainer: generation on our cache inside a training loop, where every optimizer step makes what was cached old."""
+"""TRL's GRPOTrainer: generation on our cache inside a training loop, where every optimizer step makes what was cached
+old.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What TRL's trainers train on in these tests: questions that begin alike, a reward, and the settings of three quick steps."""
+"""What TRL's trainers train on in these tests: questions that begin alike, a reward, and the settings of three quick
+steps.
+"""
 
 from __future__ import annotations
 

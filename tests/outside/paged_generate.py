@@ -1,13 +1,16 @@
-"""A pytest plugin: every `generate` of somebody else's tests runs beside itself on a `PagedPrefixCache` where that is legal, and both are compared.
+"""A pytest plugin: every `generate` of somebody else's tests runs beside itself on a `PagedPrefixCache` where that is
+legal, and both are compared.
 
-In a checkout of transformers, of the version that is installed, with `tests/outside` of this repository on `PYTHONPATH`:
+In a checkout of transformers, of the version that is installed, with `tests/outside` of this repository on
+`PYTHONPATH`:
 
     python -m pytest -p paged_generate --paged -m generate -k 'not compil' tests/models/llama
 
-Without `--paged` it does nothing. The test gets the result of the paged cache. A test that fails is run once more without one. If it
-fails then, too, it is reported as skipped, and counted: it is transformers' own. What `EXPECTED` lists is an xfail. At the end it prints how many
-calls were compared, how many tokens were reused, and why other calls ran as ever. Tests of compilation are left out,
-because transformers compiles `generate` only with a cache of its own that is made for it.
+Without `--paged` it does nothing. The test gets the result of the paged cache. A test that fails is run once more
+without one. If it fails then, too, it is reported as skipped, and counted: it is transformers' own. What `EXPECTED`
+lists is an xfail. At the end it prints how many calls were compared, how many tokens were reused, and why other calls
+ran as ever. Tests of compilation are left out, because transformers compiles `generate` only with a cache of its own
+that is made for it.
 """
 
 from __future__ import annotations
@@ -253,8 +256,8 @@ def repeatable(kwargs: dict[str, Any]) -> Callable[[], None]:
 def assert_same(wanted: Any, got: Any) -> None:
     """Equal tokens, and logits, scores, hidden states and attentions within the tolerance of their scale.
 
-    Where rows part at two tokens that the wanted logits hold for equal, within the tolerance, what is compared ends there:
-    rounding has decided. Results that are no `ModelOutput` are tensors, and equal.
+    Where rows part at two tokens that the wanted logits hold for equal, within the tolerance, what is compared ends
+    there: rounding has decided. Results that are no `ModelOutput` are tensors, and equal.
     """
     if not hasattr(wanted, "sequences"):
         _assert_close("the result", wanted, got)

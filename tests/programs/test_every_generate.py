@@ -1,4 +1,6 @@
-"""Models of a process: each gets a store with its first `generate`, each call a cache of its own, and nothing else differs."""
+"""Models of a process: each gets a store with its first `generate`, each call a cache of its own, and nothing else
+differs.
+"""
 
 from __future__ import annotations
 

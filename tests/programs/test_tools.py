@@ -1,4 +1,7 @@
-"""TRL's log and transformers' server, where each `generate` has a cache. The trainer itself runs in `test_examples.py`."""
+"""TRL's log and transformers' server, where each `generate` has a cache.
+
+The trainer itself runs in `test_examples.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is wrong, unusual or impossible gives the result of `DynamicCache` or a clear error, and the call after it is right."""
+"""What is wrong, unusual or impossible gives the result of `DynamicCache` or a clear error, and the call after it is
+right.
+"""
 
 from __future__ import annotations
 
@@ -171,7 +173,9 @@ def test_an_unusual_mask_gives_what_dynamic_cache_gives(
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
 def test_new_tokens_go_on_from_padded_rows_whose_columns_were_counted(name: str, is_used: bool) -> None:
-    """A plain forward without positions counts columns, `generate` the tokens that the mask shows: as with `DynamicCache`."""
+    """A plain forward without positions counts columns, `generate` the tokens that the mask shows: as with
+    `DynamicCache`.
+    """
     model = build(name)
     ids = torch.tensor([row((1, 40)), [0] * 8 + row((2, 32))])
     mask = torch.ones_like(ids)
@@ -216,7 +220,8 @@ def ids_of(*tokens: int) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor([tokens], dtype=torch.int64)}
 
 
-# what is wrong with a call -> the call, with our cache or with what transformers makes, and whether that refuses it, too
+# what is wrong with a call -> the call, with our cache or with what transformers makes, and whether that refuses it,
+# too
 REFUSED: dict[str, tuple[Callable[[Any, Any], Any], str, bool]] = {
     "no tokens": (lambda model, cache: run(model, cache, **ids_of()), "", True),
     "a token above the vocabulary": (lambda model, cache: run(model, cache, **ids_of(*PROMPT, 128)), "", True),

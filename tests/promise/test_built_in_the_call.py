@@ -1,4 +1,6 @@
-"""`model.generate(..., past_key_values=PagedPrefixCache(model))`: Python has looked `generate` up before the cache is attached."""
+"""`model.generate(..., past_key_values=PagedPrefixCache(model))`: Python has looked `generate` up before the cache is
+attached.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Captured rows: steps run as graphs of the model's own forward, on rows of a fixed room.
 
-On a CUDA device of this machine graphs are captured and replayed. Elsewhere `capture="dry"` does all but the replay, so every test proves logits
-as everywhere. How many forwards ran so is read from `last_call`.
+On a CUDA device of this machine graphs are captured and replayed. Elsewhere `capture="dry"` does all but the replay, so
+every test proves logits as everywhere. How many forwards ran so is read from `last_call`.
 """
 
 from __future__ import annotations

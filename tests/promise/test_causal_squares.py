@@ -31,7 +31,9 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each attention that was asked of a square, whether it was served; squares are tried wherever something is known."""
+    """Of each attention that was asked of a square, whether it was served; squares are tried wherever something is
+    known.
+    """
     split_everywhere(monkeypatch)
     return note_served(monkeypatch, causal)
 

@@ -1,7 +1,7 @@
 """Conditions that change while a call runs, and change back: what was computed under others is never found again.
 
-Each change is one that comes back as it was (a hook that moves a layer's output), so that the root of before is asked for
-again; a weight's count of writes never comes back.
+Each change is one that comes back as it was (a hook that moves a layer's output), so that the root of before is asked
+for again; a weight's count of writes never comes back.
 """
 
 from __future__ import annotations
@@ -246,7 +246,9 @@ def test_two_threads_on_a_model_whose_forward_takes_a_lock_both_come_to_an_end(
 def test_a_thread_that_calls_between_the_end_of_a_call_and_what_that_does_disturbs_nothing(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the conditions are read a last time, the rows are still the first thread's, and the cache is every thread's."""
+    """While the conditions are read a last time, the rows are still the first thread's, and the cache is every
+    thread's.
+    """
     cache, digest = PagedPrefixCache(model, block_size=4, trust_hooks=True), Conditioning.digest
     errors: list[list[BaseException]] = []
     num_read = 0
@@ -291,7 +293,10 @@ def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(
 
 @pytest.mark.parametrize("where", ["forward", "_update_model_kwargs_for_generation", "prepare_inputs_for_generation"])
 def test_a_model_whose_own_code_changes_it_in_the_middle_of_a_call_leaves_nothing_to_others(where: str) -> None:
-    """As remote code does that sets its adapter by what it is passed. Nobody else runs, and no function is anybody else's."""
+    """As remote code does that sets its adapter by what it is passed.
+
+    Nobody else runs, and no function is anybody else's.
+    """
     model = build("llama")
     layer, num_calls = model.model.layers[0].self_attn.k_proj, 0
     kept, other = layer.weight, nn.Parameter(layer.weight.data.roll(1, 0))

@@ -1,4 +1,5 @@
-"""Whatever changes keys and values of a model that has a cache is seen, and nothing of before is found; nothing else is a change.
+"""Whatever changes keys and values of a model that has a cache is seen, and nothing of before is found; nothing else is
+a change.
 
 Each is asked of `cache.lookup`, which says what a call would find. `test_conditions_of_reuse.py` makes the calls.
 """

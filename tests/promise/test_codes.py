@@ -1,4 +1,6 @@
-"""A model that continues with codes of its own in place of token ids, as models of speech do: as `DynamicCache`, and without reuse."""
+"""A model that continues with codes of its own in place of token ids, as models of speech do: as `DynamicCache`, and
+without reuse.
+"""
 
 from __future__ import annotations
 

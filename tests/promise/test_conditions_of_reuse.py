@@ -260,7 +260,9 @@ def test_prompts_short_and_long_are_right_under_ropes_that_depend_on_length(kind
 
 
 def test_frequencies_follow_the_largest_position_of_a_forward_and_not_its_columns() -> None:
-    """Of 70 columns of padded rows no token stands beyond position 63; but what numbers its padding may, and is computed."""
+    """Of 70 columns of padded rows no token stands beyond position 63; but what numbers its padding may, and is
+    computed.
+    """
     model = build("llama", rope_parameters=ROPES["longrope"], max_position_embeddings=256)
     store = PrefixStore(model, block_size=8)
     padded = batch(row((1, 60)), row((2, 56)), row((3, 70)))

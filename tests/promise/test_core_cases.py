@@ -1,6 +1,8 @@
-"""What a simple cache of rows gets wrong: each case against `DynamicCache`, on an empty store, a used one, and one of a single block.
+"""What a simple cache of rows gets wrong: each case against `DynamicCache`, on an empty store, a used one, and one of a
+single block.
 
-Others rewrite what ran, raise in the middle, bring positions of their own, call from two threads. Reuse is asked where there is room.
+Others rewrite what ran, raise in the middle, bring positions of their own, call from two threads. Reuse is asked where
+there is room.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whatever is raised wherever: the invariants hold, nothing half written is reused, and the next calls are right.
 
-Faults are put into our own classes and into transformers', not into the model as hooks: those would be another root, and
-hide what was committed.
+Faults are put into our own classes and into transformers', not into the model as hooks: those would be another root,
+and hide what was committed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""A child that is forked while another thread is in the middle of a call generates rightly, and holds none of that call's blocks."""
+"""A child that is forked while another thread is in the middle of a call generates rightly, and holds none of that
+call's blocks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Gradients through a cached forward are those that a `DynamicCache` gives, through what earlier forwards computed, too."""
+"""Gradients through a cached forward are those that a `DynamicCache` gives, through what earlier forwards computed,
+too.
+"""
 
 from __future__ import annotations
 

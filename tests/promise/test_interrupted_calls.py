@@ -50,8 +50,8 @@ def references() -> dict[str, Any]:
 def where_no_signal_comes(code: CodeType) -> frozenset[int]:
     """Offsets of instructions at which a line may begin, and before which the interpreter lets no signal through.
 
-    The end of a `with` block, where `__exit__` is not yet called; and what does nothing, as `try:`, which need not be under
-    the handlers of the blocks around it.
+    The end of a `with` block, where `__exit__` is not yet called; and what does nothing, as `try:`, which need not be
+    under the handlers of the blocks around it.
     """
     instructions = list(dis.get_instructions(code))
     offsets = {each.offset for each in instructions if each.opname == "NOP"}

@@ -1,4 +1,7 @@
-"""A short run of `tests.interrupts`; the long one is a command. And the lines that a random one rarely meets, one by one."""
+"""A short run of `tests.interrupts`; the long one is a command.
+
+And the lines that a random one rarely meets, one by one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What is kept has the keys and values of a plain forward: after every kind of call `cache.verify()` computes all blocks again.
+"""What is kept has the keys and values of a plain forward: after every kind of call `cache.verify()` computes all
+blocks again.
 
 Results can be right although a wrong key or value lies in a block, for whoever reads it next.
 """

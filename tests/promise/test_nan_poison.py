@@ -1,6 +1,7 @@
 """What nobody wrote is never read: NaN in all blocks that hold nothing, and in the room of rows, changes nothing.
 
-A NaN survives masking: attention multiplies it by zero, which gives NaN. So one read of one such slot shows in the logits.
+A NaN survives masking: attention multiplies it by zero, which gives NaN. So one read of one such slot shows in the
+logits.
 """
 
 from __future__ import annotations

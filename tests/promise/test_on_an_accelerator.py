@@ -35,7 +35,9 @@ def test_a_scene_is_the_same_on_an_accelerator(scene: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 64, 128, 288])
 def test_a_part_is_attended_to_as_by_operators_in_fp32(head_dim: int, dtype: torch.dtype) -> None:
-    """What the device computes parts with, for one token and several, with and without a mask, at any number of columns."""
+    """What the device computes parts with, for one token and several, with and without a mask, at any number of
+    columns.
+    """
     device = torch.accelerator.current_accelerator()
     torch.manual_seed(0)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

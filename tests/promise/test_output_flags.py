@@ -1,4 +1,6 @@
-"""Outputs beside logits are a bypass: some models compute otherwise with them, as Falcon with sdpa, which then takes another path."""
+"""Outputs beside logits are a bypass: some models compute otherwise with them, as Falcon with sdpa, which then takes
+another path.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Padding that all rows share is skipped, so columns are there before any layer has written: no layer may be asked otherwise."""
+"""Padding that all rows share is skipped, so columns are there before any layer has written: no layer may be asked
+otherwise.
+"""
 
 from __future__ import annotations
 

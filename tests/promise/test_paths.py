@@ -1,4 +1,6 @@
-"""Every path by which a call can reach the cache: it gives what a fresh `DynamicCache` gives, or an error that says why not."""
+"""Every path by which a call can reach the cache: it gives what a fresh `DynamicCache` gives, or an error that says why
+not.
+"""
 
 from __future__ import annotations
 
@@ -399,8 +401,8 @@ def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
 def _rank(rank: int, port: int, results: Any) -> None:
     """One of two processes: FSDP gathers weights in every forward, so both must run as many.
 
-    One knows a prompt's prefix that the other has to compute; scoring, too, must run as many forwards whatever is known, and looking
-    at cached blocks (`verify`) is refused.
+    One knows a prompt's prefix that the other has to compute; scoring, too, must run as many forwards whatever is
+    known, and looking at cached blocks (`verify`) is refused.
     """
     import os
     from datetime import timedelta

@@ -1,4 +1,6 @@
-"""Chats about an image, which each turn passes again with the whole conversation, give what they give without a cache; so do only new tokens."""
+"""Chats about an image, which each turn passes again with the whole conversation, give what they give without a cache;
+so do only new tokens.
+"""
 
 from __future__ import annotations
 

@@ -116,7 +116,9 @@ def test_verify_finds_blocks_unchanged(precision: tuple[torch.dtype, torch.dtype
 
 @pytest.mark.parametrize("name", ["bf16", "autocast bf16", "fp32"])
 def test_verify_allows_for_the_rounding_of_what_was_computed_in(name: str) -> None:
-    """Keys of Llama under autocast are held in fp32, having been multiplied in bf16; so are those of a model cast later."""
+    """Keys of Llama under autocast are held in fp32, having been multiplied in bf16; so are those of a model cast
+    later.
+    """
     weights, autocast = REGIMES.get(name, (torch.float32, None))
     model = build("llama")
     store = PrefixStore(model)

@@ -1,4 +1,6 @@
-"""Prefixes that are named by their token ids: what is computed ahead is what a call would compute, and a look tells what a call finds."""
+"""Prefixes that are named by their token ids: what is computed ahead is what a call would compute, and a look tells
+what a call finds.
+"""
 
 from __future__ import annotations
 

@@ -132,7 +132,9 @@ def test_rows_that_go_on_with_new_tokens_are_nobody_elses_meanwhile(model: PreTr
 def test_memory_that_runs_out_as_rows_begin_is_made_free_once_more(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """First the rows of the call before are given up; where that is not enough, the call fails and the next one is right."""
+    """First the rows of the call before are given up; where that is not enough, the call fails and the next one is
+    right.
+    """
     reference, fill = run(model, **PROMPTS), opening.fill
     for num_refused in (1, 3):
         cache, refused = PagedPrefixCache(model), list[bool]()

@@ -1,4 +1,6 @@
-"""Rows of a call go on rightly whatever was done to them: cropped, copied, run past the hooks, from other threads, in another dtype."""
+"""Rows of a call go on rightly whatever was done to them: cropped, copied, run past the hooks, from other threads, in
+another dtype.
+"""
 
 from __future__ import annotations
 

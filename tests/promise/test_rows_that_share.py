@@ -1,4 +1,6 @@
-"""What rows of several prompts hold once, for their copies too: the result is `DynamicCache`'s whatever a further launch costs."""
+"""What rows of several prompts hold once, for their copies too: the result is `DynamicCache`'s whatever a further
+launch costs.
+"""
 
 from __future__ import annotations
 

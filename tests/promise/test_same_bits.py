@@ -1,4 +1,6 @@
-"""With `prefill_chunk_size` a call gives the bits that `DynamicCache` gives, whatever is cached, and computes only what follows."""
+"""With `prefill_chunk_size` a call gives the bits that `DynamicCache` gives, whatever is cached, and computes only what
+follows.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""The format of saved blocks: what other code has written as docs/save_and_load.md says is loaded, and no damaged byte is."""
+"""The format of saved blocks: what other code has written as docs/save_and_load.md says is loaded, and no damaged byte
+is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What is saved by one store and loaded by another: the same results, and where it is not of this model, nothing, and why."""
+"""What is saved by one store and loaded by another: the same results, and where it is not of this model, nothing, and
+why.
+"""
 
 from __future__ import annotations
 

@@ -294,7 +294,9 @@ def of_rope(kind: str) -> PreTrainedModel:
 def assert_as_plain_forwards(
     model: PreTrainedModel, context: Sequence[int], continuations: Sequence[Sequence[int]], scores: Sequence[Score]
 ) -> None:
-    """Args: the model as it was before these were scored: frequencies stay as a forward left them, until a short one comes."""
+    """Args: the model as it was before these were scored: frequencies stay as a forward left them, until a short one
+    comes.
+    """
     for tokens, score in zip(continuations, scores, strict=True):
         wanted = log_probs(copy.deepcopy(model), context, tokens)
         torch.testing.assert_close(torch.tensor(score.log_probs), wanted, rtol=0, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Models whose layers carry states, where forwards are short, padded, cut back, asked for more than their last logits, or refused."""
+"""Models whose layers carry states, where forwards are short, padded, cut back, asked for more than their last logits,
+or refused.
+"""
 
 from __future__ import annotations
 
@@ -256,7 +258,10 @@ def test_a_snapshot_before_which_windows_hold_nothing_is_not_gone_on_from(
 @NAMES
 @pytest.mark.parametrize("length", [70, 128])
 def test_a_prompt_of_which_all_is_known_computes_its_last_token(name: str, length: int) -> None:
-    """The last call's row has the states after it, or a snapshot stands there; its logits are nowhere. It resumes from before."""
+    """The last call's row has the states after it, or a snapshot stands there; its logits are nowhere.
+
+    It resumes from before.
+    """
     model = zoo.build(name)
     cache, prompt = PagedPrefixCache(model), batch(row((1, length)))
     for number in range(4):

@@ -1,4 +1,6 @@
-"""States that heed more than tokens: clamped time steps, biases after padding, kernels that compute in chunks, other conditions."""
+"""States that heed more than tokens: clamped time steps, biases after padding, kernels that compute in chunks, other
+conditions.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +123,9 @@ def test_a_hit_at_a_multiple_of_the_chunk_is_within_1e_6(num_tokens: int) -> Non
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_positions_that_weigh_index_keys_are_those_that_were_passed_or_follow_from_the_rows(step: int) -> None:
-    """Qwen4's index keys are weighed by positions that it keeps in the cache's layer; where they jump, nothing is reused."""
+    """Qwen4's index keys are weighed by positions that it keeps in the cache's layer; where they jump, nothing is
+    reused.
+    """
     model = build("qwen4_exp_text")
     ids = torch.tensor([row((1, 96)), row((2, 96))])
     positions = torch.arange(96).mul(step).expand(2, -1)
@@ -139,7 +143,9 @@ def test_positions_that_weigh_index_keys_are_those_that_were_passed_or_follow_fr
 
 
 def test_copied_rows_take_along_the_positions_that_weigh_index_keys() -> None:
-    """They ran at positions of the caller's own; then they are copied, reordered, and run token by token, and so are the others."""
+    """They ran at positions of the caller's own; then they are copied, reordered, and run token by token, and so are
+    the others.
+    """
     model = build("qwen4_exp")
     ids = torch.tensor([row((1, 29)), row((2, 29))])
     positions = torch.arange(24) + torch.tensor([[[0], [7]], [[3], [0]], [[0], [2]]])

@@ -1,4 +1,6 @@
-"""Models whose layers carry states: the same result as `DynamicCache`, and no token computed that a snapshot could spare."""
+"""Models whose layers carry states: the same result as `DynamicCache`, and no token computed that a snapshot could
+spare.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from ..reference import FROM_5_23, TOLERANCE, Forwards, assert_right, assert_sam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; one token otherwise than several.
+# A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; one token otherwise than
+# several.
 ALL = ("qwen3_next", "lfm2", "falcon_h1", "zamba2")
 NAMES = pytest.mark.parametrize("name", ALL)
 RECURRENT = ("qwen3_next", "falcon_h1", "zamba2")
@@ -135,7 +138,9 @@ def test_beams_and_samples_carry_their_states_along(name: str, how: dict[str, An
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_what_is_computed_again_is_read_as_it_is_now(num_beams: int) -> None:
-    """Behind a snapshot of zeros the first keys are others than those that the pool has, and no later token knows of it."""
+    """Behind a snapshot of zeros the first keys are others than those that the pool has, and no later token knows of
+    it.
+    """
     model = tiny("lfm2")
     cache, prompt = PagedPrefixCache(model, block_size=8), batch(row((1, 325)))
     reference = run(model, **prompt, num_beams=num_beams)

@@ -1,4 +1,6 @@
-"""What a tenant, a salt on a shared store, sees and does: its own calls and blocks, and nothing from which others follow."""
+"""What a tenant, a salt on a shared store, sees and does: its own calls and blocks, and nothing from which others
+follow.
+"""
 
 from __future__ import annotations
 

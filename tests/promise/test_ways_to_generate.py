@@ -1,7 +1,7 @@
 """Every way to generate gives what it gives with `DynamicCache`, logits included, and reuses.
 
-`OPTIONS` says for every option of `generate` where it is played: in a scene here, in one of test_generate_equivalence.py,
-or in a test that shows that transformers itself refuses it.
+`OPTIONS` says for every option of `generate` where it is played: in a scene here, in one of
+test_generate_equivalence.py, or in a test that shows that transformers itself refuses it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Each row of the table in docs/what_is_reused.md is a call that is made here, and what it quotes is what the call says."""
+"""Each row of the table in docs/what_is_reused.md is a call that is made here, and what it quotes is what the call
+says.
+"""
 
 from __future__ import annotations
 

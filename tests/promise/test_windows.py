@@ -1,4 +1,6 @@
-"""Layers whose attention sees a window hand over what `DynamicCache` does there, whatever the call and wherever the window ends."""
+"""Layers whose attention sees a window hand over what `DynamicCache` does there, whatever the call and wherever the
+window ends.
+"""
 
 from __future__ import annotations
 
@@ -174,7 +176,9 @@ def test_a_wrong_block_of_a_window_is_found_out(name: str) -> None:
 @NAMES
 @pytest.mark.parametrize(("window", "block_size"), [(WINDOW, 7), (5, 16)])
 def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: int, name: str) -> None:
-    """Every step's window begins elsewhere in a block, in rows of different padding; what it leaves in the pool is whole."""
+    """Every step's window begins elsewhere in a block, in rows of different padding; what it leaves in the pool is
+    whole.
+    """
     model = build(name, sliding_window=window)
     store = PrefixStore(model, block_size=block_size)
     cache = PagedPrefixCache(store)

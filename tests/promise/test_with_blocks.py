@@ -1,4 +1,6 @@
-"""`with cache:`: calls of `generate` that bring no cache run on it, in this context or in all threads, and nothing else does."""
+"""`with cache:`: calls of `generate` that bring no cache run on it, in this context or in all threads, and nothing else
+does.
+"""
 
 from __future__ import annotations
 

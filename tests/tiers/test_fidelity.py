@@ -1,7 +1,7 @@
 """A store with a disk tier gives what `DynamicCache` gives, and what it reads back is what made the difference.
 
-Chats take turns on a pool that holds fewer of them, so that each is evicted before its turn comes. Every check is shown to fail
-with zeros in place of what the tier has.
+Chats take turns on a pool that holds fewer of them, so that each is evicted before its turn comes. Every check is shown
+to fail with zeros in place of what the tier has.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The host tier by itself, on a CPU: what it keeps, in which order it gives it up, and that it never takes more than it may."""
+"""The host tier by itself, on a CPU: what it keeps, in which order it gives it up, and that it never takes more than it
+may.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A disk folder that several stores have: what one evicts the others find, as if they had computed it, and nothing of another model.
+"""A disk folder that several stores have: what one evicts the others find, as if they had computed it, and nothing of
+another model.
 
 Stores of copies of a model stand for processes; `tests.shared_folders` has real ones.
 """

@@ -46,8 +46,8 @@ class BlockSwapper:
     held by all of them again. Blocks without tokens stay behind.
 
     Ids change first, content follows: make the copies that a swap returns, in order, before any block of either side is
-    written. Until `drop_copies`, the copies are also in `pending_copies`, for who was interrupted. After a Ctrl-C inside
-    a swap, some of its tables may have moved: see `is_on_host`. Not thread-safe: use one lock for both sides.
+    written. Until `drop_copies`, the copies are also in `pending_copies`, for who was interrupted. After a Ctrl-C
+    inside a swap, some of its tables may have moved: see `is_on_host`. Not thread-safe: use one lock for both sides.
 
     Args:
         device, host: two allocators of one block size.
