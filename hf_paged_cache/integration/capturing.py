@@ -200,7 +200,7 @@ class Capturing:
         if self.capture is False:
             return "the cache was built with capture=False"
         always = self.capture == "dry"
-        if not self.is_asked:
+        if not (always or self._is_on_cuda()):
             return "the model is not on a CUDA device"
         why_model, captured = self._of_model(digest)
         why = why_model or unusual or self._unusual(rows, max_columns, always=always)

@@ -54,6 +54,7 @@ class RowsColumns(Cache):
     windows: WindowColumns | None  # columns of the layers with a window, if any layer has one
     states: RowStates | None  # what layers carry beside columns, or in place of columns, if any layer does
     first: Any  # first layer with columns; None: no layer has any, or the rows are bypassed
+    is_exact: bool  # rows can go on only after certain columns, because layers have windows or carry states
 
     def __init__(self, kinds: LayerKinds, looks: Looks) -> None:
         super().__init__(layers=[])
@@ -88,13 +89,9 @@ class RowsColumns(Cache):
         self.layers[:] = layers = kinds.make(self._itself)
         self.windows = WindowColumns(layers) if kinds.sights else None
         self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
+        self.is_exact = self.windows is not None or self.states is not None
         self.first = next((layer for layer in layers if isinstance(layer, RowsLayer)), None)
         self.layer_class_to_replicate = partial(_another_layer, self._itself)  # type: ignore[assignment]
-
-    @property
-    def is_exact(self) -> bool:
-        """True if rows can go on only after certain columns, because layers have windows or carry states."""
-        return self.windows is not None or self.states is not None
 
     def can_go_on_at(self, n: int) -> bool:
         """Return whether the rows hold all that the token after the first `n` columns needs."""

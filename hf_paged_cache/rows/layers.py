@@ -44,12 +44,21 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         """Append new keys and values, [R, H, T, D]; return what attention reads, which later forwards write over."""
         if torch.compiler.is_compiling():
             return _write_outside_graphs(self, key_states, value_states)  # type: ignore[no-any-return]
-        key_states, value_states = self._checked(key_states, value_states)
-        n, length = self.n, key_states.shape[2]
+        held, n, length = self.held, self.n, key_states.shape[2]
         at, stop = n - self.base, n + length - self.base
-        held = self.held
-        if held is None or not self._takes(held, key_states, value_states, stop):
-            held = self._with_room(key_states, value_states, stop)
+        if (
+            held is None
+            or stop > self.room
+            or held[0].shape[0] != key_states.shape[0]
+            or held[0].dtype != key_states.dtype
+            or held[1].dtype != value_states.dtype
+            or held[0].device != key_states.device
+            or key_states.requires_grad
+            or value_states.requires_grad
+        ):
+            key_states, value_states = self._checked(key_states, value_states)
+            if held is None or not self._takes(held, key_states, value_states, stop):
+                held = self._with_room(key_states, value_states, stop)
         keys, values = held
         keys.narrow(2, at, length).copy_(key_states)
         values.narrow(2, at, length).copy_(value_states)

@@ -103,7 +103,9 @@ class Rows(RowsColumns):
         """Begin a forward; return the arguments that it is to run with."""
         if model is not self.calls.model:
             self.calls.refuse(model)
-        self._heed()
+        first = self.first
+        if first is not None and first.n != self.n:
+            self._heed()
         if self.is_running and self.thread != threading.get_ident():
             self.calls.require_not_running(self)
         if not self.num_forwards:
@@ -256,6 +258,7 @@ class Rows(RowsColumns):
     def _run_on(self, layers: list[Any]) -> None:
         """Have these layers of transformers, which hold what the rows hold, and nothing besides."""
         self.windows = self.states = self.first = None
+        self.is_exact = False
         self.memory, self._tensors, self._versions = [], [], ()
         self.layers[:] = layers  # the same list: whoever holds it sees these layers
         self.layer_class_to_replicate = DynamicLayer
@@ -434,7 +437,8 @@ class Rows(RowsColumns):
         if self.why_bypassed is not None:
             # transformers tells no length of layers that carry states alone
             return int(super().get_seq_length(layer_idx)) if any(map(has_keys, self.layers)) else self.n
-        self._heed()
+        if self.first is not None and self.first.n != self.n:
+            self._heed()
         return self.n if layer_idx in (0, -len(self.layers)) or self.layers[layer_idx].held is not None else 0
 
     @property
