@@ -78,7 +78,7 @@ class Habits:
 
 
 class Request(NamedTuple):
-    """One call of `generate`: its prompt, and the prompt with the tokens of the answer that are run through the model."""
+    """One call of `generate`: its prompt, and the prompt with the answer's tokens that are run through the model."""
 
     prompt: array[int]
     computed: array[int]

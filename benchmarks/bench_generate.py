@@ -42,12 +42,19 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--repeat", type=int, help="rounds of everything; default: as many as each scene needs, 2 to 31"
     )
-    parser.add_argument("--shared", type=int, default=SHARED, help="tokens of the usual shared prefix, a multiple of 8; all other lengths follow from it; default: 1024")  # fmt: skip
+    parser.add_argument(
+        "--shared",
+        type=int,
+        default=SHARED,
+        help="tokens of the usual shared prefix, a multiple of 8; all other lengths follow from it; default: 1024",
+    )
     parser.add_argument("--model", help="a folder or a name on the hub; default: SmolLM2-135M-Instruct")
     parser.add_argument("--random-model", choices=models.SHAPES, help="random weights in this shape, enough for times")
     parser.add_argument("--quick", action="store_true", help="a tiny model, short prompts, one round: does it run?")
     parser.add_argument("--json", type=Path, help="where to write; default: results/generate.json, if all scenes ran")
-    parser.add_argument("--update", action="store_true", help="put what ran into results/generate.json, which keeps the rest")  # fmt: skip
+    parser.add_argument(
+        "--update", action="store_true", help="put what ran into results/generate.json, which keeps the rest"
+    )
     parser.add_argument("--no-json", action="store_true", help="write nothing")
     options = parser.parse_args(arguments)
     options.scenes = [name.strip() for name in options.scenes.split(",")]

@@ -118,7 +118,9 @@ class Machine:
             torch.cuda.synchronize()
 
 
-def compare(on: Machine, make: Callable[[int], torch.Tensor], rows: int, num_new: int, rounds: int, num_beams: int = 1) -> dict[str, Any]:  # fmt: skip
+def compare(
+    on: Machine, make: Callable[[int], torch.Tensor], rows: int, num_new: int, rounds: int, num_beams: int = 1
+) -> dict[str, Any]:
     """One scene: both caches on the same prompts in turn; the first two rounds do not count."""
     taken: dict[str, list[float]] = {"dynamic": [], "ours": []}
     for number in range(rounds + 2):

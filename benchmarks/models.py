@@ -1,4 +1,4 @@
-"""The models that bench_generate.py runs on: the demo's, one that is named, or one of random weights in a known shape."""
+"""The models that bench_generate.py runs on: the demo's, one that is named, or random weights in a known shape."""
 
 from __future__ import annotations
 

@@ -202,7 +202,14 @@ def draw_ways(
     for way in ways:
         points = [(line["point"][coordinate], line["ways"][way]) for line in lines if way in line["ways"]]
         x = [place for place, _ in points]
-        axes.plot(x, [of["median"] * factor for _, of in points], "o-", color=COLOURS[way], markersize=4, label=LEGENDS.get(way, way))  # fmt: skip
+        axes.plot(
+            x,
+            [of["median"] * factor for _, of in points],
+            "o-",
+            color=COLOURS[way],
+            markersize=4,
+            label=LEGENDS.get(way, way),
+        )
         low, high = ([of[end] * factor for _, of in points] for end in ("minimum", "maximum"))
         if coordinate == "tokens" and factor == 1.0:
             axes.fill_between(x, low, high, color=COLOURS[way], alpha=0.15, linewidth=0)

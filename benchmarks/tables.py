@@ -200,7 +200,10 @@ def _when(results: Mapping[str, Any]) -> str:
     made: dict[tuple[str, str], list[str]] = {}
     for name, of in runs.items():
         made.setdefault((of["commit"], of["date"]), []).append(name)
-    of_all = [f"commit {commit}, {date}" + (f" ({', '.join(names)})" if len(made) > 1 else "") for (commit, date), names in made.items()]  # fmt: skip
+    of_all = [
+        f"commit {commit}, {date}" + (f" ({', '.join(names)})" if len(made) > 1 else "")
+        for (commit, date), names in made.items()
+    ]
     loads = [of["load_average_before"] for of in runs.values() if of["load_average_before"] is not None]
     busy = f"; load average before the scenes {min(loads):g} to {max(loads):g}" if loads else ""
     return f"{'; '.join(of_all)}{busy}"

@@ -33,7 +33,8 @@ def main() -> None:
     plain_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in plain.layers)
     print(f"the same tokens as with DynamicCache: {output.tolist() == wanted.tolist()}")
     print(
-        f"keys and values of {given.beams} beams: {cache.last_call.peak_kv_bytes / 2**20:.2f} MiB, DynamicCache {plain_bytes / 2**20:.2f} MiB"
+        f"keys and values of {given.beams} beams: {cache.last_call.peak_kv_bytes / 2**20:.2f} MiB, "
+        f"DynamicCache {plain_bytes / 2**20:.2f} MiB"
     )
 
 

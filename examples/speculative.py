@@ -12,7 +12,10 @@ from typing import Any
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.cli.demo_model import load_or_exit
 
-TEXT = "The lighthouse stands at the end of the pier. Its lamp was lit for the first time in 1874, and it has burned each night since. "
+TEXT = (
+    "The lighthouse stands at the end of the pier. Its lamp was lit for the first time in 1874, "
+    "and it has burned each night since. "
+)
 TASK = "Repeat the text, word by word.\nText: {text}\nRepeated: "
 
 

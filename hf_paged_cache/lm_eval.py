@@ -66,8 +66,8 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         self.cache = PagedPrefixCache(self.model, **sizes) if cache is None else cache
         if self.world_size > 1 and self.cache.store.conditioning.rank_groups:
             raise CacheArgumentError(
-                "processes share this model's weights and get requests of their own, so each would run another number of "
-                "forwards; use --model hf, or accelerate without FSDP"
+                "processes share this model's weights and get requests of their own, so each would run another number "
+                "of forwards; use --model hf, or accelerate without FSDP"
             )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

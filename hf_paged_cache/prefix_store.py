@@ -124,7 +124,8 @@ class PrefixStore:
             num_blocks = options.max_bytes // num_bytes
             if num_blocks < 2:
                 raise CacheArgumentError(
-                    f"max_bytes is {sizes['max_bytes']}, but two blocks of {block_size} tokens need {2 * num_bytes} bytes"
+                    f"max_bytes is {sizes['max_bytes']}, but two blocks of {block_size} tokens need {2 * num_bytes} "
+                    "bytes"
                 )
         tiers = make_tiers(model, conditioning, options)
         self.model = model
@@ -213,8 +214,8 @@ class PrefixStore:
             wanted = [array("q", one_sequence(f"prefix {number}", each)) for number, each in enumerate(given)]
         elif prefixes not in (None, "pinned"):
             raise CacheArgumentError(
-                f"prefixes is {prefixes[:40]!r}; give token ids of prefixes, such as tokenizer(text).input_ids, 'pinned', or "
-                "None for all"
+                f"prefixes is {prefixes[:40]!r}; give token ids of prefixes, such as tokenizer(text).input_ids, "
+                "'pinned', or None for all"
             )
         permissions = file_mode("mode", mode)
         with _bar("saving", progress) as show:
@@ -352,13 +353,13 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
         return []
     if conditioning.rank_groups:
         raise CacheArgumentError(
-            "host_bytes or disk_folder is given, and other processes share this model: each would load other blocks; leave "
-            "them out"
+            "host_bytes or disk_folder is given, and other processes share this model: each would load other blocks; "
+            "leave them out"
         )
     if host_bytes and input_device(model).type == "cpu":
         raise CacheArgumentError(
-            f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give the store "
-            "a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
+            f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give "
+            "the store a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
         )
     tiers: list[Tier] = []
     if disk_folder is not None:

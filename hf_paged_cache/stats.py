@@ -123,8 +123,9 @@ class TierStats:
             return f"{self.name} tier: {self.num_blocks:,} blocks"
         most = "" if self.max_bytes is None else f" of {_readable('max_bytes', self.max_bytes, of_a_salt=False)}"
         return (
-            f"{self.name} tier: {self.num_blocks:,} blocks, {_readable('num_bytes', self.num_bytes, of_a_salt=False)}{most}; "
-            f"{self.num_down:,} down, {self.num_up:,} up, {self.num_dropped:,} dropped, {self.num_refused:,} refused"
+            f"{self.name} tier: {self.num_blocks:,} blocks, "
+            f"{_readable('num_bytes', self.num_bytes, of_a_salt=False)}{most}; {self.num_down:,} down, "
+            f"{self.num_up:,} up, {self.num_dropped:,} dropped, {self.num_refused:,} refused"
         )
 
 
@@ -205,7 +206,8 @@ class CallStats:
 
     def __str__(self) -> str:
         lines = [
-            f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; {_of_others(row)}{_from_tiers(row)}{row.stopped}"
+            f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; "
+            f"{_of_others(row)}{_from_tiers(row)}{row.stopped}"
             for i, row in enumerate(self.rows)
         ]
         dense = [f"each row was read by itself: {self.dense}"] * bool(self.dense)

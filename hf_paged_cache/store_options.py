@@ -33,7 +33,7 @@ class StoreSizes(TypedDict, total=False):
 
 
 class StoreOptions(NamedTuple):
-    """`StoreOptions` holds the options of a store, with their defaults; those that are bytes as numbers, once checked."""
+    """`StoreOptions` holds the options of a store, with their defaults; those in bytes as numbers, once checked."""
 
     block_size: int = 16
     num_blocks: int | None = None

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def make_tiny_llama(num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of `num_layers` layers with weights large enough (std 0.2) that other keys and values give other tokens."""
+    """A Llama of `num_layers` layers with weights so large (std 0.2) that other keys and values give other tokens."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -127,7 +127,7 @@ def local_ray() -> Iterator[None]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For files that run many small forwards, or start threads of their own: `pytestmark = usefixtures("one_thread")`."""
+    """For files that run many small forwards, or start their own threads: `pytestmark = usefixtures("one_thread")`."""
     import torch
 
     before = torch.get_num_threads()

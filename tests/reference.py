@@ -70,7 +70,7 @@ def assert_same(reference: Any, output: Any) -> None:
 
 
 def _assert_close(name: str, wanted: Any, got: Any) -> None:
-    """Tensors, or tuples of them, of equal shapes and within `TOLERANCE` of the largest number; infinities are equal."""
+    """Tensors or tuples of them, of equal shapes and within `TOLERANCE` of the largest number; infinities are equal."""
     if wanted is None:
         assert got is None
     elif isinstance(wanted, tuple):

@@ -1,4 +1,4 @@
-"""The tree is the architecture: imports point down, heavy libraries stay where they belong, and the drawings are true."""
+"""The tree is the architecture: imports point down, heavy libraries stay in their places, and the drawings are true."""
 
 from __future__ import annotations
 

@@ -139,9 +139,15 @@ def test_the_table_beside_an_engine_has_a_row_a_case_and_a_place_in_the_docs(pee
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--scenes", "warmth"], ["--repeat", "0"], ["--shared", "100"], ["--json", "a", "--no-json"], ["--model", "a", "--random-model", "tiny"]],
+    [
+        ["--scenes", "warmth"],
+        ["--repeat", "0"],
+        ["--shared", "100"],
+        ["--json", "a", "--no-json"],
+        ["--model", "a", "--random-model", "tiny"],
+    ],
     ids=" ".join,
-)  # fmt: skip
+)
 def test_bad_options_are_refused_before_a_model_is_loaded(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,7 +46,22 @@ def test_every_example_is_run_here() -> None:
     assert all(path.name in text for path in EXAMPLES.glob("*.py") if path.name not in elsewhere)
 
 
-@pytest.mark.parametrize("name", ["adapters", "beam_search", "best_of_n", "chat", "few_shot_eval", "grpo_rollouts", "multi_gpu", "ray_batch", "recommend", "score_choices", "speculative"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adapters",
+        "beam_search",
+        "best_of_n",
+        "chat",
+        "few_shot_eval",
+        "grpo_rollouts",
+        "multi_gpu",
+        "ray_batch",
+        "recommend",
+        "score_choices",
+        "speculative",
+    ],
+)
 def test_a_model_that_is_not_there_is_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in {"adapters": ["peft"], "grpo_rollouts": ["trl", "datasets"], "ray_batch": ["ray"]}.get(name, []):
         pytest.importorskip(package)

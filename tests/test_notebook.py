@@ -1,4 +1,4 @@
-"""The notebook runs from top to bottom on a tiny model, its own assertions hold, and what it stores is what it gives."""
+"""The notebook runs from top to bottom on a tiny model, its assertions hold, and what it stores is what it gives."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class CallCost:
 
 
 class Meter:
-    """CPU seconds of the calling thread by part, forward by forward; what comes before the first forward is number 0."""
+    """CPU seconds of the calling thread by part, forward by forward; what precedes the first forward is number 0."""
 
     def __init__(self) -> None:
         self.forwards: list[Counter[str]] = [Counter()]

@@ -61,7 +61,7 @@ def nothing_shared_steps(bench: Bench, repeat: Repeat) -> Lines:
 def _behind_a_prefix(
     bench: Bench, num_rows: int, length: int, given: dict[str, Any], rounds: int, *, is_expanded: bool
 ) -> Measured:
-    """Steps behind `length` ready tokens and a question; of one prompt that is expanded, or of a question in each row."""
+    """Steps behind `length` ready tokens and a question; of a prompt that is expanded, or of a question in each row."""
     ready = bench.prefilled(length, num_rows)
     cache = bench.knowing(length)
 

@@ -18,7 +18,7 @@ SEVERAL_ROWS = "Several rows"
 
 @scene(SEVERAL_ROWS, minutes=2.5)
 def batch_cold(bench: Bench, repeat: Repeat) -> Lines:
-    """Rows with a prefix in common that nobody has seen, 16 question tokens of its own behind it in each; 1 new token."""
+    """Rows with a common prefix that nobody has seen, 16 question tokens of its own behind it in each; 1 new token."""
     for num_rows, bar, rounds in ((4, 2.9, 4), (16, 8.0, 2)):
         cache = PagedPrefixCache(bench.model)
 
@@ -41,7 +41,7 @@ def batch_cold(bench: Bench, repeat: Repeat) -> Lines:
 
 @scene(SEVERAL_ROWS, minutes=1)
 def batch_mixed(bench: Bench, repeat: Repeat) -> Lines:
-    """4 rows: the prefix of 3 is known, that of the fourth is new; 16 question tokens behind it in each; 1 new token."""
+    """4 rows: the prefix of 3 is known, that of the fourth new; 16 question tokens behind it in each; 1 new token."""
     length = bench.sizes.shared
     cache, ready = bench.knowing(length), bench.prefilled(length, 3)
 

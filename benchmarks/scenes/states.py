@@ -141,7 +141,7 @@ def _few_shot(bench: Bench, shape: str) -> Lines:
 
 
 def _on_a_copy(bench: Bench, ready: DynamicCache, ids: Tensor) -> Way:
-    """`generate` on a deep copy; the copy is timed, and what it is a copy of is fresh: states cannot be cropped back."""
+    """`generate` on a deep copy; the copy is timed, and what it copies is fresh: states cannot be cropped back."""
     made: list[DynamicCache] = []
 
     def run(**options: object) -> Tensor:

@@ -51,7 +51,8 @@ def tiers(bench: Bench, repeat: Repeat) -> Lines:
         yield (
             "tiers",
             measured.line(
-                f"{_NUM_CHATS} chats of {length:,} tokens in turns on a pool for {_NUM_FIT}: a turn with a tier, against one without",
+                f"{_NUM_CHATS} chats of {length:,} tokens in turns on a pool for {_NUM_FIT}: "
+                "a turn with a tier, against one without",
                 against=ONE_TIER,
                 at_least=bench.bar(4.0),
                 details=details,

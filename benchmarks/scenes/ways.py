@@ -76,7 +76,7 @@ def on_a_copy(bench: Bench, ready: DynamicCache, ids: Tensor, **given: Any) -> W
 
 
 def by_hand(bench: Bench, prefix: Tensor, num_rows: int, ids: Tensor, **given: Any) -> Way:
-    """Prefill `prefix`, [1, T], once, repeat it for all rows, and call `generate` on that: the floor of what shares it."""
+    """Prefill `prefix`, [1, T], once, repeat it for all rows and call `generate` on it: the floor of what shares it."""
     made: list[DynamicCache] = []
 
     def run(**options: Any) -> Tensor:

@@ -97,7 +97,7 @@ class Streamer(BaseStreamer):
 
 
 class Alarm:
-    """Interrupts the calls of other threads when they are due: a thread that ends when nobody has the alarm any more."""
+    """Interrupts the calls of other threads when they are due: a thread that ends when nobody has the alarm anymore."""
 
     def __init__(self) -> None:
         self.calls: list[Interruptible] = []

@@ -32,7 +32,7 @@ def replay(seed: str, operations: Sequence[Operation]) -> str:
 def shortest(
     operations: Sequence[Operation], fails: Callable[[Sequence[Operation]], bool], seconds: float
 ) -> list[Operation] | None:
-    """The fewest of these operations that still fail, as far as the time goes; None if they do not fail again at all."""
+    """The fewest of these operations that still fail, as far as the time goes; None if they do not fail again."""
     deadline = time.monotonic() + seconds
     kept = [of for of in operations if of.worker == operations[-1].worker]
     if not fails(kept):

@@ -26,9 +26,17 @@ RULES = ["Answer", "a", "child", ",", "briefly", "."]
 CALLS = [  # title, prompt, what the model is made to say: a line for each sample
     ("1. A first question: all of it is computed", "What is ice ?", ["Frozen water ."]),
     ("2. Another question: the blocks before it are shared", "What is snow ?", ["Soft ice ."]),
-    ("3. The first chat continues: its question and its answer are known", "What is ice ? Frozen water . And steam ?", ["Hot water ."]),
-    ("4. Two samples of another prompt: it is computed once, and each has its own answer", "Why is snow ?", ["Light is mixed .", "It sends light ."]),
-]  # fmt: skip
+    (
+        "3. The first chat continues: its question and its answer are known",
+        "What is ice ? Frozen water . And steam ?",
+        ["Hot water ."],
+    ),
+    (
+        "4. Two samples of another prompt: it is computed once, and each has its own answer",
+        "Why is snow ?",
+        ["Light is mixed .", "It sends light ."],
+    ),
+]
 
 
 class Drawn(NamedTuple):

@@ -25,7 +25,8 @@ def draw(measured: dict[str, Any]) -> str:
     scale = BARS / max(seconds.values())
     num_tokens = questions[0]["prompt_tokens"]
     shapes = [
-        f'<text x="{LEFT}" y="28" class="title">{len(questions)} questions after one prompt of about {round(num_tokens, -2):,} tokens</text>'
+        f'<text x="{LEFT}" y="28" class="title">{len(questions)} questions after one prompt of about '
+        f"{round(num_tokens, -2):,} tokens</text>"
     ]
     top = 44
     for cache, name in CACHES.items():

@@ -84,7 +84,8 @@ class Explanation:
         num_computed = max(1, self.num_tokens - self.num_known)
         percent = 100 * self.num_known // max(1, self.num_tokens)
         lines = [
-            f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({percent}%); {num_computed:,} would be computed",
+            f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({percent}%); "
+            f"{num_computed:,} would be computed",
             f"why no more: {self.stopped}",
         ]
         if self.cached is not None and self.parts_at == self.num_tokens:
@@ -210,8 +211,9 @@ def _advice(tokens: TokenIds, num_known: int, parts_at: int, *, is_elsewhere: bo
     """
     if is_elsewhere:
         return (
-            "its first tokens are cached, but after others, as without a special token at the beginning, or under other conditions: "
-            "another adapter, other weights or settings, or padding before them where the model counts columns"
+            "its first tokens are cached, but after others, as without a special token at the beginning, or under "
+            "other conditions: another adapter, other weights or settings, "
+            "or padding before them where the model counts columns"
         )
     if image := said_image(tokens, parts_at, parts_at + 1):
         return f"{image} is another one, or stands otherwise, than what is cached there"
@@ -219,7 +221,10 @@ def _advice(tokens: TokenIds, num_known: int, parts_at: int, *, is_elsewhere: bo
         return ""
     agreed = counted(parts_at - num_known, "token")
     is_computed = "is" if parts_at - num_known == 1 else "are"
-    return f"blocks are shared whole, so {agreed} from token {num_known} on that the two have in common {is_computed} computed, too"
+    return (
+        f"blocks are shared whole, so {agreed} from token {num_known} on that the two have in common {is_computed} "
+        "computed, too"
+    )
 
 
 def _shown(tokens: "array[int]", tokenizer: Any) -> str:

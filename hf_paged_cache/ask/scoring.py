@@ -300,7 +300,7 @@ class _Scorer:
                 self.counts[branch.members[0]].computed_tokens += len(branch.tokens)
 
     def _branches(self) -> list[_Branch]:
-        """Return a row for each continuation of more than a token that is not the beginning of another, longest first."""
+        """Return a row for each continuation of more than a token that is not the start of another, longest first."""
         rows: list[_Branch] = []
         order = sorted(range(len(self.asked)), key=lambda n: (self.asked[n].stem, self.asked[n].tokens[:-1]))
         for number in reversed(order):

@@ -112,7 +112,7 @@ class KnownMasks:
         self._known: list[tuple[Tensor | None, int, Any, Any]] = []
 
     def of(self, mask: Tensor | None, key: Any, look: Callable[[], Any]) -> Any:
-        """Return what `look` says of a mask and `key`; it is called once as long as torch counts no write to the mask."""
+        """Return what `look` says of a mask and `key`; it is called once while torch counts no write to the mask."""
         version = 0 if mask is None or mask.is_inference() else mask._version
         for known, of_version, of_key, found in self._known:
             if known is mask and of_version == version and of_key == key:

@@ -55,8 +55,8 @@ def num_bytes_of(name: str, size: object, least: int) -> int:
     unit = None if found is None else _UNITS.get(found[2].upper())
     if found is None or unit is None:
         raise CacheArgumentError(
-            f"{name} is {size!r}; give a number of bytes, or one with a unit: '512MB' or '4GB' (thousands: KB, MB, GB, TB), "
-            "'4GiB' (1,024s: KiB, MiB, GiB, TiB)"
+            f"{name} is {size!r}; give a number of bytes, or one with a unit: '512MB' or '4GB' (thousands: KB, MB, GB, "
+            "TB), '4GiB' (1,024s: KiB, MiB, GiB, TiB)"
         )
     num_bytes = int(Decimal(found[1]) * unit)
     if num_bytes < least:
@@ -88,6 +88,6 @@ def _permissions(name: str, mode: object, given: object) -> int:
     if isinstance(mode, int) and not isinstance(mode, bool) and mode & 0o600 == 0o600 and not mode & ~0o666:
         return mode
     raise CacheArgumentError(
-        f"{name} is {given!r}; give permissions of files that their owner reads and writes, as an octal number: 0o600 (the "
-        "owner's alone), 0o640 (a group reads), 0o660 (a group reads and writes)"
+        f"{name} is {given!r}; give permissions of files that their owner reads and writes, as an octal number: 0o600 "
+        "(the owner's alone), 0o640 (a group reads), 0o660 (a group reads and writes)"
     )

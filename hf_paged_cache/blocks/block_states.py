@@ -139,7 +139,7 @@ class BlockStates:
             self._line, self._latest = line, max(oldest, min(second + together // 4, self.spared_from))
 
     def spare_from_now(self) -> None:
-        """Spare blocks that are given back from now on until `spared_from` is set back, because they are to be copied."""
+        """Spare blocks that are given back from now on until `spared_from` is set back, as they are to be copied."""
         self.spared_from = min(self.spared_from, self.clock)
         self._num_chosen = 0
 

@@ -231,7 +231,8 @@ class BlockTable:
             block_id = self.block_ids[index]
             if not self._allocator.is_writable(block_id):
                 raise BlockStateError(
-                    f"positions {start} to {stop - 1} would be written into block {block_id}, which others hold or can hit"
+                    f"positions {start} to {stop - 1} would be written into block {block_id}, "
+                    "which others hold or can hit"
                 )
         return slots
 

@@ -154,7 +154,8 @@ class WindowBlocks:
             of_all = f"{len(self._free)} free + {self.num_idle} idle of {self.num_blocks - 1}"
             raise OutOfBlocksError(
                 f"need {num_blocks} blocks of layers with {self.sight.words}: "
-                f"{'there are fewer' if namespace else of_all}; free what is no longer needed or give the pool more blocks"
+                f"{'there are fewer' if namespace else of_all}; "
+                "free what is no longer needed or give the pool more blocks"
             )
 
     def settle(self) -> None:

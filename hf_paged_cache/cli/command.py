@@ -23,8 +23,8 @@ MaxBytes = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE",
-        help="The most memory of a model's keys and values, such as 4GB or 4GiB, without a space. Half of what is free, if not "
-        "given. What a token takes: hf-paged-cache doctor MODEL.",
+        help="The most memory of a model's keys and values, such as 4GB or 4GiB, without a space. Half of what is "
+        "free, if not given. What a token takes: hf-paged-cache doctor MODEL.",
         show_default=False,
     ),
 ]
@@ -84,7 +84,7 @@ def require_model(name: str | None, revision: str | None, dtype: str | None) -> 
 def load_model(
     name: str | None, revision: str | None = None, dtype: str | None = None, device: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model that a command is asked for, or the demo's, and its tokenizer, on an accelerator if there is one."""
+    """Load the model a command is asked for, or the demo's, and its tokenizer, on an accelerator if there is one."""
     import torch
 
     print(f"loading {name or DEMO_MODEL} ...", file=sys.stderr, flush=True)

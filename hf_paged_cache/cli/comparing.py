@@ -93,7 +93,7 @@ def summary(answered: Sequence[dict[str, Any]], noun: str) -> str:
     return (
         f"Time to first token, {counted(len(answered), noun)}: DynamicCache {of['dynamic_first_seconds']:.2f} s, "
         f"PagedPrefixCache {of['paged_first_seconds']:.2f} s: speed-up {of['first_token_speedup']:.1f}x{after}.\n"
-        f"Whole answers: speed-up {of['total_speedup']:.1f}x. Reused {of['reused_tokens']} of {of['prompt_tokens']} prompt tokens "
-        f"({of['reused_tokens'] / of['prompt_tokens']:.0%}).\n"
+        f"Whole answers: speed-up {of['total_speedup']:.1f}x. Reused {of['reused_tokens']} of {of['prompt_tokens']} "
+        f"prompt tokens ({of['reused_tokens'] / of['prompt_tokens']:.0%}).\n"
         f"Same tokens{differ if num_different else f' for every {noun}: yes.'}"
     )

@@ -22,8 +22,8 @@ from .command import DiskFolder, MaxBytes
 
 TAKES_A_PROGRAM = {"allow_interspersed_args": False}  # what follows PROGRAM is the program's own
 _NOTHING_RAN = (
-    "no generate call was seen in this process. Plain forwards, generate_batch and vLLM run without this cache; so do processes "
-    "that it starts, unless their code calls hf_paged_cache.cache_every_generate()"
+    "no generate call was seen in this process. Plain forwards, generate_batch and vLLM run without this cache; so do "
+    "processes that it starts, unless their code calls hf_paged_cache.cache_every_generate()"
 )
 
 
@@ -41,7 +41,8 @@ def run(
         list[str],
         typer.Argument(
             metavar="PROGRAM",
-            help="A Python script, or a console command of this Python (lm_eval, trl, transformers); then its own arguments.",
+            help="A Python script, or a console command of this Python (lm_eval, trl, transformers); "
+            "then its own arguments.",
         ),
     ],
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as of python -m.")] = False,

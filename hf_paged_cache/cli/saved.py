@@ -84,8 +84,9 @@ def load(
             raise CacheArgumentError(f"{folder} holds no saved blocks")
         for report in reports:
             what = report.problem or (
-                f"{counted(report.num_blocks, 'block')}, {report.num_tokens} tokens, {report.num_bytes / 2**20:,.1f} MiB, of "
-                f"{report.model.get('model')} in {report.model.get('dtype')}, transformers {report.model.get('transformers')}"
+                f"{counted(report.num_blocks, 'block')}, {report.num_tokens} tokens, {report.num_bytes / 2**20:,.1f} "
+                f"MiB, of {report.model.get('model')} in {report.model.get('dtype')}, "
+                f"transformers {report.model.get('transformers')}"
             )
             print(f"{report.path.name}: {what}")
         damaged = sum(report.problem is not None for report in reports)

@@ -63,8 +63,8 @@ def open_scope(scope: AmbientScope) -> None:
         of_all_threads = [other for other in others if other.in_all_threads and other.model is scope.model]
         if scope.in_all_threads and any(other.cache is not scope.cache for other in of_all_threads):
             raise CacheBusyError(
-                "another cache is this model's in all threads; leave its `with cache.in_all_threads():` block first, or "
-                "use `with cache:`, which is for this thread"
+                "another cache is this model's in all threads; leave its `with cache.in_all_threads():` block first, "
+                "or use `with cache:`, which is for this thread"
             )
         _open = (*others, scope)
     _here.set((*_of_those_open(_here.get()), scope))

@@ -12,8 +12,8 @@ from .generate_arguments import GenerateArguments
 from .hooks import is_attached
 
 NO_CACHE_WANTED = (
-    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole prompt "
-    "again in each step, after what the cache holds; pass use_cache=True, or no cache"
+    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole "
+    "prompt again in each step, after what the cache holds; pass use_cache=True, or no cache"
 )
 
 
@@ -28,8 +28,9 @@ def require_whole_prompt(arguments: Mapping[str, Any], num_held: int) -> None:
         first = int(positions[:, 0].min())
     if arguments.get("attention_mask") is None and first > 0:
         raise CacheArgumentError(
-            f"the attention mask has {first} columns before the ids that are passed, and the cache holds rows of {num_held}, with "
-            "which a generate that was looked up before the cache was built does not go on: pass the whole prompt"
+            f"the attention mask has {first} columns before the ids that are passed, and the cache holds rows of "
+            f"{num_held}, with which a generate that was looked up before the cache was built does not go on: "
+            "pass the whole prompt"
         )
 
 
@@ -53,9 +54,9 @@ def require_continues(given: GenerateArguments, num_held: int) -> None:
     require_slices(given)
     if given.num_masked != num_held + given.num_given:
         raise CacheArgumentError(
-            f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: pass "
-            "the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is not "
-            "among them)"
+            f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: "
+            "pass the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is "
+            "not among them)"
         )
 
 

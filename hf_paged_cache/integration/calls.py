@@ -53,7 +53,10 @@ from .opening import Opening
 from .ranks import Ranks
 from .store_parts import StoreParts
 
-RAN_ELSEWHERE = "generate ran no forward with the cache: some models leave it out at the length from which on their rotary frequencies are others"
+RAN_ELSEWHERE = (
+    "generate ran no forward with the cache: some models leave it out at the length from which on their "
+    "rotary frequencies are others"
+)
 
 
 class Calls:
@@ -222,8 +225,8 @@ class Calls:
         """Raise CacheBusyError if another thread runs a forward on the rows."""
         if any(thread.ident == rows.thread for thread in threading.enumerate()):
             raise CacheBusyError(
-                "these rows are in a forward of another thread; call generate in each thread, which has rows of its own, or "
-                "use one cache a thread: PagedPrefixCache(cache.store) shares all blocks"
+                "these rows are in a forward of another thread; call generate in each thread, which has rows of its "
+                "own, or use one cache a thread: PagedPrefixCache(cache.store) shares all blocks"
             )
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,11 +28,11 @@ SLICES_CHUNKS = _VERSION >= (5, 23)  # `generate` passes only the chunks after w
 
 
 def require_slices(given: GenerateArguments) -> None:
-    """Raise CacheArgumentError for chunks of a prompt whose rows resume, if transformers ran again what the rows hold."""
+    """Raise CacheArgumentError for chunks of a prompt whose rows resume, if transformers reran what the rows hold."""
     if given.chunk_size is not None and not SLICES_CHUNKS and not given.verifies_drafts:
         raise CacheArgumentError(
-            "before 5.23 transformers runs a prompt in chunks from its first column on, also where the rows of a cache resume; "
-            "leave prefill_chunk_size out"
+            "before 5.23 transformers runs a prompt in chunks from its first column on, also where the rows of a cache "
+            "resume; leave prefill_chunk_size out"
         )
 
 
@@ -95,8 +95,8 @@ class ChunkedPrompt:
             is_other = new.token_ids != tokens or new.pad != min(whole.pad, stop)
             if is_other or (tokens and new.root != whole.root) or request.bypass:
                 raise ForwardMismatchError(
-                    f"generate was to continue its prompt after {before} cached columns, and runs something else; leave out "
-                    "prefill_chunk_size, or pass input_ids and attention_mask of the prompt alone"
+                    f"generate was to continue its prompt after {before} cached columns, and runs something else; "
+                    "leave out prefill_chunk_size, or pass input_ids and attention_mask of the prompt alone"
                 )
 
     def why_bypassed(self, request: ForwardRequest, block_size: int) -> str | None:
@@ -107,8 +107,8 @@ class ChunkedPrompt:
             return "experts compute all rows of a batch together, so its rows have other bits than beside other rows"
         if block_size % self.chunks.size:
             return (
-                "experts compute all tokens of a chunk together, so a block must hold whole chunks: build the store with a "
-                f"block_size that is a multiple of prefill_chunk_size={self.chunks.size}"
+                "experts compute all tokens of a chunk together, so a block must hold whole chunks: build the store "
+                f"with a block_size that is a multiple of prefill_chunk_size={self.chunks.size}"
             )
         return None
 

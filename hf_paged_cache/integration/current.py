@@ -75,8 +75,8 @@ class Current:
             if self.is_around:
                 where = "" if self._around == here else " in another thread"
                 raise CacheBusyError(
-                    f"a generate call is running on this cache{where}; use another cache on the same store for this one: "
-                    "PagedPrefixCache(cache.store)"
+                    f"a generate call is running on this cache{where}; use another cache on the same store for this "
+                    "one: PagedPrefixCache(cache.store)"
                 )
             self._around = here
         try:
@@ -152,8 +152,8 @@ def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
     if any(current.is_loop for current in currents):
         where = "on this store" if salt is None else "on a cache of this salt" if salt else "on a cache without a salt"
         raise CacheBusyError(
-            f"rows of plain forwards may resume {where}; reset the prefix cache when they have ended (rows of plain forwards "
-            "end with their cache's reset())"
+            f"rows of plain forwards may resume {where}; reset the prefix cache when they have ended (rows of plain "
+            "forwards end with their cache's reset())"
         )
     with store.lock:
         for rows in sharing:  # also rows that a call has returned

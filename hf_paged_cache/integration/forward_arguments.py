@@ -134,8 +134,9 @@ class ArgumentReader:
                 )
         if running.lacks_padding and _is_asked("output_attentions", arguments, by_default):
             raise CacheArgumentError(
-                "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys and values "
-                "of that padding are not kept: ask for it from the rows' first forward on, or cache.reset() first"
+                "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys "
+                "and values of that padding are not kept: ask for it from the rows' first forward on, "
+                "or cache.reset() first"
             )
 
     def _why_unread(self, arguments: Mapping[str, Any], by_default: Sequence[str]) -> str | None:
@@ -182,15 +183,15 @@ class ArgumentReader:
             for number, row in enumerate(running.rows):
                 if row.pad:
                     raise CacheArgumentError(
-                        f"{why}, and cannot be asked whether it hides the padding of row {number}, which has no keys and values; "
-                        "pass a mask of [rows, columns], of all columns, or cache.reset() first"
+                        f"{why}, and cannot be asked whether it hides the padding of row {number}, which has no keys "
+                        "and values; pass a mask of [rows, columns], of all columns, or cache.reset() first"
                     )
             return pads, why
         for number, (row, first) in enumerate(zip(running.rows, first_shown, strict=False)):
             if first < row.pad:
                 raise CacheArgumentError(
-                    f"the attention mask shows column {first} of row {number}, which was padding and has no keys and values; "
-                    "pass the mask of all columns, or cache.reset() first"
+                    f"the attention mask shows column {first} of row {number}, which was padding and has no keys and "
+                    "values; pass the mask of all columns, or cache.reset() first"
                 )
         for number, (pad, first) in enumerate(zip(pads, first_shown, strict=True)):
             if pad != first:
@@ -209,9 +210,9 @@ class ArgumentReader:
         if self.carries_states and num_new == 1 and max(pads) > before:
             if self.sees_columns and any(row.pad for row in running.rows):
                 raise CacheArgumentError(
-                    f"column {before} is padding of a row and comes alone, so layers with a state take it for a token that sees the "
-                    "padding before it, and keys and values of that padding are not kept: pass the padding and the row's first token "
-                    "in one forward"
+                    f"column {before} is padding of a row and comes alone, so layers with a state take it for a token "
+                    "that sees the padding before it, and keys and values of that padding are not kept: pass the "
+                    "padding and the row's first token in one forward"
                 )
             return "layers with a state do not look at the mask of a forward of one column, which is padding here"
         return None
@@ -343,7 +344,8 @@ def _values(
     if mask is not None and mask.shape != (num_rows, before + num_new):
         raise CacheArgumentError(
             f"the attention mask is {tuple(mask.shape)}; with the cache's tokens and the new ones it must be "
-            f"{(num_rows, before + num_new)}: pass ids that continue exactly where the rows stopped, or cache.reset() first"
+            f"{(num_rows, before + num_new)}: pass ids that continue exactly where the rows stopped, "
+            "or cache.reset() first"
         )
     shown = mask != 0 if mask is not None and mask.is_floating_point() else mask
     given = {"ids": ids, "mask": shown, "positions": positions}

@@ -161,8 +161,8 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return None
     if arguments.get("past_key_values") is not None and (name := cache_argument(model)) != "past_key_values":
         raise CacheArgumentError(
-            f"the cache was passed as past_key_values, which {type(model).__name__} does not read, so its layers would run without "
-            f"it; pass it as {name}"
+            f"the cache was passed as past_key_values, which {type(model).__name__} does not read, so its layers would "
+            f"run without it; pass it as {name}"
         )
     return (), cache.before_forward(model, arguments)
 
@@ -193,15 +193,16 @@ def _paged(arguments: Mapping[str, Any]) -> Any:
     cache = arguments.get("cache_params") if cache is None else cache
     if isinstance(cache, str | bool | int | float | dict | Tensor | nn.Module):
         raise CacheArgumentError(
-            f"past_key_values is of type {type(cache).__name__}, which is no cache; pass PagedPrefixCache(model), or leave it out"
+            f"past_key_values is of type {type(cache).__name__}, which is no cache; "
+            "pass PagedPrefixCache(model), or leave it out"
         )
     if not getattr(cache, "is_paged_prefix_cache", False):  # a view of a cache of ours has this attribute, too
         return None
     if isinstance(cache, type) or not hasattr(cache, "before_forward"):
         what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"
         raise CacheArgumentError(
-            f"past_key_values is {what}, which is no cache; build one, PagedPrefixCache(model) or PagedPrefixCache(store), "
-            "and pass that"
+            f"past_key_values is {what}, which is no cache; build one, PagedPrefixCache(model) or "
+            "PagedPrefixCache(store), and pass that"
         )
     return cache
 

@@ -142,9 +142,9 @@ class Prefill:
         num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)
         if num_taken > self._blocks.num_obtainable_blocks():  # which number that is, another tenant is not told
             raise OutOfBlocksError(
-                f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which nobody holds, and "
-                "so many cannot be had beside what is in use; give fewer tokens, unpin() or reset() what is no longer needed, or "
-                "build the cache with a larger num_blocks or max_bytes"
+                f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which "
+                "nobody holds, and so many cannot be had beside what is in use; give fewer tokens, unpin() or reset() "
+                "what is no longer needed, or build the cache with a larger num_blocks or max_bytes"
             )
 
 

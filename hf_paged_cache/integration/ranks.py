@@ -83,8 +83,8 @@ class Ranks:
             ]
             raise _of_all_ranks(
                 CacheArgumentError(
-                    "the model is split over processes that must all be passed the same, and these are not the same on all: "
-                    f"{', '.join(differs)}; nothing was run"
+                    "the model is split over processes that must all be passed the same, and these are not the same on "
+                    f"all: {', '.join(differs)}; nothing was run"
                 )
             )
         places = least[2 * _NUM_FIELDS :]

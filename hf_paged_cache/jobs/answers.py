@@ -123,7 +123,7 @@ def _claimed(path: Path) -> FileIO:
 
 
 def digest_of(rows: Iterable[Row]) -> str:
-    """Return hexadecimal digits of all that the rows hold; refuse what JSON cannot say, and columns that the job adds."""
+    """Return hex digits of all that the rows hold; refuse what JSON cannot say, and columns that the job adds."""
     digest = hashlib.sha256()
     for number, row in enumerate(rows):
         for name in (INDEX, COMPLETION):

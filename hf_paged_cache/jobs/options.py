@@ -109,7 +109,7 @@ def require_names(options: Iterable[str]) -> None:
 
 
 def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfig:
-    """Return the generation config that `model.generate(**options)` would use; refuse names and values that do not fit."""
+    """Return the generation config that `model.generate(**options)` uses; refuse names and values that do not fit."""
     from transformers import GenerationConfig
 
     require_names(options)

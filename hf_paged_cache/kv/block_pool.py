@@ -93,7 +93,7 @@ class GroupTensors:
         self.num_blocks_used = max(self.num_blocks_used, num_blocks)
 
     def bytes_on(self) -> dict[torch.device, int]:
-        """Return the bytes taken of each device; on a host of the blocks used so far, as untouched pages cost nothing."""
+        """Return the bytes taken of each device; on a host of blocks used so far, as untouched pages cost nothing."""
         return self._bytes_on(lambda held: self.num_blocks_used if held.is_cpu else held.shape[2])
 
     def bytes_per_block_on(self) -> dict[torch.device, int]:

@@ -146,7 +146,10 @@ class Conditioning:
         if not self._is_causal:
             return "keys and values depend on what follows them (config.is_causal is False)"
         if is_foreign(attention := self.attention) and attention != self._attention_tried:
-            return f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; build another cache"
+            return (
+                f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; "
+                "build another cache"
+            )
         for name in self.outputs:
             return f"the config asks for {name}"
         if self.foreign_code is not None and not self.trusts_hooks:

@@ -240,7 +240,7 @@ def _layout(tensor: Tensor) -> _Layout | None:
 
 
 def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[Any]]:
-    """Return ids of the modules whose weights accelerate's hooks load for each forward, and the mappings they are in."""
+    """Return ids of modules whose weights accelerate's hooks load for each forward, and the mappings they are in."""
     loaded, stores = set[int](), dict[int, Any]()
     for module in modules:
         hook = getattr(module, "_hf_hook", None)

@@ -1,4 +1,4 @@
-"""Finds the functions that compute a model's forward, and says whose they are: transformers', a library's, or others'."""
+"""Finds functions that compute a model's forward, and says whose they are: transformers', a library's, or others'."""
 
 import sys
 from collections.abc import Callable, Iterable
@@ -33,7 +33,7 @@ Function = tuple[int, str, Any]
 
 
 def functions_of(listing: Listing) -> list[Function]:
-    """List every function that may change what a module computes: functions on modules, then the forward of each class."""
+    """List every function that may change what a module computes: functions on modules, then each class's forward."""
     modules, found = listing.modules, list[Function]()
     for number in listing.with_functions():
         module = modules[number]

@@ -171,16 +171,16 @@ def _code_of(function: Function) -> Iterator[str]:
     _, where, code = function
     if where:
         raise NotPortableError(
-            f"{_full_name(code)} hooks or replaces the forward of a {where}, and what it does cannot be named for another process; "
-            "take it off"
+            f"{_full_name(code)} hooks or replaces the forward of a {where}, and what it does cannot be named for "
+            "another process; take it off"
         )
     while code is not None:
         code = getattr(code, "__func__", code)
         if module_name(code).partition(".")[0] not in _PACKAGES:
             if "<locals>" in name_of(code):
                 raise NotPortableError(
-                    f"{_full_name(code)} computes a forward, and is defined inside another function, so that it cannot be named for "
-                    "another process"
+                    f"{_full_name(code)} computes a forward, and is defined inside another function, so that it cannot "
+                    "be named for another process"
                 )
             try:
                 source = Path(inspect.getfile(code)).read_bytes()

@@ -10,7 +10,7 @@ INDEX = "indexer_key"
 
 
 def streams_of(layer: Any) -> dict[str, Tensor]:
-    """Return keys, values and index keys that a layer holds, [R, H, columns, D] each, by name; an index has one head."""
+    """Return keys, values and index keys a layer holds, [R, H, columns, D] each, by name; an index has one head."""
     held = ((name, getattr(layer, f"{name}s", None)) for name in ("key", "value", INDEX))
     found = {name: tensor for name, tensor in held if isinstance(tensor, Tensor)}
     if INDEX in found:

@@ -71,8 +71,8 @@ class Placeholders:
         own = [name for name, kind in self._content.items() if kind in self.kinds[token]]
         of_row = "" if len(ids) == 1 else f" of row {number}"
         return (
-            f"token {token} at position {before + column}{of_row} is the placeholder of {self._thing(token)}, and nothing was "
-            f"passed that fills it: pass {' or '.join(own or self._content)}"
+            f"token {token} at position {before + column}{of_row} is the placeholder of {self._thing(token)}, and "
+            f"nothing was passed that fills it: pass {' or '.join(own or self._content)}"
         )
 
     def require_text(self, what: str, tokens: Sequence[int]) -> None:
@@ -91,8 +91,8 @@ class Placeholders:
             return ""
         position, token = found
         return (
-            f"has token {token} at position {position}, the placeholder of {self._thing(token)}, whose content cannot be passed "
-            "here; give text without it"
+            f"has token {token} at position {position}, the placeholder of {self._thing(token)}, whose content cannot "
+            "be passed here; give text without it"
         )
 
     def _thing(self, token: int) -> str:

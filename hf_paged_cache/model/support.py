@@ -123,8 +123,8 @@ def _why_layers_are_unfit(model: PreTrainedModel, layers: Sequence[Any]) -> str:
     kinds = {type(module) for module in model.modules()} if any(map(has_index, layers)) else ()
     if (reader := next(filter(_reads_its_layer, kinds), None)) is not None:
         return (
-            f": {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer here "
-            "does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
+            f": {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer "
+            "here does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
         )
     windows = [sight.size for sight in sights_of(layers).values()]
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -166,7 +166,10 @@ def other_version() -> str:
     if is_tested_version():
         return ""
     installed = transformers.__version__
-    return f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, may do it right"
+    return (
+        f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, "
+        "may do it right"
+    )
 
 
 def leaves_doubt(model: PreTrainedModel) -> bool:

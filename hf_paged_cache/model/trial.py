@@ -41,8 +41,8 @@ from .support import cache_layers, has_state, is_no_decoder, other_version, quot
 _Inputs = dict[str, Tensor]
 _STATE_TOLERANCE_IN_EPS = 4  # allowed difference of the first layer's state, which is rounded a few times
 _FORGOTTEN = (
-    "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can resume from "
-    "a prefix"
+    "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can "
+    "resume from a prefix"
 )
 
 
@@ -159,8 +159,8 @@ def _why_states_differ(model: PreTrainedModel, inputs: _Inputs, continued: Any, 
     if most <= max(MIN_TOLERANCE, _STATE_TOLERANCE_IN_EPS * eps):
         return ""
     return (
-        f"continued after {NUM_CACHED} cached tokens a state differs by {most:.2g} of its scale from that of one forward: "
-        "it does not follow from the state before it"
+        f"continued after {NUM_CACHED} cached tokens a state differs by {most:.2g} of its scale from that of one "
+        "forward: it does not follow from the state before it"
     )
 
 

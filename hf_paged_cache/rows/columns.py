@@ -154,7 +154,7 @@ class RowsColumns(Cache):
         self.note_writes()
 
     def all_memory(self) -> list[Streams]:
-        """Return the memory of all layers without a window, also of layers that got memory of their own in a forward."""
+        """Return the memory of all layers without a window, also of layers that got their own memory in a forward."""
         if self.why_bypassed is not None:
             return self.memory
         own = [layer for layer in self.layers if layer.is_own and not layer.is_sliding]

@@ -75,8 +75,8 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         """
         if self.held is not None and self.held[0].shape[0] != key_states.shape[0]:
             raise ForwardMismatchError(
-                f"layer {self.layer_idx} holds {self.held[0].shape[0]} rows, and a forward writes {key_states.shape[0]}; "
-                "cache.reset() it for another batch"
+                f"layer {self.layer_idx} holds {self.held[0].shape[0]} rows, and a forward writes "
+                f"{key_states.shape[0]}; cache.reset() it for another batch"
             )
         if key_states.requires_grad or value_states.requires_grad:
             return key_states.detach(), value_states.detach()
@@ -132,7 +132,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     @property
     def keys(self) -> Tensor | None:
-        """Keys of all columns, [R, H, columns, D]: a view that may be written to, or a copy where rows share columns."""
+        """Keys of all columns, [R, H, columns, D]: a view that may be written to, or a copy if rows share columns."""
         return self._seen("keys")
 
     @keys.setter
@@ -210,5 +210,5 @@ def grown(held: Tensor | None, num_columns: int, room: int, new: Tensor, dtype: 
 
 
 def room_for(num_columns: int, wanted: int) -> int:
-    """Return the columns to make room for: those that will come, or where nobody knows, a quarter more than there are."""
+    """Return the columns to make room for: those that will come, or where nobody knows, a quarter more than now."""
     return wanted if wanted >= num_columns else num_columns + num_columns // 4 + SPARE

@@ -153,7 +153,7 @@ def num_bytes(memory: Iterable[Streams], num_columns: int) -> int:
 
 
 def _alike(left: Sequence[_Together], right: Sequence[_Together]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of tensors that hold the same streams; each stream by itself, where others lie with it on one side."""
+    """Yield pairs of tensors that hold the same streams; each stream alone, where others lie with it on one side."""
     by_names = {names: tensor for tensor, names in right}
     apart: dict[Stream, Tensor] = {}
     for tensor, names in left:

@@ -122,8 +122,8 @@ class Rows(RowsColumns):
             arguments = self.calls.go_on(self, arguments)
         if self.is_broken:
             raise ForwardMismatchError(
-                "what the next token needs of these rows is lost, because a forward died in the middle of it, and it cannot be computed again "
-                "here; reset() the cache, or pass the whole prompt to generate again"
+                "what the next token needs of these rows is lost, because a forward died in the middle of it, and it "
+                "cannot be computed again here; reset() the cache, or pass the whole prompt to generate again"
             )
         ids: Any = arguments.get("input_ids")
         num_new = 0 if ids is None else ids.shape[1]
@@ -241,7 +241,7 @@ class Rows(RowsColumns):
         self.note_writes()
 
     def bypass(self, why: str, layers: list[Any]) -> None:
-        """Run the rows on these empty layers of transformers from here on, and keep nothing more; `last_call` says why."""
+        """Run the rows on these empty transformers layers from here on, and keep nothing more; `last_call` says why."""
         self.make_dense()
         if self.records_drafts:
             for layer in layers:
@@ -376,8 +376,8 @@ class Rows(RowsColumns):
             return
         if num and not self._can_crop(num):
             raise CacheArgumentError(
-                f"cannot take back {num} tokens: layers with a window or a state have given up what the token after those that are left "
-                "needs; reset() the rows, or pass the whole prompt to generate again"
+                f"cannot take back {num} tokens: layers with a window or a state have given up what the token after "
+                "those that are left needs; reset() the rows, or pass the whole prompt to generate again"
             )
         if self.shared is not None and n < max(self.shared.plan.ends):
             self.make_dense()

@@ -140,7 +140,7 @@ class BlockStore:
                 group.grow(managed)
 
     def forget_other_weights(self, digest: bytes, num_blocks: int, roots: Callable[[], Collection[bytes]]) -> None:
-        """Forget blocks under these roots, of other weights than the digest's, before the pool grows for more blocks."""
+        """Forget blocks under these roots, of other weights than the digest's, before the pool grows for more."""
         if digest != self._weights_seen and num_blocks > self.allocator.num_free_blocks:
             self.allocator.forget_under(roots())
             self._weights_seen = digest

@@ -63,7 +63,7 @@ class Leases:
         return Resumable(lease, num_tokens, num_whole, num_matched)
 
     def resume(self, lease: Allocation, num_tokens: int) -> None:
-        """Note that rows resume after `num_tokens` tokens of a lease, and hold what windows see there, as far as kept."""
+        """Note that rows resume `num_tokens` tokens into a lease, and hold what windows see there, as far as kept."""
         lease.resumption = Resumption.at(num_tokens)
         for group in self._windows.groups:
             group.hold(lease.block_ids[index] for index in group.seen(num_tokens))

@@ -58,8 +58,8 @@ class Pins:
             self._leases.give_back(found.lease)
         if not has_room:
             raise OutOfBlocksError(
-                f"pinning {found.num_tokens} tokens takes more blocks of layers with a window than there can be; pin fewer tokens, or "
-                "build the cache with a larger num_blocks or max_bytes"
+                f"pinning {found.num_tokens} tokens takes more blocks of layers with a window than there can be; pin "
+                "fewer tokens, or build the cache with a larger num_blocks or max_bytes"
             )
         if not found.num_tokens:
             raise CacheArgumentError(_why_nothing(len(token_ids), found.num_matched, self._allocator.block_size))
@@ -93,8 +93,8 @@ def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
     """Say why nothing can be pinned of a prefix with `num_cached` tokens in cached blocks, and what to do."""
     if num_tokens < block_size:
         return (
-            f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks are "
-            f"pinned; give at least {block_size} tokens"
+            f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks "
+            f"are pinned; give at least {block_size} tokens"
         )
     if num_cached:
         return (
@@ -103,6 +103,6 @@ def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
             "or pin a longer prefix"
         )
     return (
-        f"nothing of this prefix of {num_tokens} tokens is cached for the model as it is now, so there is nothing to pin; "
-        "compute it first, with prefill, then pin it"
+        f"nothing of this prefix of {num_tokens} tokens is cached for the model as it is now, so there is nothing to "
+        "pin; compute it first, with prefill, then pin it"
     )

@@ -135,7 +135,10 @@ def _choose(
         wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
     not_saved = {}
     if not wanted:
-        none_cached = f"no such block is cached: compute it first, with cache.prefill; blocks have {blocks.block_size} tokens, and what is shorter has none"
+        none_cached = (
+            "no such block is cached: compute it first, with cache.prefill; "
+            f"blocks have {blocks.block_size} tokens, and what is shorter has none"
+        )
         not_saved["nothing is pinned" if pinned else none_cached] = 0
     roots = {
         here: facts._replace(digest=model.identity.digest)

@@ -105,7 +105,7 @@ class StateSnapshots:
         return self.kept.use(block_ids[num_tokens // self._block_size - 1])
 
     def keep(self, block_ids: Sequence[int], num_tokens: int, states: States) -> None:
-        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit, if there is memory."""
+        """Keep copies of states after `num_tokens` tokens, at the end of a block that can be hit, if memory is left."""
         index, rest = divmod(num_tokens, self._block_size)
         if rest or not 0 < index <= len(block_ids):
             return

@@ -28,7 +28,23 @@ from ..kv.states import StateKey
 VERSION = 2
 _OWN_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _FORMAT, _MANIFEST, _CHECKSUM = "hf_paged_cache blocks", "manifest", "xxh3_128"
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)}  # fmt: skip
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
 
 
 class DamagedFileError(SavedBlocksError):
@@ -154,8 +170,9 @@ def read_saved_file(path: Path) -> SavedFile:
             said = json.loads(manifest)
             if said["version"] != VERSION:
                 raise SavedBlocksError(
-                    f"{path.parent} has files of version {said['version']} of the format, and this is version {VERSION}: read them "
-                    "with the hf_paged_cache that has written them, or save the blocks again, into another folder"
+                    f"{path.parent} has files of version {said['version']} of the format, and this is version "
+                    f"{VERSION}: read them with the hf_paged_cache that has written them, or save the blocks again, "
+                    "into another folder"
                 )
             file = _decoded(path, num_bytes, said)
             for content in file.contents:

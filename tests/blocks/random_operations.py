@@ -65,7 +65,10 @@ class World(NamedTuple):
 
     def __str__(self) -> str:
         how = [name for name in ("engine", "checked") if getattr(self, f"{'has' if name == 'engine' else 'is'}_{name}")]
-        return f"{self.eviction} {self.num_blocks}x{self.block_size} {self.windows} {self.num_snapshots} snapshots {' '.join(how)}"
+        return (
+            f"{self.eviction} {self.num_blocks}x{self.block_size} {self.windows} {self.num_snapshots} snapshots "
+            f"{' '.join(how)}"
+        )
 
 
 WORLDS = (
@@ -394,7 +397,7 @@ class Driver:
     # What the model finds by trying.
 
     def seen(self, window: int, num_tokens: int) -> range:
-        """Logical indices of the blocks with what the token after so many sees in a window; at least with the last one."""
+        """Logical indices of the blocks with what the token after so many sees in a window; at least the last."""
         positions = range(max(0, num_tokens - max(1, window - 1)), num_tokens)
         return range(positions[0] // self.size, positions[-1] // self.size + 1) if positions else range(0)
 

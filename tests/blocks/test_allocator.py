@@ -1,4 +1,4 @@
-"""What an allocator refuses, and what `random_operations`, which plays its changes beside a naive model, does not meet."""
+"""What an allocator refuses, and what `random_operations`, which plays changes beside a naive model, does not meet."""
 
 from __future__ import annotations
 

@@ -62,7 +62,12 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, st
     torch.
     """
     folder = tmp_path_factory.mktemp("files")
-    files = {"prompts.jsonl": '{"text": "a", "n": 1}\n', "prompts.csv": "text\na\n", "good.csv": "prompt\na\n", "done.jsonl": "mine\n"}  # fmt: skip
+    files = {
+        "prompts.jsonl": '{"text": "a", "n": 1}\n',
+        "prompts.csv": "text\na\n",
+        "good.csv": "prompt\na\n",
+        "done.jsonl": "mine\n",
+    }
     for name, text in files.items():
         (folder / name).write_text(text)
     given = json.dumps([*(arguments for arguments, _ in FOUND), ("demo", "--help")])

@@ -98,7 +98,10 @@ def test_what_the_model_cannot_run_is_refused_before_anything_runs(
 ) -> None:
     build("bert").save_pretrained(tmp_path)  # 512 positions, and the prompt has more
     tiny_tokenizer.save_pretrained(tmp_path)
-    for folder, why in ((str(tmp_path), "the model is not supported: BertLMHeadModel"), (model_folder, "need more than the model's 2048")):  # fmt: skip
+    for folder, why in (
+        (str(tmp_path), "the model is not supported: BertLMHeadModel"),
+        (model_folder, "need more than the model's 2048"),
+    ):
         result = run_demo("--model", folder)
         assert (result.exit_code, result.stdout) == (2, "")
         assert why in result.stderr

@@ -86,7 +86,11 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
     command = [sys.executable, "-c", WITHOUT_TORCH, "generate", *given]
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stderr, again.stdout) == (0, "", f"{out}: done already: 4 prompts\n")
-    for option, said in {"--num-beams=2": "--num-beams: null then, 2 now", "--dtype=bfloat16": "dtype: null then, \"bfloat16\" now", "--seed=3": "seed: 0 then, 3 now"}.items():  # fmt: skip
+    for option, said in {
+        "--num-beams=2": "--num-beams: null then, 2 now",
+        "--dtype=bfloat16": 'dtype: null then, "bfloat16" now',
+        "--seed=3": "seed: 0 then, 3 now",
+    }.items():
         other = generate(prompts, model_folder, out, option)
         assert other.exit_code == 2
         assert f"{out} already exists, of another job ({said}" in other.stderr
@@ -99,7 +103,17 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
 def test_off_a_terminal_a_short_job_shows_no_progress_and_a_small_pool_changes_no_row(
     prompts: Path, model_folder: str, tmp_path: Path
 ) -> None:
-    given = [str(prompts), "--model", model_folder, "--out", str(tmp_path / "out.jsonl"), "--column", "text", "--max-new-tokens", "3"]  # fmt: skip
+    given = [
+        str(prompts),
+        "--model",
+        model_folder,
+        "--out",
+        str(tmp_path / "out.jsonl"),
+        "--column",
+        "text",
+        "--max-new-tokens",
+        "3",
+    ]
     command = [sys.executable, "-m", "hf_paged_cache", "generate", *given, "--num-blocks", "5", "--block-size", "4"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -220,7 +234,21 @@ def test_on_a_terminal_a_bar_shows_what_is_reused_until_ctrl_c(
     prompts.write_text("".join(json.dumps({"text": f"{SHARED}{end}"}) + "\n" for end in range(16)))
     out, (ours, theirs) = tmp_path / "out.jsonl", pty.openpty()
     termios.tcsetwinsize(theirs, (24, 200))
-    command = [sys.executable, "-m", "hf_paged_cache", "generate", str(prompts), "--model", model_folder, "--out", str(out), "--column", "text", "--batch-size", "1"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "hf_paged_cache",
+        "generate",
+        str(prompts),
+        "--model",
+        model_folder,
+        "--out",
+        str(out),
+        "--column",
+        "text",
+        "--batch-size",
+        "1",
+    ]
     running = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL)
     os.close(theirs)
     shown = read_until(ours, b"% reused")

@@ -93,7 +93,9 @@ def test_permissions_that_are_none_are_one_line_before_a_model_is_loaded(
 def test_a_prompt_that_a_model_cannot_take_is_one_line(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
     long = tmp_path / "long.txt"
     long.write_text("What is one and one? " * 400)
-    done = command("save", str(tmp_path / "to"), "--prompt-file", prompt_file, "--prompt-file", str(long), "--model", model_folder)  # fmt: skip
+    done = command(
+        "save", str(tmp_path / "to"), "--prompt-file", prompt_file, "--prompt-file", str(long), "--model", model_folder
+    )
     assert done.exit_code == 2
     assert f"hf-paged-cache save: {long}: its " in done.stderr
     assert "1 new token need more than the model's" in done.stderr

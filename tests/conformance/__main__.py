@@ -39,7 +39,8 @@ def main() -> int:
     is_other = arguments.split or arguments.device or arguments.blocks or captures
     if is_other and (arguments.json or arguments.table):
         parser.error(
-            "what is played with --split, --blocks, --dry, --captured or --device is not stored; leave out --json and --table"
+            "what is played with --split, --blocks, --dry, --captured or --device is not stored; "
+            "leave out --json and --table"
         )
     names = arguments.types.split(",") if arguments.types else [*model_types(), *VARIANTS]
     how = Setting(arguments.blocks, "auto" if arguments.captured else "dry" if arguments.dry else False)

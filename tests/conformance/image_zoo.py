@@ -261,7 +261,7 @@ def _layouts(takes: list[str]) -> Iterator[tuple[dict[str, tuple[int, ...]], dic
 
 
 def _changes(config_class: type[PreTrainedConfig]) -> dict[str, Any]:
-    """What makes a configuration tiny beside what the zoo cuts down: its special tokens, and the sizes of its towers."""
+    """What makes a configuration tiny beside what the zoo cuts: its special tokens, and the sizes of its towers."""
     default, names = config_class(), set(inspect.signature(config_class).parameters)
     changes: dict[str, Any] = {}
     for name in config_class.sub_configs:

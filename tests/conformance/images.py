@@ -43,7 +43,7 @@ SCENES = (
 
 
 class Outcome(NamedTuple):
-    """What was seen of a type: "identical", "computed whole", "refused", "not built", "fails" or "different"; and why."""
+    """What was seen of a type: "identical", "computed whole", "refused", "not built", "fails", "different"; and why."""
 
     name: str
     outcome: str
@@ -208,8 +208,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "",
         f"transformers lists {len(outcomes)} types of image-text models: "
         + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-        + ". Each played the scenes below as in [supported models](supported_models.md). *Identical*: an image was reused and its tower did "
-        "not run again.",
+        + ". Each played the scenes below as in [supported models](supported_models.md). *Identical*: an image was "
+        "reused and its tower did not run again.",
         "",
         "Scenes: " + "; ".join(f"**{number}** {scene}" for number, scene in enumerate(SCENES, 1)) + ".",
         "",

@@ -85,15 +85,17 @@ def table(stored: dict[str, Any]) -> str:
     lines = [
         "# Supported models",
         "",
-        f"Written by `python -m tests.conformance` with transformers {versions['transformers']} and torch {versions['torch']}; do not edit by hand.",
+        f"Written by `python -m tests.conformance` with transformers {versions['transformers']} and torch "
+        f"{versions['torch']}; do not edit by hand.",
         "",
         f"transformers lists {sum(numbers.values())} model types for causal language models: "
         + ", ".join(f"{count} {outcome}" for outcome, count in numbers.items())
-        + ". Each was built tiny and seeded, and played the scenes below with `DynamicCache` and with this cache. *Identical*: the same tokens, "
-        "and logits within 1e-4 of their scale. A name with `@` is a variant and not counted, but for BERT's kind, of which `@decoder` counts.",
+        + ". Each was built tiny and seeded, and played the scenes below with `DynamicCache` and with this cache. "
+        "*Identical*: the same tokens, and logits within 1e-4 of their scale. A name with `@` is a variant and not "
+        "counted, but for BERT's kind, of which `@decoder` counts.",
         "",
-        "Every scene that reuses was also seen to fail with zeros in place of what is reused: all of it, the windows alone, the states alone. "
-        f"{len(windowed)} types and variants were played with {len(WINDOWS)} more windows.",
+        "Every scene that reuses was also seen to fail with zeros in place of what is reused: all of it, the windows "
+        f"alone, the states alone. {len(windowed)} types and variants were played with {len(WINDOWS)} more windows.",
         "",
         "## Identical",
         "",

@@ -51,7 +51,7 @@ class ChunkDraw(Draw):
 
 
 def _in_chunks(action: Action, size: int) -> Action:
-    """The same call with that chunk size, and all its logits; drafts are looked up in one forward of the whole prompt."""
+    """The same call with that chunk size, and all its logits; drafts are looked up in a forward of the whole prompt."""
     if action.name == "without" or "prompt_lookup" in action.ours:
         return _unread(action)
 

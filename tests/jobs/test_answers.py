@@ -46,7 +46,12 @@ def test_each_row_comes_as_it_was_with_its_index_and_its_completion(
     suffix: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    out, path, model, table = tmp_path / "out.jsonl", tmp_path / f"p[1].{suffix}", tiny("llama"), datasets.Dataset.from_list(ROWS)  # fmt: skip
+    out, path, model, table = (
+        tmp_path / "out.jsonl",
+        tmp_path / f"p[1].{suffix}",
+        tiny("llama"),
+        datasets.Dataset.from_list(ROWS),
+    )
     if suffix in ("jsonl", "csv", "parquet"):
         {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix](str(path))
     prompts: Any = {"list": ROWS, "dataset": table}.get(suffix, path)

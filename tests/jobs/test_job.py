@@ -25,7 +25,10 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 5
 WORDS = ("red", "blue", "green", "one", "two", "six", "sun", "moon", "star", "tree", "leaf", "bird", "fish", "cat")
-CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"  # fmt: skip
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
 def few_shot_prompts(num_tasks: int, num_prompts: int, num_shots: int) -> list[str]:
@@ -179,13 +182,17 @@ def test_chats_go_through_the_template(tokenizer: Any) -> None:
     wanted = [alone(model, tokenizer, f"system: Be short.\nuser: {number}?\nassistant: ") for number in range(5)]
     assert run(model, tokenizer, chats).completions == wanted
     tokenizer.chat_template = "{{ raise_exception('no such role') }}"
-    with pytest.raises(CacheArgumentError, match=r"^row 1, counted from 0: the tokenizer cannot take its 'prompt' \(.*no such role") as raised:  # fmt: skip
+    with pytest.raises(
+        CacheArgumentError, match=r"^row 1, counted from 0: the tokenizer cannot take its 'prompt' \(.*no such role"
+    ) as raised:
         run(model, tokenizer, ["a", chats[0]])
     assert "\n" not in str(raised.value)
 
 
 def test_a_prompt_may_be_as_long_as_the_rotary_embedding_is_stretched(tokenizer: Any) -> None:
-    stretched = build("llama", max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4})  # fmt: skip
+    stretched = build(
+        "llama", max_position_embeddings=64, rope_parameters={"rope_type": "dynamic", "factor": 8.0, "rope_theta": 1e4}
+    )
     longest = 512 + 1 - NEW  # the last new token takes no position
     for prompt in ("x" * 62, "x" * longest):
         assert run(stretched, tokenizer, [prompt]).completions == [alone(stretched, tokenizer, prompt)]
@@ -201,7 +208,9 @@ def test_jobs_in_several_threads_on_one_model_do_not_take_it_from_each_other(tok
     assert "generate" not in model.__dict__
 
 
-def test_a_job_warns_of_nothing_and_leaves_the_model_as_it_was(tokenizer: Any, capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_a_job_warns_of_nothing_and_leaves_the_model_as_it_was(
+    tokenizer: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     model = build("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

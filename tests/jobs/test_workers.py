@@ -1,4 +1,4 @@
-"""The batch job on a real local Ray: the same results as on one machine, also where a worker is killed, each row once."""
+"""The batch job on a real local Ray: the same results as on one machine, also if a worker is killed, each row once."""
 
 from __future__ import annotations
 
@@ -69,8 +69,17 @@ def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: st
     deadly.touch()
     loads, options = partial(load, model_folder, str(deadly)), {"max_new_tokens": 4, "batch_size": 2}
     result = generate_all_on_ray(
-        loads, PROMPTS, num_workers=2, out=out, **options, block_size=8, max_bytes="2 MB", disk_folder=tmp_path / "blocks", disk_bytes="1MB", trust_hooks=True
-    )  # fmt: skip
+        loads,
+        PROMPTS,
+        num_workers=2,
+        out=out,
+        **options,
+        block_size=8,
+        max_bytes="2 MB",
+        disk_folder=tmp_path / "blocks",
+        disk_bytes="1MB",
+        trust_hooks=True,
+    )
     assert deadly.read_bytes()  # one was killed
     rows = sorted(map(json.loads, out.read_text("utf-8").splitlines()), key=lambda row: row["index"])
     assert [(row["index"], row["prompt"], row["completion"]) for row in rows] == [

@@ -92,7 +92,7 @@ PLACES: dict[
 def test_weights_that_are_kept_elsewhere_reuse_and_a_change_of_them_is_seen(
     model: PreTrainedModel, tmp_path: Path, place: str
 ) -> None:
-    """A trial, the measure of a block's bytes, the recomputation of blocks and a score run forwards of our own there."""
+    """A trial, the measure of a block's bytes, the recomputation of blocks and a score run our own forwards there."""
     plain, (offload, change) = PagedPrefixCache(copy.deepcopy(model)), PLACES[place]
     offloaded, reference = offload(model, tmp_path), run(plain.store.model, input_ids=IDS)
     assert any(parameter.device.type == "meta" for parameter in offloaded.parameters())

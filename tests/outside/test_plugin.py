@@ -1,4 +1,4 @@
-"""The plugin for other suites, on a small suite of its own: what it compares, what it finds, and what it leaves alone."""
+"""The plugin for other suites, on its own small suite: what it compares, what it finds, and what it leaves alone."""
 
 from __future__ import annotations
 

@@ -211,7 +211,8 @@ def test_the_summary_has_the_words_of_the_docs_and_the_most_frequent_reasons(eve
     shared, computed = found["shared_tokens"], found["computed_tokens"]
     assert shared >= 2 * (IDS.shape[1] - 1)
     assert first == (
-        f"LlamaForCausalLM: 2 calls, {tokens} prompt tokens: {found['reused_tokens']} reused, {shared} shared, {computed} computed"
+        f"LlamaForCausalLM: 2 calls, {tokens} prompt tokens: "
+        f"{found['reused_tokens']} reused, {shared} shared, {computed} computed"
     )
     assert others
     assert all(line.startswith("  ") and " computed: " in line for line in others)

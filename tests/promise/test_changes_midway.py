@@ -166,7 +166,7 @@ def test_frequencies_that_another_thread_has_changed_meanwhile_leave_nothing() -
 
 
 def test_conditions_read_by_many_threads_are_the_same(switching: None) -> None:
-    """Threads that list the weights at once would each number the new one for itself, and find no block of another's."""
+    """Threads that list the weights at once would each number the new one for itself and find no block of another's."""
     model = build("llama", num_hidden_layers=12)
     conditioning, barrier = Conditioning(model), threading.Barrier(8)
 

@@ -37,7 +37,11 @@ def test_prompts_part_where_they_part_by_comparing_token_by_token(name: str) -> 
         whole = [each[: len(each) // BLOCK * BLOCK] for each in known]
         ends = [common(tokens, each[: (found.num_known // BLOCK + 1) * BLOCK]) for each in whole]
         assert found.parts_at == max([found.num_known, *ends])
-        assert (found.cached is None) == (not any(each[: found.num_known] == tokens[: found.num_known] and len(each) > found.parts_at for each in whole))  # fmt: skip
+        assert (found.cached is None) == (
+            not any(
+                each[: found.num_known] == tokens[: found.num_known] and len(each) > found.parts_at for each in whole
+            )
+        )
         cache.prefill(tokens)
         known.append(tokens)
 

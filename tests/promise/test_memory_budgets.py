@@ -1,4 +1,4 @@
-"""How much memory blocks may take when nobody says: half of what is free, in a container too, and each store its part."""
+"""How much memory blocks may take if nobody says: half of what is free, in a container too, and each store its part."""
 
 from __future__ import annotations
 

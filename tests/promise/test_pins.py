@@ -1,4 +1,4 @@
-"""Pinned prefixes stay whatever floods the pool, are counted, never break a running call, and can always be given back."""
+"""Pinned prefixes stay whatever floods the pool, are counted, never break a running call and can always be unpinned."""
 
 from __future__ import annotations
 

@@ -114,7 +114,10 @@ def test_a_prompt_without_its_image_is_refused_and_changes_nothing(name: str) ->
     model, image = tiny(name), example_inputs(name)[1]
     reference = reference_chat(model, image, num_turns=2)
     filled_by = FILLED_BY.get(name, "pixel_values")
-    refusal = f"token {IMAGE_TOKEN} at position 24 is the placeholder of .*, and nothing was passed that fills it: pass {filled_by}"
+    refusal = (
+        f"token {IMAGE_TOKEN} at position 24 is the placeholder of .*, and nothing was passed that fills it: "
+        f"pass {filled_by}"
+    )
     held = PagedPrefixCache(model, block_size=8)
     with pytest.raises(CacheArgumentError, match=refusal):
         run(model, held, **without_content(image))

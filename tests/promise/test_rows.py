@@ -33,7 +33,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture
 def splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the rows have in common is held once, whatever that costs; `test_cache_contract.py` has each row by itself."""
+    """What the rows have in common is held once, whatever it costs; `test_cache_contract.py` has each row by itself."""
     split_everywhere(monkeypatch)
 
 

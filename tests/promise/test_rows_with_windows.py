@@ -1,4 +1,4 @@
-"""Calls on models whose layers see a window, or chunks: as with `DynamicCache`, from empty stores, used and small ones."""
+"""Calls on models whose layers see a window, or chunks: as with `DynamicCache`, from empty, used and small stores."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ def test_a_folder_of_the_former_format_is_refused_by_name_and_nothing_of_it_is_t
         copied.write_bytes(older.read_bytes())
     loaded = cache.store.load(tmp_path)
     why = (
-        f"{tmp_path} has files of version 1 of the format, and this is version 2: read them with the hf_paged_cache that has "
-        "written them, or save the blocks again, into another folder"
+        f"{tmp_path} has files of version 1 of the format, and this is version 2: read them with the hf_paged_cache "
+        "that has written them, or save the blocks again, into another folder"
     )
     assert (loaded.num_blocks, loaded.not_loaded) == (0, {why: 0})
     assert [each.problem for each in saved_report(tmp_path)] == [why, why]

@@ -222,7 +222,7 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
 
 
 def partly_lost(name: str, lengths: tuple[int, ...], lost: range) -> PagedPrefixCache:
-    """Knows a prompt of 60 tokens; states behind all but these lengths are dropped, and windows of those blocks lost."""
+    """Knows a prompt of 60 tokens; states behind all but these lengths are dropped, and those blocks' windows lost."""
     cache = PagedPrefixCache(zoo.build(name), block_size=1, num_blocks=1000)
     for length in (*lengths, 60):
         play(cache.store.model, cache, **batch(row((1, 60))[:length]), max_new_tokens=1)
@@ -248,7 +248,7 @@ def test_windows_see_what_is_before_a_state_that_is_known_less_far_than_keys_and
 def test_a_snapshot_before_which_windows_hold_nothing_is_not_gone_on_from(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Windows have 24 tokens: what is known of the prompt ends at token 50, before which they hold all that they show."""
+    """Windows have 24 tokens: what is known of the prompt ends at token 50, before which they hold all they show."""
     make_forwards_cheap(monkeypatch)
     cache = partly_lost(name, (4, 20), range(15, 20))
     play(cache.store.model, cache, **batch(row((1, 60))[:50] + row((2, 8))), max_new_tokens=2)

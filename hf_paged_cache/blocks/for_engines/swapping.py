@@ -74,7 +74,8 @@ class BlockSwapper:
             raise CacheArgumentError("device and host are one allocator; give two")
         if device.block_size != host.block_size:
             raise CacheArgumentError(
-                f"block_size is {device.block_size} on the device and {host.block_size} on the host; a block needs one size"
+                f"block_size is {device.block_size} on the device and {host.block_size} on the host; "
+                "a block needs one size"
             )
         self.device = device
         self.host = host
@@ -122,7 +123,7 @@ class BlockSwapper:
         return self._status(self._plan(tables, self.host, self.device), self.device)
 
     def num_full_blocks_touched(self, *tables: BlockTable) -> int:
-        """Return how many full blocks a swap of these tables, all on one side, would copy: the other side lacks them."""
+        """Return how many full blocks a swap of these tables, all on one side, copies: the other side lacks them."""
         if not tables:
             return 0
         sides = (self.host, self.device) if self.is_on_host(tables[0]) else (self.device, self.host)
