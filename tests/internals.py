@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -39,9 +39,6 @@ from hf_paged_cache.store.state_snapshots import StateRules
 from hf_paged_cache.tiers.disk import DiskTier
 from hf_paged_cache.tiers.host import HostTier
 from hf_paged_cache.tiers.saved_file import encoded
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 # What a compiled graph meets of ours.
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
@@ -133,8 +130,7 @@ def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[in
 def lose_window_blocks(cache: PagedPrefixCache, block_ids: Collection[int]) -> None:
     """Take the window blocks of blocks that nobody holds, as for another sequence."""
     for group in _blocks(cache).windows.groups:
-        for block_id in block_ids:
-            group._drop(block_id)
+        group.drop(block_ids)
 
 
 def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tensor]:

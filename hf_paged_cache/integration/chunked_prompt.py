@@ -43,7 +43,6 @@ class ChunkedPrompt:
     chunks: Chunks
     has_experts: bool
     num_logits: int  # number of last columns whose logits are asked for
-    known: int = 0  # number of columns that the rows have begun with
     _shape: bytes = b""  # digest of what shapes the prompt's forwards
     _prompt: ForwardRequest | None = None
 

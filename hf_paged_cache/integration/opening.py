@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -243,25 +242,25 @@ class Opening:
         request = chunked.request_of_prompt(replace(asked.request, rows=tuple(asked.running)))
         latest, size = request.num_new_columns - request.num_logits_needed, chunked.chunks.size
         inputs, is_exact = request.rows, rows.is_exact
-        with (
-            suppress(torch.OutOfMemoryError),
-            Finding(self.store, inputs, latest, rows.previous, is_exact=is_exact) as found,
-        ):
-            column = found.look_together(latest // size * size, size)
-            if self._ranks.start_together:
-                tokens = tokens_as_bytes([row.token_ids for row in inputs])
-                (column,) = self._ranks.agree("a prompt in chunks", {"the token ids": tokens}, [column])
-            if column:
-                wanted = self._columns_to_make(rows, request.num_new_columns)
-                fill(self.store, rows, inputs, found.known, column, wanted)
-                numbers, num_found = [*range(len(inputs))], [row.num_tokens for row in found.known]
-                request = chunked.request_of_columns(column)
-                counts = count_prompt(request, found.known, num_found, numbers, numbers, column, {})
-                _note_begun(rows.state, counts, found.known)
-                rows.seen.dense = READ_IN_CHUNKS if len(inputs) > 1 else ""
-                rows.give_up_previous()
-                rows.reads_next, chunked.known = True, column
-                rows.prompt_end = int(rows.state.limits.num_prompt_columns)
+        try:
+            with Finding(self.store, inputs, latest, rows.previous, is_exact=is_exact) as found:
+                column = found.look_together(latest // size * size, size)
+                if self._ranks.start_together:
+                    tokens = tokens_as_bytes([row.token_ids for row in inputs])
+                    (column,) = self._ranks.agree("a prompt in chunks", {"the token ids": tokens}, [column])
+                if column:
+                    wanted = self._columns_to_make(rows, request.num_new_columns)
+                    fill(self.store, rows, inputs, found.known, column, wanted)
+                    numbers, num_found = [*range(len(inputs))], [row.num_tokens for row in found.known]
+                    request = chunked.request_of_columns(column)
+                    counts = count_prompt(request, found.known, num_found, numbers, numbers, column, {})
+                    _note_begun(rows.state, counts, found.known)
+                    rows.seen.dense = READ_IN_CHUNKS if len(inputs) > 1 else ""
+                    rows.give_up_previous()
+                    rows.reads_next = True
+                    rows.prompt_end = int(rows.state.limits.num_prompt_columns)
+        except torch.OutOfMemoryError:  # the first forward opens the rows, and gives way to them
+            rows.reset()
 
     def run_ahead(
         self,

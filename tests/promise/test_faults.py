@@ -19,8 +19,9 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.rows import memory
 
-from ..internals import FAULT_POINTS, layer_write, make_pools_grow
+from ..internals import FAULT_POINTS, layer_write, make_pools_grow, reused_of_chunks
 from ..reference import AtStep, assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
@@ -137,6 +138,26 @@ def test_out_of_memory_anywhere_leaves_the_cache_right(owner: type, name: str, m
             num_struck += len(calls) >= at
             assert_sound(cache)
     assert num_struck
+
+
+def test_out_of_memory_where_a_prompt_in_chunks_is_filled_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known is half copied then: no forward may go on behind it."""
+    model, cache, copy_known = tiny("llama"), new_cache(), memory.load_blocks
+    num_copies = list[int]()
+
+    def refusing(*args: Any) -> None:
+        num_copies.append(1)
+        if len(num_copies) == 1:
+            raise torch.OutOfMemoryError
+        copy_known(*args)
+
+    way = {**batch(PROMPT), "prefill_chunk_size": 4, "max_new_tokens": 4}
+    run(model, cache, **way)
+    cache.reset()
+    monkeypatch.setattr(memory, "load_blocks", refusing)
+    assert_same(run(model, **way), run(model, cache, **way))
+    assert len(num_copies) == reused_of_chunks(1)
+    assert_sound(cache)
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4])
