@@ -46,16 +46,15 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
         CacheArgumentError: the prompt is something else, or has several rows, or padding.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
     """
-    why_in_general, inputs = cache._calls.opening.asking.why_in_general(), given
-    if not isinstance(inputs, Mapping):
-        inputs = {"input_ids": given}
+    inputs = given if isinstance(given, Mapping) else {"input_ids": given}
     if "input_ids" not in inputs:
         raise CacheArgumentError(f"{what} has {', '.join(map(str, inputs)) or 'nothing'}; give it with its input_ids")
     tokens = array("q", one_sequence(what, inputs["input_ids"]))
     mask = inputs.get("attention_mask")
     if mask is not None and any(one == 0 for one in one_sequence(f"the attention_mask of {what}", mask)):
         raise CacheArgumentError(f"{what} has padding; give one row without it")
-    root = _root_of(cache, len(tokens))  # refuses where asking would change frequencies
+    root = _root_of(cache, len(tokens))  # looks at the model; refuses where asking would change frequencies
+    why_in_general = cache._calls.opening.asking.why_in_general()
     is_text = inputs is not given or not cache.store.placeholders
     if is_text and not inputs.keys() - {"input_ids", "attention_mask"}:
         return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_in_general)

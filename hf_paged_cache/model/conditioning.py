@@ -274,5 +274,5 @@ def _drops(module: nn.Module) -> bool:
         return module.p > 0
     return any(
         isinstance(value, float) and value > 0 and any(part in name for part in _NOISE)
-        for name, value in module.__dict__.items()
+        for name, value in [*module.__dict__.items()]  # another thread may set one meanwhile
     )

@@ -57,7 +57,7 @@ def test_a_quantised_model_is_itself_behind_a_cache(model: PreTrainedModel, make
     if make_config is Int8DynamicActivationInt8WeightConfig and not report.is_supported:
         # activations are rounded to whole steps, so on some processors the model without a cache differs from itself by
         # more than 1e-4
-        assert report.reason.startswith("continued after 8 cached tokens")
+        assert report.reason.startswith("continued after 20 cached tokens")
         prefix = DynamicCache(config=model.config)
         run(model, prefix, input_ids=IDS[:, :9], max_new_tokens=1)
         own = distance(run(model, input_ids=IDS), run(model, prefix, input_ids=IDS))
