@@ -64,6 +64,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.generate_arguments",
     "rows.indexed",
     "rows.states",
+    "model.own_cache",
     "model.placeholders",
     "model.probing",
     "model.support",

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CacheArgumentError
 from ..locks import new_lock
+from ..model.own_cache import own_cache_class, present_before_forward, take_back_after_forward
 from ..model.support import cache_argument
 from ..rows.rows import Rows
 from .ambient import ambient_cache
@@ -40,6 +41,9 @@ class GenerateBracket:
         self.model = model
         self.replaced = model.__dict__.get("generate")  # None: the class's own `generate` was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
+        if own_cache_class(model) is not None:
+            model.register_forward_pre_hook(present_before_forward, with_kwargs=True)
+            model.register_forward_hook(take_back_after_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
         generate = type(model).generate
         self.__name__, self.__qualname__, self.__doc__ = generate.__name__, generate.__qualname__, generate.__doc__
@@ -116,10 +120,10 @@ def detach(model: Any) -> None:
 def _remove_hooks(model: nn.Module) -> None:
     """Take our hooks off. They are found by identity, since their handles may be lost."""
     for hooks, with_kwargs, ours in (
-        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, before_forward),
-        (model._forward_hooks, model._forward_hooks_with_kwargs, after_forward),
+        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, (before_forward, present_before_forward)),
+        (model._forward_hooks, model._forward_hooks_with_kwargs, (after_forward, take_back_after_forward)),
     ):
-        for key in [key for key, hook in hooks.items() if hook is ours]:
+        for key in [key for key, hook in hooks.items() if hook in ours]:
             del hooks[key]
             with_kwargs.pop(key, None)
 

@@ -12,6 +12,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from .layer_streams import hold_as, streams_of
+from .own_cache import presented
 from .support import cache_argument, has_keys, takes
 
 NUM_COLUMNS = 24
@@ -96,7 +97,7 @@ def run_columns(
     columns = {
         name: value[:, mask_begins if name == "attention_mask" else start : stop] for name, value in inputs.items()
     }
-    return model(**columns, **options, **{argument: cache, "use_cache": True})
+    return model(**columns, **options, **{argument: presented(model, cache), "use_cache": True})
 
 
 class _OfAnyDtype(DynamicCache):

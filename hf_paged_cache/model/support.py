@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, Dynam
 
 from ..blocks.sight import Sight, Window
 from ..errors import UnsupportedModelError
+from .own_cache import own_cache_class
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
@@ -102,7 +103,7 @@ def _why_forwards_are_unfit(model: PreTrainedModel) -> str:
     if not takes(model, cache_argument(model)):
         return ".forward takes no past_key_values, so it cannot use a cache of keys and values"
     takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
-    if takes_dynamic_cache is not None and not takes_dynamic_cache():
+    if takes_dynamic_cache is not None and not takes_dynamic_cache() and own_cache_class(model) is None:
         return " brings a cache class of its own; transformers gives it no DynamicCache"
     if is_no_decoder(model) and any(getattr(module, "is_causal", None) is False for module in model.modules()):
         return (

@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.model.own_cache import own_cache_class, presented
 from hf_paged_cache.model.probing import dynamic_cache, input_device
 from hf_paged_cache.model.support import cache_argument, is_tested_version
 
@@ -165,7 +166,7 @@ class Player:
         state.
         """
         cache = DynamicCache(config=self.model.config)
-        given = {cache_argument(self.model): cache, "use_cache": True}
+        given = {cache_argument(self.model): presented(self.model, cache), "use_cache": True}
         with torch.no_grad():
             self.model(torch.tensor([token_ids], device=input_device(self.model)), **given)
         return {
@@ -198,7 +199,7 @@ class Player:
         name = cache_argument(model)
         with torch.no_grad():
             try:
-                wanted = model(**{**arguments, name: dynamic_cache(model)}).logits
+                wanted = model(**{**arguments, name: presented(model, dynamic_cache(model))}).logits
             except Exception as error:
                 raise CellError("uncovered", f"without our cache: {type(error).__name__}: {error}") from error
             logits = self.model(**arguments, **{name: self.cache}).logits
@@ -225,6 +226,9 @@ class Player:
     def reference(self, **arguments: Any) -> Any:
         """The same call with the cache that transformers makes."""
         arguments = self._completed(arguments)
+        # MiniMax's forgets to reorder states
+        if arguments.get("num_beams", 1) > 1 and own_cache_class(self.model) is not None:
+            arguments["use_cache"] = False
         key = tuple((name, _hashable(value)) for name, value in sorted(arguments.items()))
         model = self.model
         if self._rope_changes:  # frequencies stay as a forward left them, so the model has a state

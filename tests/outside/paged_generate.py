@@ -41,7 +41,11 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4, torch.float16: 2e-2, torc
 COMPARED = ("logits", "scores", "sequences_scores", "hidden_states", "attentions")
 
 # a pattern of ids, as of `fnmatch` -> why it does not count that the test fails
+_MINIMAX = "the test asks for MiniMaxCache itself, or compares with it; it does not reorder its states with the beams"
 EXPECTED = {
+    "*/models/minimax/*::test_*_generate_dict_outputs_use_cache": _MINIMAX,
+    "*/models/minimax/*::test_generate_continue_from_*": _MINIMAX,
+    "*/models/minimax/*::test_beam_*": _MINIMAX,
     "*/models/kosmos2/*::test_generate_continue_from_past_key_values": (
         "a row holds the id of padding, whose position Kosmos-2 counts otherwise in a whole prompt than token by token"
     ),

@@ -254,3 +254,22 @@ def test_a_look_at_blocks_of_one_token_agrees_where_one_token_is_clamped_otherwi
         found = cache.verify()
         assert found.num_blocks
         assert not found.differing
+
+
+def test_beams_of_minimax_are_those_of_scoring_each_row() -> None:
+    """Its own cache forgets to reorder states, so `generate` without ours finds other beams."""
+    model = build("minimax")
+    cache = cache_of(model)
+    prompt = batch(row((1, 133)), row((2, 70)))
+    how = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 8, "output_scores": True}
+    for _ in range(2):
+        found = run(model, cache, **prompt, **how)
+        ids = found.sequences
+        mask = torch.cat((prompt["attention_mask"].repeat_interleave(4, 0), torch.ones_like(ids[:, -8:])), 1)
+        with torch.no_grad():
+            positions = (mask.cumsum(-1) - 1).clamp_(min=0)
+            logits = model(ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        chosen = logits[:, -9:-1].log_softmax(-1).gather(-1, ids[:, -8:, None]).squeeze(-1)
+        torch.testing.assert_close(found.sequences_scores, chosen.mean(-1), atol=1e-4, rtol=0)
+    assert cache.last_call.reused_tokens + cache.last_call.shared_tokens
+    assert not is_same(run(model, **prompt, **how, use_cache=False), run(model, **prompt, **how))
