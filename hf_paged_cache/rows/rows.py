@@ -403,7 +403,7 @@ class Rows(RowsColumns):
         if self.why_bypassed is not None:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
         elif self.states is not None:
-            self.states.live.record_past(records=True)
+            self.states.live.record_past()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Update a convolution's state as transformers does, and record what is wanted of the convolution's inputs."""
