@@ -57,7 +57,6 @@ class Rows(RowsColumns):
         self.handle: ref[Any] | None = None  # the cache of the call
         self.is_behind_handle = False  # forwards are passed the handle in place of the rows, and return the handle
         self.captured: Any = None  # runs the forwards by graphs, and has the rows lie in the arena
-        self.why_not_captured = ""  # why forwards are not captured, if they may not be
         self.chunks: Any = None  # sizes of the forwards that the prompt must come in; what comes in others is not kept
         super().__init__(kinds, looks)
 
