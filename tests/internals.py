@@ -352,10 +352,10 @@ def forget_to_reorder_states(patch: pytest.MonkeyPatch) -> None:
     """Rows change places, and what layers carry does not; that rows become more is heeded."""
     select = LiveStates.select
 
-    def forget(self: LiveStates, sources: Any, index: Any = None) -> None:
+    def forget(self: LiveStates, sources: Any) -> None:
         held = self.read()
         if held and len(sources) != len(next(iter(held.values()))):
-            select(self, sources, index)
+            select(self, sources)
 
     patch.setattr(LiveStates, "select", forget)
 

@@ -1,4 +1,4 @@
-"""Reads what blocks hold of a sequence, and puts it into transformers' own layers, so that it can be compared."""
+"""Reads what blocks hold of a sequence, layer by layer, so that it can be compared."""
 
 from collections.abc import Sequence
 
@@ -36,7 +36,7 @@ def _read(
     if stop > start:
         first, skipped = divmod(start, size)
         of_tokens = block_ids[first : -(-stop // size)]
-        memory.load_blocks(made, slabs, [0], 0, of_tokens, stop - first * size, skipped)
+        memory.load_blocks(made, slabs, 0, 0, of_tokens, stop - first * size, skipped)
     found: dict[int, dict[str, Tensor]] = {}
     for tensor, names in made:
         for (layer_idx, name), part in zip(names, tensor, strict=True):

@@ -70,11 +70,10 @@ class Snapshots(Generic[Content]):
         blocks = map(self._allocator.hash_of_digest, self._contents)
         return sum(block is not None and block[1] == namespace for block in blocks)
 
-    def keep(self, block_id: int, content: Content, *, may_evict: bool = True) -> bool:
+    def keep(self, block_id: int, content: Content) -> bool:
         """Keep a snapshot at the end of a block that has none; return whether the block has one now.
 
-        Args:
-            may_evict: True if the snapshot may take the place of the least recently used one.
+        If there are as many as there may be, it takes the place of the least recently used one.
         """
         digest = self._allocator.digest_of(block_id)
         if digest is None:
@@ -83,7 +82,7 @@ class Snapshots(Generic[Content]):
         if digest in self._contents:
             self._contents.move_to_end(digest)
             return True
-        if self.most < 1 or (len(self._contents) >= self.most and not may_evict):
+        if self.most < 1:
             return False
         while len(self._contents) >= self.most:
             self._evict()

@@ -109,11 +109,6 @@ class WindowBlocks:
         """Number of window blocks that hold nothing."""
         return len(self._free)
 
-    @property
-    def num_spare(self) -> float:
-        """Number of window blocks that may go to blocks which nobody needs, so that running calls still get theirs."""
-        return self.most - 1 - self.num_needed
-
     def span(self, start: int, stop: int) -> range:
         """Return logical indices of the blocks with tokens `[start, stop)` and with those that token `start` sees."""
         return range(self.sight.needed(start).start // self._block_size, -(-stop // self._block_size))

@@ -130,7 +130,7 @@ def _load_windows(
         held, base = windows.of(sight)
         first, skipped = span.start * size, max(0, base - pad - span.start * size)
         column = pad + first + skipped - base
-        memory.load_blocks(held, slabs[sight], [number], column, places[sight], num_tokens - first, skipped)
+        memory.load_blocks(held, slabs[sight], number, column, places[sight], num_tokens - first, skipped)
 
 
 def _take_over(
@@ -171,7 +171,7 @@ def _load(store: BlockStore, rows: Rows, number: int, known: Known, done: int, s
         with store.lock:
             slabs = store.slabs()
         block_ids = known.lease.block_ids[first : -(-end // size)]
-        memory.load_blocks(rows.memory, slabs, [number], pad + first * size - base, block_ids, end - first * size)
+        memory.load_blocks(rows.memory, slabs, number, pad + first * size - base, block_ids, end - first * size)
         done = max(done, pad + end)
     for source, source_row, num_tokens in known.sources():
         done = _copy(source, source_row, rows, number, done, min(start, pad + num_tokens))

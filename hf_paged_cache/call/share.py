@@ -154,7 +154,7 @@ def _where(
                 at = slice(block_ids[0], block_ids[0] + num)
                 return [Streams(held[:, :, at].flatten(2, 3).unsqueeze(1), names) for held, names in slabs], lease
             made = memory.make(memory.shapes_of_slabs(slabs), 1, num * size)
-            memory.load_blocks(made, slabs, [0], 0, block_ids, num * size)
+            memory.load_blocks(made, slabs, 0, 0, block_ids, num * size)
             return made, None
     for row in segment.rows:
         ahead = known[row].ahead

@@ -188,7 +188,6 @@ class Capturing:
             a `Said`, which tells how the call's forwards run.
         """
         said = Said(self._begin(rows, num_rows, start, stop, max_columns, unusual) or "")
-        rows.why_not_captured = said.why_not
         if rows.captured is not None:
             rows.captured.said = said
         return said
@@ -197,11 +196,8 @@ class Capturing:
         self, rows: Rows, num_rows: int, start: int, stop: int, max_columns: float, unusual: str | None
     ) -> str | None:
         digest = rows.state.digest
-        if self.capture is False:
-            return "the cache was built with capture=False"
         always = self.capture == "dry"
-        if not (always or self._is_on_cuda()):
-            return "the model is not on a CUDA device"
+        always = self.capture == "dry"
         why_model, captured = self._of_model(digest)
         why = why_model or unusual or self._unusual(rows, max_columns, always=always)
         if why or captured is None:

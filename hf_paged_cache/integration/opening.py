@@ -214,6 +214,8 @@ class Opening:
 
     def begin_captured(self, rows: Rows, request: ForwardRequest, start: int, stop: int) -> None:
         """Let the next forward, of the columns `[start, stop)`, and later ones run by graphs, if they may be."""
+        if not self._capturing.is_asked:
+            return
         unusual = request.keep_columns
         if self.conditioning.adapter_names() is not None:
             unusual = "adapters were given for each row"
@@ -224,8 +226,9 @@ class Opening:
         elif rows.reads_all:
             unusual = "a function that is not transformers' says what each step is passed"
         most = rows.state.limits.max_columns
-        said = self._capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
-        rows.state.captured = said if self._capturing.is_asked else ""
+        rows.state.captured = self._capturing.begin(
+            rows, len(request.rows), start, stop, max_columns=most, unusual=unusual
+        )
 
     def begin_chunks(self, rows: Rows, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
         """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes later chunks."""

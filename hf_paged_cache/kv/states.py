@@ -99,10 +99,6 @@ class LiveStates:
             except torch.OutOfMemoryError:
                 self.recorder.start_forward()
 
-    def __bool__(self) -> bool:
-        """Return whether any layer carries states."""
-        return bool(self._layers)
-
     def read(self) -> dict[StateKey, Tensor]:
         """Return the states that the layers hold now, uncopied: the next forward overwrites them.
 
@@ -154,11 +150,11 @@ class LiveStates:
             layer.conv_states, layer.recurrent_states = dict.fromkeys(numbers), dict.fromkeys(numbers)
             layer.device = layer.dtype = None
 
-    def select(self, sources: Sequence[int], index: Tensor | None = None) -> None:
-        """Let row `i` resume from a copy of the state of row `sources[i]`; `index` has the same numbers, if given."""
+    def select(self, sources: Sequence[int]) -> None:
+        """Let row `i` resume from a copy of the state of row `sources[i]`."""
         held = dict(self._held())
         if held and list(sources) != list(range(len(next(iter(held.values()))))):
-            self._replace(select_rows(held, sources, index))
+            self._replace(select_rows(held, sources))
 
     def _replace(self, states: States) -> None:
         """Put tensors of other rows in place of those held."""
@@ -166,13 +162,10 @@ class LiveStates:
             layer = self._layers[layer_idx]
             (layer.conv_states if name == "conv" else layer.recurrent_states)[state_idx] = tensor
 
-    def record_past(self, *, records: bool) -> None:
-        """Let convolutions keep all their inputs until `crop`, or only the inputs that they need."""
-        if not records:  # from here on a layer holds as many as it needs, and copies into them
-            needed = {key: (held, self._needed(key, held)) for key, held in self._held()}
-            self._replace({key: part.clone() for key, (held, part) in needed.items() if part is not held})
+    def record_past(self) -> None:
+        """Let convolutions keep all their inputs until `crop`."""
         for layer in self._layers.values():
-            layer.record_past = records
+            layer.record_past = True
 
     def can_crop(self, num_columns: int) -> bool:
         """Return whether the last columns can be taken back: of convolutions alone that have kept their inputs."""
@@ -184,22 +177,19 @@ class LiveStates:
                 return False
         return is_held
 
-    def crop(self, num_columns: int) -> bool:
-        """Take the last columns back; return whether that could be done."""
-        if not self.can_crop(num_columns):
-            return False
+    def crop(self, num_columns: int) -> None:
+        """Take the last columns back; `can_crop` allows it."""
         kept = {key: held[..., : held.shape[-1] - num_columns] for key, held in self._held()}
         self._replace({key: self._needed(key, held).contiguous() for key, held in kept.items()})
-        return True
 
 
-def select_rows(states: States, sources: Sequence[int], index: Tensor | None = None) -> dict[StateKey, Tensor]:
+def select_rows(states: States, sources: Sequence[int]) -> dict[StateKey, Tensor]:
     """Return copies of the states of rows `sources`."""
     on: dict[torch.device, Tensor] = {}
     selected = {}
     for key, held in states.items():
         if held.device not in on:
-            on[held.device] = to_device(list(sources), held.device) if index is None else index.to(held.device)
+            on[held.device] = to_device(list(sources), held.device)
         selected[key] = held.index_select(0, on[held.device])
     return selected
 

@@ -6,7 +6,6 @@ memory where there is any, and then nobody waits for it. On a CPU nothing is cop
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from itertools import chain
 
 import numpy as np
 import torch
@@ -56,33 +55,3 @@ def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
         with contextlib.suppress(RuntimeError):  # no memory can be pinned: the host waits
             return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-class Transfer:
-    """`Transfer` sends lists of integers that devices need at about the same time.
-
-    Each device gets all lists at once. A list that is added after a device has got its own goes there, with the lists
-    that follow it, when it is needed.
-    """
-
-    __slots__ = ("_lists", "_sent")
-
-    def __init__(self) -> None:
-        self._lists: list[Sequence[int]] = []
-        self._sent: dict[torch.device, list[Tensor]] = {}  # device -> lists sent to it, in order
-
-    def add(self, numbers: Sequence[int]) -> int:
-        """Add a list, which must not change any more, and return the number by which it is asked for."""
-        self._lists.append(numbers)
-        return len(self._lists) - 1
-
-    def on(self, device: torch.device, number: int) -> Tensor:
-        """Return a list that was added, as [N] int64 on `device`."""
-        sent = self._sent.setdefault(device, [])
-        if number >= len(sent):
-            lists = self._lists[len(sent) :]
-            if len(lists) == 1:
-                sent.append(to_device(lists[0], device))
-            else:
-                sent.extend(to_device([*chain(*lists)], device).split_with_sizes([*map(len, lists)]))
-        return sent[number]

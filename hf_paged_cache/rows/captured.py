@@ -95,10 +95,10 @@ class CapturedCall:
         facts = {**self._facts, EXPERTS: model.experts()}  # `generate` sets others for steps than for prompts
         shape = None if why else self._placed(tokens, facts)
         if shape is None or shape.captured is None:
-            said.why_not = rows.why_not_captured = why or said.why_not
+            said.why_not = why or said.why_not
             return eager(**arguments)
         if facts != shape.look:
-            said.why_not = rows.why_not_captured = f"{_first_difference(shape.look, facts)} changed after the capture"
+            said.why_not = f"{_first_difference(shape.look, facts)} changed after the capture"
             return eager(**arguments)
         pads = [prompt.pad for prompt in rows.prompts]
         if shape.is_to_check(rows.n):
@@ -212,7 +212,7 @@ class CapturedCall:
             shapes.note_saved(shape, times[2] - times[1] - (times[1] - times[0]))
         if shape.why_not:
             shape.captured = None
-            self.said.why_not = rows.why_not_captured = shape.why_not
+            self.said.why_not = shape.why_not
         return output
 
     def _now(self) -> float:

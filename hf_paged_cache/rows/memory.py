@@ -94,20 +94,19 @@ def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
 def load_blocks(
     memory: Sequence[Streams],
     slabs: Sequence[Slab],
-    rows: Sequence[int],
+    row: int,
     column: int,
     block_ids: Sequence[int],
     num_tokens: int,
     skipped: int = 0,
 ) -> None:
-    """Copy the tokens `[skipped, num_tokens)` of blocks to the columns of some rows, from column `column` on."""
+    """Copy the tokens `[skipped, num_tokens)` of blocks to the columns of a row, from column `column` on."""
     for to, held in _alike(memory, slabs):
         size, at, left, skip = held.shape[3], column, num_tokens, skipped
         for first, count in runs(block_ids):
             num = min(left, count * size)
             run = held[:, :, first : first + count].flatten(2, 3)[:, :, skip:num]
-            for row in rows:
-                to[:, row, :, at : at + num - skip].copy_(run)
+            to[:, row, :, at : at + num - skip].copy_(run)
             at, left, skip = at + num - skip, left - num, 0
 
 

@@ -57,7 +57,6 @@ class Rows(RowsColumns):
         self.handle: ref[Any] | None = None  # the cache of the call
         self.is_behind_handle = False  # forwards are passed the handle in place of the rows, and return the handle
         self.captured: Any = None  # runs the forwards by graphs, and has the rows lie in the arena
-        self.why_not_captured = ""  # why forwards are not captured, if they may not be
         self.chunks: Any = None  # sizes of the forwards that the prompt must come in; what comes in others is not kept
         super().__init__(kinds, looks)
 
@@ -406,7 +405,7 @@ class Rows(RowsColumns):
         if self.why_bypassed is not None:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
         elif self.states is not None:
-            self.states.live.record_past(records=True)
+            self.states.live.record_past()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Update a convolution's state as transformers does, and record what is wanted of the convolution's inputs."""

@@ -52,8 +52,8 @@ class Arena:
         captured: graphs over the arena, which are dropped with its memory; None: there were none.
     """
 
-    def __init__(self, most_bytes: Callable[[], int] | None = None) -> None:
-        self.most_bytes = most_bytes
+    def __init__(self) -> None:
+        self.most_bytes: Callable[[], int] | None = None
         self.captured: HoldsGraphs | None = None
         self._lock = new_lock()
         self._holder: ref[Any] | None = None

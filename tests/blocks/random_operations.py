@@ -720,14 +720,14 @@ class Driver:
     def touch_kept(self, end: int) -> None:
         self.kept = [*(other for other in self.kept if other != end), end]
 
-    def keep(self, which: int, index: int, *, may_evict: bool) -> None:
+    def keep(self, which: int, index: int) -> None:
         _, sequence = self.tables[which]
         if index < sequence.num_committed:
             block, end = sequence.blocks[index], self.model.ends(sequence.namespace, sequence.tokens)[index]
-            is_kept = self.snapshots.keep(block, end, may_evict=may_evict)
+            is_kept = self.snapshots.keep(block, end)
             was_there, has_room = end in self.kept, len(self.kept) < self.snapshots.most
             if self.world.is_checked:
-                assert is_kept == (block in self.model.hash and (was_there or has_room or may_evict))
+                assert is_kept == (block in self.model.hash)
             if is_kept and not was_there and not has_room:
                 del self.kept[:1]
                 self.counts["snapshots evicted"] += 1
@@ -986,7 +986,7 @@ def random_step(driver: Driver, rng: random.Random) -> None:
         elif operation in ("free", "collect"):
             driver.free(which, collected=operation == "collect")
         elif operation == "keep":
-            driver.keep(which, rng.randrange(length // driver.size + 1), may_evict=rng.random() < 0.8)
+            driver.keep(which, rng.randrange(length // driver.size + 1))
         elif operation == "drop_snapshot":
             driver.drop_snapshot(which, rng.randrange(length // driver.size + 1))
 

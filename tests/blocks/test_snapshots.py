@@ -48,13 +48,12 @@ def test_what_was_kept_first_stays(allocator: PrefixCachingBlockAllocator) -> No
         snapshots.use(table.block_ids[0])
 
 
-def test_the_least_recently_used_one_makes_room_unless_none_may(allocator: PrefixCachingBlockAllocator) -> None:
+def test_the_least_recently_used_one_makes_room(allocator: PrefixCachingBlockAllocator) -> None:
     table, snapshots = table_of(allocator, *range(8)), Snapshots[int](allocator, 2)
     first, second, third, fourth = table.block_ids
     snapshots.keep(first, 1)
     snapshots.keep(second, 2)
     snapshots.use(first)
-    assert not snapshots.keep(third, 3, may_evict=False)
     assert snapshots.keep(third, 3)
     assert [snapshots.has(block_id) for block_id in table.block_ids] == [True, False, True, False]
     assert snapshots.num_evictions == 1

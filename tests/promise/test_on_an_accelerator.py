@@ -114,18 +114,16 @@ def hooked(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    ("change", "said"), [(offloaded, "the model is not on a CUDA device"), (hooked, "code of others")]
-)
+@pytest.mark.parametrize(("change", "said"), [(offloaded, ""), (hooked, "code of others runs in the forward")])
 def test_what_cannot_be_captured_is_right_and_says_why(change: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     capture_everywhere(monkeypatch)
     model = build("llama")
     model = change(model if change is offloaded else model.to(torch.accelerator.current_accelerator()))
-    cache = PagedPrefixCache(model, capture="auto")
+    cache = PagedPrefixCache(model, capture="auto", trust_hooks=True)
     for seed in (1, 2, 2):
         ids = known_and(seed)
         assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
-    assert said in f"{cache.last_call.captured} {cache.last_call.why_not}"
+    assert cache.last_call.captured.partition(":")[0] == said
 
 
 class Forced(LogitsProcessor):
