@@ -197,7 +197,6 @@ class Capturing:
     ) -> str | None:
         digest = rows.state.digest
         always = self.capture == "dry"
-        always = self.capture == "dry"
         why_model, captured = self._of_model(digest)
         why = why_model or unusual or self._unusual(rows, max_columns, always=always)
         if why or captured is None:
