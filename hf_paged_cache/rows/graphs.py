@@ -24,7 +24,7 @@ NOT_WORTH_IT = "a capture takes more time than it would save"
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # errors where a capture fails
 _CAPTURE_SECONDS = 0.3  # time that a capture is taken to need, before one was measured
 _SAVED_SECONDS = 0.015  # time that a replay is taken to save, before one was measured
-_TIMES_AGAIN = 4  # a shape is expected to come this many times as often as it has come
+_TIMES_AGAIN = 8  # a shape is expected to come this many times as often as it has come
 _capturing = new_lock()  # one capture at a time
 _sides: dict[torch.device, Any] = {}  # device -> the stream on which all its graphs are captured
 

@@ -64,7 +64,8 @@ def test_a_prompt_and_its_steps_are_right_cold_and_warm(name: str, attention: st
     assert num_captured(cache) == STEPS - 3  # the prompt shows the layers; two steps are compared
     assert "ran eagerly as well, to compare" in cache.last_call.captured
     assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
-    assert (num_captured(cache), cache.last_call.reused_tokens) == (STEPS, len(PROMPT) - 1)
+    num_eager = int(name == "mixtral" and DEVICE.type == "cuda")  # experts of a prompt cannot be captured there
+    assert (num_captured(cache), cache.last_call.reused_tokens) == (STEPS - num_eager, len(PROMPT) - 1)
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
     cache.check()
@@ -158,7 +159,7 @@ def test_rows_that_are_captured_share_nothing(way: dict[str, Any], monkeypatch: 
     model = build("llama")
     inputs = batch(PROMPT, row((1, 48), (2, 2)), row((1, 48), (3, 2))) if not way else {"input_ids": IDS}
     reference = run(model, **inputs, max_new_tokens=STEPS, **way)
-    shared, cache = PagedPrefixCache(model), captured(model)
+    shared, cache = PagedPrefixCache(model, capture=False), captured(model)
     for each in (shared, shared, cache, cache):
         with torch.inference_mode(each is cache):
             assert_same(reference, run(model, each, **inputs, max_new_tokens=STEPS, **way))
@@ -227,7 +228,7 @@ def test_static_rows_count_in_the_budget_of_the_blocks() -> None:
     row_bytes = 2 * 2 * 512 * 2 * 16 * 4  # keys and values of 2 layers, 512 columns, 2 heads of 16 floats
     budget = 2 * row_bytes
     cache = captured(model, block_size=4, max_bytes=budget)
-    plain = PagedPrefixCache(model, block_size=4, max_bytes=budget)
+    plain = PagedPrefixCache(model, capture=False, block_size=4, max_bytes=budget)
     for seed in range(1, 12):
         ids = torch.tensor([row((seed, 200))])
         reference = run(model, input_ids=ids, max_new_tokens=4)
