@@ -309,7 +309,6 @@ class Calls:
             rows.keep_less(rows.n - rows.num_new)  # the new columns have other frequencies than those before
         if rows.why_bypassed is None and self._has_deltas and rows.num_forwards == 1:
             state.deltas = RopeDeltas(self.model)
-            state.deltas.note()
         if rows.copies is not None:
             self._spread(rows, rows.copies, output)
         if state.pending is not None:
