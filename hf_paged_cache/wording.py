@@ -1,6 +1,11 @@
 """Words messages that more than one module needs."""
 
 
+def where_of(salt: bytes | None) -> str:
+    """Say whose calls are meant: those of a salt, or of all if it is None."""
+    return "on this store" if salt is None else "on a cache of this salt" if salt else "on a cache without a salt"
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number and its noun; a plural ends with s or es.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from ..errors import CacheBusyError
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
+from ..wording import where_of
 
 
 class Current:
@@ -150,10 +151,9 @@ def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
         currents = [each for each in store.currents if salt in (None, each.salt)]
         sharing = [rows for rows in store.sharing if salt in (None, rows.calls.salt)]
     if any(current.is_loop for current in currents):
-        where = "on this store" if salt is None else "on a cache of this salt" if salt else "on a cache without a salt"
         raise CacheBusyError(
-            f"rows of plain forwards may resume {where}; reset the prefix cache when they have ended (rows of plain "
-            "forwards end with their cache's reset())"
+            f"rows of plain forwards may resume {where_of(salt)}; reset the prefix cache when they have ended (rows of "
+            "plain forwards end with their cache's reset())"
         )
     with store.lock:
         for rows in sharing:  # also rows that a call has returned

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .block_pool import BlockPool, GroupTensors
 from .states import StateKey, States
+from .transfers import UNPINNED
 from .transfers import to_device as numbers_on
 
 BLOCKS, STATES = "blocks", "states"
@@ -23,7 +24,6 @@ block's end.
 """
 
 _ALIGNMENT = 16  # bytes; a view of any dtype must begin at a multiple of its size
-_UNPINNED = ("cpu", "meta", "mps")
 
 
 class Piece(NamedTuple):
@@ -95,7 +95,7 @@ def host_rows(part: Part, num_rows: int) -> Tensor:
         torch.OutOfMemoryError, RuntimeError: there is no such memory.
     """
     with torch.inference_mode(False), torch.no_grad():
-        is_pinned = part.device.type not in _UNPINNED
+        is_pinned = part.device.type not in UNPINNED
         return torch.empty((num_rows, part.num_bytes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
 
 
@@ -159,7 +159,7 @@ def to_device(part: Part, fragments: Sequence[Tensor]) -> Tensor:
 def events_on(devices: Iterable[torch.device]) -> list[torch.Event]:
     """Return events that come when all that was launched so far on these devices is done; none of a host."""
     events = []
-    for device in dict.fromkeys(device for device in devices if device.type not in _UNPINNED):
+    for device in dict.fromkeys(device for device in devices if device.type not in UNPINNED):
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))
         events.append(event)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_UNPINNED = ("cpu", "meta", "mps")  # kinds of devices that do not copy from pinned memory
+UNPINNED = ("cpu", "meta", "mps")  # kinds of devices that do not copy from pinned memory
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -51,7 +51,7 @@ def read_bytes(tensors: Mapping[tuple[torch.device, torch.dtype], Sequence[Tenso
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:
     """Return [N] int64 on `device`.  Cost: one transfer, which nobody waits for where memory can be pinned."""
     tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    if device.type not in _UNPINNED:
+    if device.type not in UNPINNED:
         with contextlib.suppress(RuntimeError):  # no memory can be pinned: the host waits
             return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -18,6 +18,7 @@ from ..errors import CacheBusyError
 from ..kv.block_pool import BlockPool, GroupTensors, Slab
 from ..locks import new_lock
 from ..tiers.base import Tier
+from ..wording import where_of
 from .call_totals import CallTotals
 from .leases import Leases
 from .lower_tiers import LowerTiers
@@ -337,11 +338,8 @@ class BlockStore:
         """
         allocator, num_pinned = self.allocator, len(self.pins.block_ids(salt))
         if num_pinned < (allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)):
-            where = (
-                "on this store" if salt is None else "on a cache of this salt" if salt else "on a cache without a salt"
-            )
             raise CacheBusyError(
-                f"a call is running {where}; reset the prefix cache when it has ended (rows of plain forwards end with "
+                f"a call is running {where_of(salt)}; reset the prefix cache when it has ended (rows of plain forwards end with "
                 "their cache's reset())"
             )
         self._num_resets[salt] += 1

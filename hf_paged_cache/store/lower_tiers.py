@@ -23,7 +23,7 @@ from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
 _MOST_ROOTS = 2**17  # most blocks whose roots are remembered
-_MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
+MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
 
 
 class _Evicted(NamedTuple):
@@ -115,7 +115,7 @@ class LowerTiers:
             parts = parts_of.get(kind, [])
             tier.touch(kind, sources)
             names = [name for name in sources if not tier.has(kind, name)] if parts else []
-            step = max(1, _MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
+            step = max(1, MOST_STAGED_BYTES // max(1, sum(part.num_bytes for part in parts)))
             with suppress(torch.OutOfMemoryError):
                 for start in range(0, len(names), step):
                     some = names[start : start + step]

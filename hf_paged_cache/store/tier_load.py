@@ -25,10 +25,9 @@ from ..kv.contents import BLOCKS, STATES, Kind, Part, states_of_row, to_device, 
 from ..tiers.base import Name, Tier
 from ..tiers.disk import DiskTier
 from .block_store import BlockStore
+from .lower_tiers import MOST_STAGED_BYTES
 
 logger = logging.getLogger("hf_paged_cache")
-
-_MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
 
 Content = tuple[Kind, Name]
 _Rows = list[list[Tensor]]  # for each part some tensors, [N, bytes]
@@ -218,7 +217,7 @@ class TierLoad:
                 parts = tier.parts.get(kind, ())
                 if places and self._layout.is_now(kind, parts):
                     tier.touch(kind, places)
-                    step = max(1, _MOST_STAGED_BYTES // sum(part.num_bytes for part in parts))
+                    step = max(1, MOST_STAGED_BYTES // sum(part.num_bytes for part in parts))
                     at = [*places.items()]
                     found += [_Found(tier, kind, parts, dict(at[n : n + step])) for n in range(0, len(at), step)]
                     names = [name for name in names if name not in places]
