@@ -339,8 +339,8 @@ class BlockStore:
         allocator, num_pinned = self.allocator, len(self.pins.block_ids(salt))
         if num_pinned < (allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)):
             raise CacheBusyError(
-                f"a call is running {where_of(salt)}; reset the prefix cache when it has ended (rows of plain forwards end "
-                "with their cache's reset())"
+                f"a call is running {where_of(salt)}; reset the prefix cache when it has ended (rows of plain forwards "
+                "end with their cache's reset())"
             )
         self._num_resets[salt] += 1
 
