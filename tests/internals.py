@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.ask.scoring import score_contexts as score_contexts
 from hf_paged_cache.attention import causal, launches
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
 from hf_paged_cache.call import fill
