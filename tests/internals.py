@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.ask.scoring import score_contexts as score_contexts
 from hf_paged_cache.attention import causal, launches
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
 from hf_paged_cache.call import fill
@@ -24,6 +25,7 @@ from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.integration.keeping import Keeping
 from hf_paged_cache.integration.opening import Opening
 from hf_paged_cache.kv import states as kv_states
+from hf_paged_cache.kv.block_pool import GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
 from hf_paged_cache.model.conditioning import Conditioning
 from hf_paged_cache.model.rope import RopeRegime
@@ -42,6 +44,8 @@ from hf_paged_cache.tiers.saved_file import encoded
 
 # What a compiled graph meets of ours.
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
+# Where the pool's tensors become those of layers.
+SHOW_SLABS = GroupTensors._show
 
 # What is held.
 

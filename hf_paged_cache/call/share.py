@@ -118,7 +118,8 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     cost = sum(lengths) + launch * len(segments) + (0 if is_once else apart)
     if cost >= len(copies) * (rows.n - min(pads)):
         return None
-    plan = Plan(tuple(segments), pads, ends, min(ends))
+    # without the rows whose tails begin there, all others' may begin behind what the memory begins with
+    plan = Plan(tuple(segments), pads, ends, rows.n if is_once else rows.base)
     leases, num_pool_blocks = ((), 0) if old is None else (old.leases, old.num_pool_blocks)
     return SharedColumns(plan, lies, leases, looks, num_pool_blocks)
 

@@ -240,8 +240,8 @@ class Opening:
             return
         with torch.no_grad():  # `generate` runs forwards without gradients, too
             asked = self.asking.first(rows, arguments)
-        if asked.why_bypassed is not None:
-            return  # the first forward is bypassed for this reason
+        if asked.why_bypassed is not None or asked.images is not None:
+            return  # the first forward is bypassed for this reason, or the one that brings images
         request = chunked.request_of_prompt(replace(asked.request, rows=tuple(asked.running)))
         latest, size = request.num_new_columns - request.num_logits_needed, chunked.chunks.size
         inputs, is_exact = request.rows, rows.is_exact

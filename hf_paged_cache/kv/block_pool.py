@@ -83,10 +83,11 @@ class GroupTensors:
 
     def _show(self, slabs: list[Slab]) -> None:
         """Let the layers' tensors be parts of these slabs from here on."""
+        layers: dict[int, dict[str, Tensor]] = {}
         for tensor, streams in slabs:
             for (layer_idx, name), part in zip(streams, tensor, strict=True):
-                self.layers.setdefault(layer_idx, {})[name] = part.transpose(0, 1)
-        self._slabs = slabs
+                layers.setdefault(layer_idx, {})[name] = part.transpose(0, 1)
+        self.layers, self._slabs = layers, slabs  # together: an interrupt comes before both or after both
 
     def use(self, num_blocks: int) -> None:
         """Note that the first `num_blocks` blocks are about to be written."""

@@ -259,6 +259,7 @@ def video(name: str, seed: int, seconds: float, after: list[int]) -> dict[str, T
         ("idefics3", {"prompt_lookup_num_tokens": 3}),
         ("qwen2_vl", {"output_hidden_states": True, "num_beams": 2}),
         pytest.param("qwen2_vl", {"prefill_chunk_size": 32}, marks=FROM_5_23),
+        pytest.param("idefics3", {"prefill_chunk_size": 16}, marks=FROM_5_23),  # the first chunk is text alone
     ],
     ids=str,
 )

@@ -8,13 +8,16 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+import torch
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import launches
 
+from ..internals import score_contexts
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import tiny
+from .test_scoring import log_probs
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
@@ -62,3 +65,21 @@ def test_prompts_that_begin_alike_give_the_same_logits_whatever_a_launch_costs(
     cache.reset()
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, **call))
+
+
+@pytest.mark.parametrize("num_tokens", [0, 10, 20, 1000])
+def test_scores_of_some_contexts_of_a_batch_are_right_whatever_a_launch_costs(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two contexts share more than the third, whose continuation needs no forward."""
+    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
+    launch_costs(monkeypatch, model, num_tokens)
+    few_shots = row((1, 192))
+    contexts = [few_shots + row((2, 40)), *(few_shots + row((3, 32), (seed, 8)) for seed in (4, 5))]
+    continuations = [row((9, 1)), row((10, 2)), row((12, 2))]
+    for context in contexts:
+        cache.prefill(context[:224])
+    wanted = [(context, [some]) for context, some in zip(contexts, continuations, strict=True)]
+    found = score_contexts(cache, wanted, batch_size=None)
+    for context, some, (score,) in zip(contexts, continuations, found, strict=True):
+        torch.testing.assert_close(torch.tensor(score.log_probs), log_probs(model, context, some), rtol=0, atol=1e-4)
