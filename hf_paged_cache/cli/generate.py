@@ -64,7 +64,7 @@ def generate(
     how = How(out, column, batch_size, max_new_tokens, seed, overwrite, options=options)
     command.require_model(model, revision, dtype)
     load = partial(_load, how, model, revision, dtype, device)
-    facts = _facts(model, revision, dtype)
+    facts = _facts(model, revision, dtype, out)
     try:
         if workers is None:
             summary = run_job(partial(load_and_complete, load, how), prompts, how, facts).summary
@@ -83,12 +83,14 @@ def _load(how: How, *model: str | None) -> Any:
     return command.load_model(*model)
 
 
-def _facts(model: str, revision: str | None, dtype: str | None) -> dict[str, Any]:
+def _facts(model: str, revision: str | None, dtype: str | None, out: Path) -> dict[str, Any]:
     """Return facts by which a model is known again without loading it.
 
-    They are its name and, of a folder, its files with their sizes and times.
+    They are its name and, of a folder, its files with their sizes and times. The job may write into that folder.
     """
-    found = (path.stat() for path in sorted(Path(model).expanduser().glob("*")))
+    written = {out.resolve(), Path(f"{out}.job.json").resolve()}
+    paths = sorted(Path(model).expanduser().glob("*"))
+    found = (path.stat() for path in paths if path.is_file() and path.resolve() not in written)
     files = sha256(repr([(each.st_size, each.st_mtime_ns) for each in found]).encode()).hexdigest()
     return {"model": model, "revision": revision, "dtype": dtype, "model files": files[:16]}
 

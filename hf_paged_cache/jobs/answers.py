@@ -62,8 +62,9 @@ class Answers:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if not self._was_there and not self._has_begun:
-            self._path.unlink(missing_ok=True)
+        is_empty = not os.fstat(self._file.fileno()).st_size  # else another job has begun and ended since
+        if is_empty and not self._was_there and not self._has_begun:
+            self._path.resolve().unlink(missing_ok=True)  # a link stays
         self._file.close()
 
     def add(self, rows: Iterable[Row]) -> None:

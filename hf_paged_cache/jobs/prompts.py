@@ -91,6 +91,11 @@ def _csv(path: Path) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # for the whole process; the default is less than a long prompt
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
+        names = reader.fieldnames or ()
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise CacheArgumentError(
+                f"{path} has more than one column {twice[0]!r}, of which one would be lost: rename it"
+            )
         for row in reader:
             if None in row or None in row.values():
                 problem = f"{path}, line {reader.line_num} has not as many values as there are columns"

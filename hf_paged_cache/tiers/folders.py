@@ -15,7 +15,7 @@ from uuid import uuid4
 from filelock import FileLock
 
 from ..blocks.arguments import OWNERS_ALONE
-from .saved_file import saved_paths
+from .saved_file import own_paths, saved_paths
 
 _LOCK = ".lock"  # name of the lock that whoever writes holds
 _NS_OF_A_CLOCK = 2 * 10**9  # a younger change may be followed by another one at the same time
@@ -89,7 +89,7 @@ class Folder:
         if num_bytes > self.max_bytes:
             raise OSError(f"a file of {num_bytes} bytes has no room in {self.max_bytes}")
         found = []
-        for path in saved_paths(self.path):
+        for path in own_paths(self.path):
             with contextlib.suppress(OSError):  # the file has gone since
                 state = path.stat()
                 found.append((state.st_mtime_ns, path, state.st_size))

@@ -119,6 +119,11 @@ def saved_paths(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" and not path.name.startswith("."))
 
 
+def own_paths(folder: Path) -> list[Path]:
+    """Return the files that are named as this package names them: others, such as weights, are never removed."""
+    return [path for path in saved_paths(folder) if _OWN_NAME.fullmatch(path.name)]
+
+
 def encoded(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> tuple[SavedFile, bytes]:
     """Return a file with its checksums and size, which it lacks, and its bytes.
 

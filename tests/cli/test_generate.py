@@ -68,6 +68,17 @@ def test_each_row_gets_what_generate_gives_it(
     assert done.stdout.startswith(f"{tmp_path / 'out.jsonl'}: 4 prompts; ")
 
 
+def test_a_job_that_writes_into_the_models_folder_resumes(prompts: Path, model_folder: str) -> None:
+    out = Path(model_folder) / "out.jsonl"
+    options = ["--disk-folder", str(Path(model_folder) / "blocks")]
+    assert generate(prompts, model_folder, out, *options).exit_code == 0
+    lines = out.read_bytes().splitlines(keepends=True)
+    out.write_bytes(b"".join(lines[:2]) + lines[2][:9])  # as if it was killed there
+    again = generate(prompts, model_folder, out, *options)
+    assert again.exit_code == 0, again.output
+    assert sorted(out.read_bytes().splitlines(keepends=True)) == sorted(lines)
+
+
 WITHOUT_TORCH = (
     "import sys; sys.modules.update(dict.fromkeys(['torch', 'transformers'])); "  # importing either of them fails
     "from hf_paged_cache.cli import main; main()"

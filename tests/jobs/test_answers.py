@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError
+from hf_paged_cache.jobs import answers
 from hf_paged_cache.jobs.calls import BatchCalls
 
 from ..tiny_models import CHARACTERS, build, character_tokenizer, tiny
@@ -61,6 +62,28 @@ def test_each_row_comes_as_it_was_with_its_index_and_its_completion(
         {"index": number, **row, "completion": alone(model, tokenizer, row["text"])} for number, row in enumerate(ROWS)
     ]
     assert {each.name for each in tmp_path.iterdir()} <= {path.name, "out.jsonl", "out.jsonl.job.json"}
+
+
+def test_what_another_process_writes_before_a_file_is_claimed_stays(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claimed, out = answers._claimed, tmp_path / "out.jsonl"
+
+    def claimed_after_another(path: Path) -> Any:
+        monkeypatch.setattr(answers, "_claimed", claimed)
+        run(tiny("llama"), tokenizer, ["a", "b"], out=path)
+        return claimed(path)
+
+    monkeypatch.setattr(answers, "_claimed", claimed_after_another)
+    assert run(tiny("llama"), tokenizer, ["a", "b"], out=out).summary.num_done_before == 2
+    assert len(written(out)) == 2
+
+
+def test_a_link_to_an_output_stays_when_a_job_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "out.jsonl")
+    with pytest.raises(CacheArgumentError, match="positions"):
+        run(tiny("llama"), tokenizer, ["x" * 600], out=tmp_path / "link.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["link.jsonl"]
 
 
 def test_what_json_has_not_is_written_as_it_can_be(tokenizer: Any, tmp_path: Path) -> None:

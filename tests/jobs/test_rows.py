@@ -68,6 +68,7 @@ UNREADABLE: list[tuple[str, str, str]] = [
     ("p.csv", "prompt\n", "p.csv holds no rows"),
     ("p.csv", "prompt\nHello, world\n", "p.csv, line 2 has not as many values as there are columns; put quotes round"),
     ("p.csv", "prompt,id\na,1\nis\n", "p.csv, line 3 has not as many values"),
+    ("p.csv", "prompt,id,id\na,1,2\n", "p.csv has more than one column 'id', of which one would be lost"),
     ("p.csv", 'prompt,id\n"a" b,1\n', "p.csv cannot be read (Error: "),
     ("p.csv", 'prompt,id\n"a\nb",1\n,1\n', "row 1, counted from 0: 'prompt' is empty"),
     ("p.parquet", "x", "p.parquet cannot be read ("),

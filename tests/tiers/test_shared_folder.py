@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import os
 import shutil
 import stat
 import warnings
@@ -167,6 +168,16 @@ def test_what_is_not_ours_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert (tmp_path / "model.safetensors").exists()
     assert (tmp_path / "notes.safetensors").read_bytes() == b"none"
     assert "model.safetensors holds no saved blocks" in caplog.text
+
+
+def test_a_full_folder_makes_room_without_the_weights_that_lie_there(tmp_path: Path) -> None:
+    model = tiny("llama")
+    model.save_pretrained(tmp_path)
+    os.utime(tmp_path / "model.safetensors", (1, 1))  # the least recently used file of all
+    for number in range(6):
+        leave(model, tmp_path, disk_bytes=200_000)
+        assert (tmp_path / "model.safetensors").exists(), number
+    assert saved_paths(tmp_path) != [tmp_path / "model.safetensors"]
 
 
 def one_value(model: Any) -> None:
