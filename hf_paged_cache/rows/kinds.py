@@ -31,6 +31,8 @@ class LayerKinds(NamedTuple):
 
     def make(self, owner: Callable[[], Any]) -> list[Any]:
         """Make layers that hold nothing."""
+        if self.see_all and not self.placeholders:
+            return [RowsLayer(layer_idx, owner) for layer_idx in range(self.num_layers)]
         return [self._layer(layer_idx, owner) for layer_idx in range(self.num_layers)]
 
     def _layer(self, layer_idx: int, owner: Callable[[], Any]) -> Any:
