@@ -149,7 +149,9 @@ class PagedPrefixCache(Cache):
     @contextlib.contextmanager
     def running(self, rows: Rows) -> Iterator[None]:
         """Enclose a `generate` on rows: whatever ends the call, complete columns are kept, and the rows stay."""
-        self.store.blocks.running.add(rows)
+        running, lock = self.store.blocks.running, self.store.blocks.lock
+        with lock:  # `stats` looks through them in any thread
+            running.add(rows)
         try:
             yield
         except torch.OutOfMemoryError:
@@ -160,7 +162,8 @@ class PagedPrefixCache(Cache):
             self._ranks.tell_refusal(error)
             raise
         finally:
-            self.store.blocks.running.discard(rows)
+            with lock:
+                running.discard(rows)
             previous = rows.previous
             self._calls.close(rows)
             if rows.is_open and rows.state is not None and rows.state.counts:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -123,6 +126,35 @@ def test_threads_that_call_at_once_are_all_right(is_shared: bool, store: Store) 
         assert not isinstance(output, Exception), output
         assert_same(reference, output)
     cache.check()
+
+
+def test_a_call_that_ends_while_running_calls_are_counted_waits(store: Store) -> None:
+    cache, prompt = store.cache(), batch(row((1, 20)))
+    other, reference, found = PagedPrefixCache(cache.store), run(store.model, **prompt), list[Any]()
+    begun, looked = threading.Event(), threading.Event()
+
+    class Slow(WeakSet[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            for each in super().__iter__():
+                looked.set()
+                time.sleep(0.3)  # the other call ends
+                yield each
+
+    def call() -> None:
+        ends = [AtStep(1, begun.set), AtStep(6, lambda: looked.wait(60))]
+        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
+        found.append(store.model.generate(**prompt, **options, past_key_values=other, logits_processor=ends))
+
+    def count() -> None:
+        assert begun.wait(60)
+        cache.stats()
+
+    cache.store.blocks.running = Slow()
+    thread = threading.Thread(target=call)
+    thread.start()
+    assert_same(reference, run(store.model, cache, **prompt, logits_processor=[AtStep(2, count)]))
+    thread.join()
+    assert_same(reference, found[0])
 
 
 def test_what_beams_wrote_is_found_under_its_own_tokens(store: Store) -> None:
