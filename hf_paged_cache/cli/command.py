@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,7 +27,10 @@ MaxBytes = Annotated[
         show_default=False,
     ),
 ]
-DiskFolder = Annotated[Path | None, typer.Option(help="Where evicted blocks go, to be read back.", show_default=False)]
+DiskFolder = Annotated[  # a text, since the empty path would be the current folder
+    str | None,
+    typer.Option(metavar="PATH", help="Where evicted blocks go, to be read back.", show_default=False),
+]
 Mode = Annotated[
     str | None,
     typer.Option(
@@ -65,10 +67,15 @@ class Command(TyperCommand):
 
 
 def _as_typed(said: str, ctx: Any) -> str:
-    """Return a message with options as they are typed: `--max-bytes` for `max_bytes`; words in quotes or paths stay."""
+    """Return a message with options as they are typed: `--max-bytes` for `max_bytes`; words in quotes or paths stay.
+
+    A name that is a word is an option at the message's beginning, and in backticks.
+    """
     names = [each.name for each in ctx.command.params] + [given[2:].partition("=")[0] for given in ctx.args]
-    options = {name.replace("-", "_") for name in names if "_" in name or "-" in name}
-    words = "|".join(map(re.escape, options)) or "(?!)"
+    options = {name.replace("-", "_") for name in names}
+    plain = "|".join(re.escape(name) for name in options if "_" not in name and name) or "(?!)"
+    said = re.sub(rf"^({plain})(?= is )|(?<=`)({plain})(?=`)", r"--\g<0>", said)
+    words = "|".join(re.escape(name) for name in options if "_" in name) or "(?!)"
     return re.sub(rf"(?<![\w'\"./-])({words})(?![\w'\"./-])", lambda name: f"--{name[0].replace('_', '-')}", said)
 
 

@@ -64,7 +64,7 @@ def run(
 
     Exits as the program does; with 2 where it cannot be run.
     """
-    folder = disk_folder and disk_folder.absolute()
+    folder = disk_folder and Path(disk_folder).absolute()
     store_options(max_bytes=max_bytes, disk_folder=folder)  # bad options are refused before torch is imported
     start = _program(*program, is_module=module)
     if stats is not None:

@@ -113,6 +113,9 @@ def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfi
     from transformers import GenerationConfig
 
     require_names(options)
+    for name in ("num_beams", "num_return_sequences"):
+        if options.get(name) is not None:
+            int_of_at_least(name, options[name], 1, "of each prompt")
     try:
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **options, **REPLACED})
         config.validate()

@@ -180,6 +180,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--max-bytes", "1GB", "--num-blocks", "9"], "give --num-blocks or --max-bytes, not both"),
     (["--host-bytes", "-1"], "--host-bytes is -1"),
     (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
+    (["--disk-folder", ""], "--disk-folder is ''; give a folder's path"),
+    (["--eviction", "fifo"], "--eviction is 'fifo'; give 'reuse' or 'lru'"),
     (
         ["--dtype", "int4"],
         "there is no dtype int4; give fp32, bf16 or fp16, or leave it out: a quantized model",
@@ -209,6 +211,23 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--num-beams", "0"], "--num-beams is 0; it must be an int, 1 or more"),
+        (["--num-beams", "2", "--num-return-sequences", "x"], "--num-return-sequences is 'x'; it must be an int"),
+        (["--do-sample", "--temperature", "-1"], "`--temperature` (=-1) has to be"),
+    ],
+)
+def test_a_value_that_generate_cannot_take_is_refused_by_its_name(
+    arguments: list[str], said: str, prompts: Path, model_folder: str, tmp_path: Path
+) -> None:
+    done = generate(prompts, model_folder, tmp_path / "out.jsonl", *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_model_that_is_refused_is_called_unsupported(
