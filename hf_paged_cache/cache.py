@@ -249,8 +249,8 @@ class PagedPrefixCache(Cache):
     def update(self, *states: Any, **kwargs: Any) -> NoReturn:
         """Raise ForwardMismatchError: only a forward that was not announced writes here; others write to rows."""
         raise ForwardMismatchError(
-            f"{how_to_run(self.store.model)} (a layer writes, and no forward was announced to the cache); another model, also a copy of this one, needs a "
-            "cache of its own: PagedPrefixCache(that_model)"
+            f"{how_to_run(self.store.model)} (a layer writes, and no forward was announced to the cache); another "
+            "model, also a copy of this one, needs a cache of its own: PagedPrefixCache(that_model)"
         )
 
     update_conv_state = update_recurrent_state = update_indexer = update
