@@ -210,7 +210,7 @@ class PagedPrefixCache(Cache):
         blocks = self.store.blocks
         if blocks.windows.may_change and not self._ranks.are_several:
             with blocks.lock:
-                blocks.follow_windows(self.store.conditioning.sights_now())
+                blocks.follow_windows(self.store.conditioning.windows_now())
 
     def adopt(self, rows: Rows, before: Rows) -> None:
         """Take the rows that a `generate` ran on which was passed the rows `before`, if these are this cache's."""

@@ -110,10 +110,10 @@ class PrefixStore:
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
         self.conditioning = conditioning = Conditioning(model, state_traits(model), trusts_hooks=options.trust_hooks)
-        sight_of = {} if conditioning.rank_groups else conditioning.sights()  # no windows with ranks: see `Ranks`
+        window_of = {} if conditioning.rank_groups else conditioning.windows()  # no windows with ranks: see `Ranks`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
-        shares = dict.fromkeys(sight_of, window_share if layers - sight_of.keys() else 1.0)
+        shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
         states, bytes_per_block = read_rules(model, conditioning.state_traits), 0
         if states is not None or options.max_bytes is not None:
             bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
@@ -133,7 +133,7 @@ class PrefixStore:
             block_size,
             num_blocks,
             lambda: input_device(model),
-            sight_of,
+            window_of,
             layers,
             window_share,
             states,

@@ -192,10 +192,10 @@ def written_slots(store: BlockStore) -> set[int]:
 
 def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> int:
     """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
-    pool, size, sight = store.pool, store.block_size, store.windows.sight_of.get(layer_idx)
+    pool, size, window = store.pool, store.block_size, store.windows.window_of.get(layer_idx)
     written = written_slots(store)
-    if sight is not None:
-        places = next(group.places for group in store.windows.groups if group.name == sight.name)
+    if window is not None:
+        places = next(group.places for group in store.windows.groups if group.name == window.name)
         written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
     empty: list[int] = []
     for held in pool.layer(layer_idx).values():
@@ -271,7 +271,7 @@ def depends_on_length(model: nn.Module) -> bool:
 
 def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
     """What every layer calls to store its keys and values."""
-    have_windows = len(cache.store.conditioning.sights()) == len(cache.layers)
+    have_windows = len(cache.store.conditioning.windows()) == len(cache.layers)
     return (WindowLayer if have_windows else RowsLayer), "update"
 
 
@@ -301,7 +301,7 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
             raise error
         return update(layer, keys, *args, **kwargs)
 
-    kind = WindowLayer if layer_idx in cache.store.conditioning.sights() else RowsLayer
+    kind = WindowLayer if layer_idx in cache.store.conditioning.windows() else RowsLayer
     update = kind.update
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "update", fail_in_rows)

@@ -22,10 +22,10 @@ def read_blocks(store: BlockStore, block_ids: Sequence[int], start: int, stop: i
     found = _read(store.slabs(), block_ids, store.block_size, start, stop)
     slabs = store.window_slabs()
     for group in store.windows.groups:
-        first = max(start, group.sight.handed_from(stop))
+        first = max(start, group.window.handed_from(stop))
         places = {index: group.places[block_ids[index]] for index in group.seen(stop)}
         at = [places.get(index, 0) for index in range(-(-stop // store.block_size))]
-        found |= _read(slabs[group.sight], at, store.block_size, min(first, stop), stop)
+        found |= _read(slabs[group.window], at, store.block_size, min(first, stop), stop)
     return found
 
 

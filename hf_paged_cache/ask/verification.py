@@ -168,7 +168,7 @@ class Look:
         self._salt, self._wanted = salt, wanted
         self._eps = eps_computed_in(store.model)
         self._options = {"logits_to_keep": 1} if takes(store.model, "logits_to_keep") else {}
-        most = min([_MOST_TOKENS, *(sight.size - 1 for sight in store.conditioning.sights().values())])
+        most = min([_MOST_TOKENS, *(window.size - 1 for window in store.conditioning.windows().values())])
         self._most_tokens = max(self._blocks.block_size, most)  # a window keeps no more tokens of a forward
 
     def run(self, path: Sequence[BlockHash]) -> None:

@@ -11,8 +11,8 @@ from .block_table import BlockTable
 from .groups import Group, resumable, resumable_where
 from .hashing import BlockHash, HashChain, root_hash
 from .metrics import PrefixCacheMetrics
-from .sight import Sight, Window
 from .snapshots import Snapshots
+from .window import Window
 from .window_blocks import WindowBlocks
 
 __all__ = [
@@ -23,7 +23,6 @@ __all__ = [
     "HashChain",
     "PrefixCacheMetrics",
     "PrefixCachingBlockAllocator",
-    "Sight",
     "Snapshots",
     "Window",
     "WindowBlocks",

@@ -16,7 +16,7 @@ class Group(Protocol):
 
     @property
     def name(self) -> int | str:
-        """Name of the layers in the pool and in files: the name of their sight, or "states"."""
+        """Name of the layers in the pool and in files: the name of their window, or "states"."""
 
     def seen(self, num_tokens: int) -> range:
         """Return logical indices of the blocks of which something must be kept to resume after `num_tokens` tokens."""

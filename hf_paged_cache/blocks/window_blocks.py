@@ -15,7 +15,7 @@ from ..errors import BlockStateError, OutOfBlocksError
 from .allocation import Allocation, Resumption
 from .allocator import PrefixCachingBlockAllocator
 from .hashing import BlockHash
-from .sight import Sight
+from .window import Window
 
 
 class Changing:
@@ -54,7 +54,7 @@ class WindowBlocks:
 
     Args:
         allocator: allocator of the blocks.
-        sight: what the layers see.
+        window: what the layers see.
         num_blocks: number of window blocks at first, with number 0.
 
     Attributes:
@@ -66,15 +66,15 @@ class WindowBlocks:
             namespace of its block. The content is there until the next write. None: no function.
 
     Examples:
-        >>> from .sight import Window
+        >>> from .window import Window
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> group = WindowBlocks(allocator, Window(3), num_blocks=4)
         >>> group.span(8, 8)
         range(3, 4)
     """
 
-    def __init__(self, allocator: PrefixCachingBlockAllocator, sight: Sight, num_blocks: int) -> None:
-        self.name, self.sight = sight.name, sight
+    def __init__(self, allocator: PrefixCachingBlockAllocator, window: Window, num_blocks: int) -> None:
+        self.name, self.window = window.name, window
         self.num_blocks = num_blocks
         self.most: float = num_blocks
         self.places: dict[int, int] = {}
@@ -111,7 +111,7 @@ class WindowBlocks:
 
     def span(self, start: int, stop: int) -> range:
         """Return logical indices of the blocks with tokens `[start, stop)` and with those that token `start` sees."""
-        return range(self.sight.needed(start).start // self._block_size, -(-stop // self._block_size))
+        return range(self.window.needed(start).start // self._block_size, -(-stop // self._block_size))
 
     def seen(self, num_tokens: int) -> range:
         """Return logical indices of the blocks that must be kept to resume after `num_tokens` tokens; see `Group`."""
@@ -148,7 +148,7 @@ class WindowBlocks:
         if num_blocks > len(self._free) + self.num_idle:
             of_all = f"{len(self._free)} free + {self.num_idle} idle of {self.num_blocks - 1}"
             raise OutOfBlocksError(
-                f"need {num_blocks} blocks of layers with {self.sight.words}: "
+                f"need {num_blocks} blocks of layers with {self.window.words}: "
                 f"{'there are fewer' if namespace else of_all}; "
                 "free what is no longer needed or give the pool more blocks"
             )
@@ -292,6 +292,6 @@ class WindowBlocks:
             return
         resumptions = [(allocation.block_ids, allocation.resumption) for allocation in allocations]
         raise BlockStateError(
-            f"{problem}\n{self.sight.words}, places: {self.places}\nfree: {self._free}\npassed: {list(self._passed)}, "
+            f"{problem}\n{self.window.words}, places: {self.places}\nfree: {self._free}\npassed: {list(self._passed)}, "
             f"ends: {list(self._ends)}\nallocations: {resumptions}"
         )

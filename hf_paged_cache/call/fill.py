@@ -96,11 +96,11 @@ def _fill_windows(
     with store.lock:
         slabs = store.window_slabs()
     there = [source.windows for row in known for source, _, _ in row.sources() if source.windows is not None]
-    for sight in windows.sights:
-        shapes = memory.shapes_of_slabs(slabs.get(sight, ()))
-        elsewhere = (memory.shapes_of_rows(each.of(sight)[0]) for each in there)
+    for window in windows.kinds:
+        shapes = memory.shapes_of_slabs(slabs.get(window, ()))
+        elsewhere = (memory.shapes_of_rows(each.of(window)[0]) for each in there)
         shapes = shapes or next(filter(None, elsewhere), [])
-        windows.make(sight, shapes, len(inputs), start, max(start, wanted))
+        windows.make(window, shapes, len(inputs), start, max(start, wanted))
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         num_tokens = start - row.pad
         if num_tokens <= 0:
@@ -121,16 +121,16 @@ def _load_windows(
     size = store.block_size
     with store.lock:
         slabs = store.window_slabs()
-        spans = {group.sight: group.seen(num_tokens) for group in store.windows.groups}
+        spans = {group.window: group.seen(num_tokens) for group in store.windows.groups}
         places = {
-            group.sight: [group.places[block_ids[index]] for index in spans[group.sight]]
+            group.window: [group.places[block_ids[index]] for index in spans[group.window]]
             for group in store.windows.groups
         }
-    for sight, span in spans.items():
-        held, base = windows.of(sight)
+    for window, span in spans.items():
+        held, base = windows.of(window)
         first, skipped = span.start * size, max(0, base - pad - span.start * size)
         column = pad + first + skipped - base
-        memory.load_blocks(held, slabs[sight], number, column, places[sight], num_tokens - first, skipped)
+        memory.load_blocks(held, slabs[window], number, column, places[window], num_tokens - first, skipped)
 
 
 def _take_over(

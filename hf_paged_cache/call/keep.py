@@ -180,7 +180,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
     groups, block_ids = store.windows.groups, held.block_ids
     wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # (group, required logical indices, optional ones)
     for group in groups:
-        memory_of_rows, base = windows.of(group.sight)
+        memory_of_rows, base = windows.of(group.window)
         seen = group.seen(num_tokens)
         first = max(0, -(-(base - pad) // size))  # first block that the rows have whole
         missing = [index for index in seen if not group.has(block_ids[index])]
@@ -202,7 +202,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
             tensors = store.pool.groups[group.name]
             tensors.use(1 + max(places, default=0))
             slabs = tensors.slabs()
-            memory_of_rows, base = windows.of(group.sight)
+            memory_of_rows, base = windows.of(group.window)
             for index, place in zip((*missing, *passed), places, strict=True):
                 start, stop = pad + index * size - base, n - base
                 columns = memory.Columns(memory_of_rows, number, start, start + size)
@@ -288,7 +288,7 @@ def _lies_alike(store: BlockStore, rows: Rows) -> bool:
     slabs = {names: (held.dtype, held.device) for held, names in found}
     lie, windows = [*rows.all_memory()], rows.windows
     if windows is not None:
-        lie += chain.from_iterable(windows.of(sight)[0] for sight in windows.sights)
+        lie += chain.from_iterable(windows.of(window)[0] for window in windows.kinds)
     return bool(lie) and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie)
 
 

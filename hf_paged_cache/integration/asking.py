@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks.roots import RootFacts
-from ..blocks.sight import Sight
+from ..blocks.window import Window
 from ..call.call_state import CallState
 from ..call.request import ForwardRequest, RequestRead, RowInput
 from ..errors import CacheArgumentError
@@ -142,13 +142,13 @@ class Asking:
             return "layers carry states, and other processes share the model"
         return None
 
-    def sights(self) -> Mapping[int, Sight]:
+    def windows(self) -> Mapping[int, Window]:
         """Return layer index -> window; nothing for several ranks, which settle what they know in tokens alone."""
-        return {} if self._ranks.are_several else self._conditioning.sights()
+        return {} if self._ranks.are_several else self._conditioning.windows()
 
     def _why_bypassed(self, rows: Rows, request: ForwardRequest, adapters: list[str] | None) -> str | None:
         """Return why rows may not reuse or keep anything, whatever the arguments of their forward say."""
-        if not rows.kinds.sights == self.sights() == self._store.windows_now():
+        if not rows.kinds.windows == self.windows() == self._store.windows_now():
             return "layers have other windows than before, or calls with the windows of before hold blocks"
         if (why := self.why_in_general()) is not None:
             return why

@@ -60,7 +60,7 @@ class Opening:
         kinds = self._kinds
         if self.store.states:
             kinds = kinds._replace(places=kinds.places._replace(most=self.store.states.kept.most))
-        return Rows(self._calls, kinds._replace(sights=self.asking.sights()), self._looks)
+        return Rows(self._calls, kinds._replace(windows=self.asking.windows()), self._looks)
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let rows begin with what is known, and cut this part from the arguments of their first forward.

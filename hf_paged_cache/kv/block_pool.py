@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks.sight import Sight
+from ..blocks.window import Window
 from ..blocks.window_blocks import WindowBlocks
 from .streams import StreamOrder
 from .zeroed import zeros
@@ -170,7 +170,7 @@ class BlockPool:
         self,
         block_size: int,
         first_device: Callable[[], torch.device] = lambda: _HOST,
-        sight_of: Mapping[int, Sight] = MappingProxyType({}),
+        window_of: Mapping[int, Window] = MappingProxyType({}),
         windows: Iterable[WindowBlocks] = (),
     ) -> None:
         self.block_size = block_size
@@ -179,14 +179,14 @@ class BlockPool:
         self._streams = StreamOrder()
         self.accelerators = self._streams.accelerators
         self.all = GroupTensors(self._streams)
-        self.regroup(sight_of, windows)
+        self.regroup(window_of, windows)
 
-    def regroup(self, sight_of: Mapping[int, Sight], windows: Iterable[WindowBlocks]) -> None:
+    def regroup(self, window_of: Mapping[int, Window], windows: Iterable[WindowBlocks]) -> None:
         """Give the layers with these indices these windows from now on. Nothing may be in the pool."""
         self.num_layouts += 1
         self.groups: dict[int | str | None, GroupTensors] = {None: self.all}
         self.groups |= {blocks.name: GroupTensors(self._streams) for blocks in windows}
-        self._group_of = {layer_idx: self.groups[sight.name] for layer_idx, sight in sight_of.items()}
+        self._group_of = {layer_idx: self.groups[window.name] for layer_idx, window in window_of.items()}
 
     def layer(self, layer_idx: int) -> Mapping[str, Tensor]:
         """Return name -> tensor of a layer; empty before the layer was written."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..blocks import root_hash
 from ..blocks.roots import Roots
-from ..blocks.sight import Sight
+from ..blocks.window import Window
 from ..errors import NotPortableError
 from ..locks import new_lock
 from .distributed import rank_groups, world
@@ -23,7 +23,7 @@ from .foreign_code import Numbers, foreign_function, foreign_layer, functions_of
 from .identity import Look, ModelIdentity, Settings, adapter_state, digest_of_weights, identify
 from .rope import RopeRegime
 from .state_traits import StateTraits, read_state_traits
-from .support import attention_of, cache_layers, is_foreign, sights_of
+from .support import attention_of, cache_layers, is_foreign, windows_of
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -70,7 +70,7 @@ class Conditioning:
         self._lock = new_lock()  # under it, values are fetched only of weights that have moved
         self._numbers, self._numbers_known = Numbers(), list[int]()
         self._runs_foreign_code = False  # hooks, replaced forwards, layers of others, or weights in files
-        self._windows: tuple[Settings | None, dict[int, Sight]] = (None, {})  # settings, and the windows they gave
+        self._windows: tuple[Settings | None, dict[int, Window]] = (None, {})  # settings, and the windows they gave
         self._identifying = new_lock()
         self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means elsewhere, if anything
         self._weights_read: tuple[bytes, str] | None = None  # part of the digest of weights, digest of their values
@@ -121,16 +121,16 @@ class Conditioning:
             return True
         return threading.active_count() > 1 and sum(not _draws_progress(thread) for thread in threading.enumerate()) > 1
 
-    def sights(self) -> dict[int, Sight]:
+    def windows(self) -> dict[int, Window]:
         """Return layer index -> window, for the layers that have one by the model's config as of the last digest."""
         if self._windows[0] != self._settings:
-            self._windows = self._settings, sights_of(cache_layers(self.model))
+            self._windows = self._settings, windows_of(cache_layers(self.model))
         return self._windows[1]
 
-    def sights_now(self) -> dict[int, Sight]:
+    def windows_now(self) -> dict[int, Window]:
         """Return layer index -> window, for the layers that have one by the model's config as it is now."""
         self._read_config()
-        return self.sights()
+        return self.windows()
 
     def bypass(self) -> str | None:
         """Return why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""

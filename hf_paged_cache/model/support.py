@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..blocks.sight import Sight, Window
+from ..blocks.window import Window
 from ..errors import UnsupportedModelError
 from .own_cache import own_cache_class
 
@@ -127,7 +127,7 @@ def _why_layers_are_unfit(model: PreTrainedModel, layers: Sequence[Any]) -> str:
             f": {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer "
             "here does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
         )
-    windows = [sight.size for sight in sights_of(layers).values()]
+    windows = [window.size for window in windows_of(layers).values()]
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     is_reached = windows and (not isinstance(longest, int) or min(windows) < longest)
     if is_reached and not _mask_knows_windows(model):
@@ -242,7 +242,7 @@ def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
     return DynamicCache(config=model.config).layers
 
 
-def sights_of(layers: Sequence[Any]) -> dict[int, Sight]:
+def windows_of(layers: Sequence[Any]) -> dict[int, Window]:
     """Return layer index -> window, for the layers that have one. Attention in chunks is held as a window, too."""
     return {
         index: Window(int(layer.sliding_window))

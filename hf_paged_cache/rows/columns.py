@@ -87,7 +87,7 @@ class RowsColumns(Cache):
         for layer in self.layers:
             layer.reset()
         self.layers[:] = layers = kinds.make(self._itself)
-        self.windows = WindowColumns(layers) if kinds.sights else None
+        self.windows = WindowColumns(layers) if kinds.windows else None
         self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
         self.is_exact = self.windows is not None or self.states is not None
         self.first = next((layer for layer in layers if isinstance(layer, RowsLayer)), None)

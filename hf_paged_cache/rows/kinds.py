@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..blocks.sight import Sight
+from ..blocks.window import Window
 from ..model.support import has_index, has_keys, has_state, holds_nothing
 from .indexed import IndexedLayer
 from .layers import PlaceholderLayer, RowsLayer
@@ -16,7 +16,7 @@ class LayerKinds(NamedTuple):
     """`LayerKinds` says of which kind each layer of a model is."""
 
     num_layers: int
-    sights: Mapping[int, Sight] = MappingProxyType({})  # layer index -> window, for the layers that have one
+    windows: Mapping[int, Window] = MappingProxyType({})  # layer index -> window, for the layers that have one
     margin: int = 0  # see `WindowLayer`
     num_states: Mapping[int, int] = MappingProxyType({})  # layer index -> number of states, where there are any
     without_columns: frozenset[int] = frozenset()  # layers that carry states alone
@@ -27,7 +27,7 @@ class LayerKinds(NamedTuple):
     @property
     def see_all(self) -> bool:
         """True if each layer has keys and values of all columns and nothing else, or is a placeholder."""
-        return not (self.sights or self.num_states or self.indexed)
+        return not (self.windows or self.num_states or self.indexed)
 
     def make(self, owner: Callable[[], Any]) -> list[Any]:
         """Make layers that hold nothing."""
@@ -38,16 +38,16 @@ class LayerKinds(NamedTuple):
     def _layer(self, layer_idx: int, owner: Callable[[], Any]) -> Any:
         if layer_idx in self.placeholders:
             return PlaceholderLayer()
-        sight, num_states = self.sights.get(layer_idx), self.num_states.get(layer_idx)
+        window, num_states = self.windows.get(layer_idx), self.num_states.get(layer_idx)
         if layer_idx in self.indexed:
             return IndexedLayer(layer_idx, owner)
         if num_states is None:
-            return RowsLayer(layer_idx, owner) if sight is None else WindowLayer(layer_idx, owner, sight, self.margin)
+            return RowsLayer(layer_idx, owner) if window is None else WindowLayer(layer_idx, owner, window, self.margin)
         if layer_idx in self.without_columns:
             return states_alone(num_states)
-        if sight is None:
+        if window is None:
             return StatesAndColumnsLayer(layer_idx, owner, num_states)
-        return StatesAndWindowLayer(layer_idx, owner, sight, self.margin, num_states)
+        return StatesAndWindowLayer(layer_idx, owner, window, self.margin, num_states)
 
 
 def kinds_of(layers: Sequence[Any], places: StatePlaces) -> LayerKinds:

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..blocks.sight import Sight
+from ..blocks.window import Window
 from ..kv.states import LiveStates, StateLayer, States, copied, row_of, select_rows
 from .layers import RowsLayer
 from .windows import WindowLayer
@@ -63,10 +63,10 @@ class StatesAndWindowLayer(_InitializesStates, WindowLayer, LinearAttentionAndSl
     """`StatesAndWindowLayer` carries states, and its attention sees a window."""
 
     def __init__(
-        self, layer_idx: int, owner: Callable[[], Any], sight: Sight, margin: int, number_of_states: int
+        self, layer_idx: int, owner: Callable[[], Any], window: Window, margin: int, number_of_states: int
     ) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
-        WindowLayer.__init__(self, layer_idx, owner, sight, margin)
+        WindowLayer.__init__(self, layer_idx, owner, window, margin)
 
     def get_max_length(self) -> int:
         return -1  # as transformers' layer does: there is none

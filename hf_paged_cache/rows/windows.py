@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks.sight import Sight
+from ..blocks.window import Window
 from ..kv.zeroed import zeros
 from . import memory
 from .layers import RowsLayer
@@ -24,20 +24,20 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
     """`WindowLayer` holds the keys and values of a layer with a window, [R, H, columns, D].
 
     Args:
-        sight: window of the layer.
+        window: window of the layer.
         margin: number of columns that stay as well, before those that the next token sees. So a block's end lies among
             the columns that are held, and drafts can be taken back.
     """
 
     is_sliding = True
 
-    def __init__(self, layer_idx: int, owner: Callable[[], Any], sight: Sight, margin: int) -> None:
+    def __init__(self, layer_idx: int, owner: Callable[[], Any], window: Window, margin: int) -> None:
         super().__init__(layer_idx, owner)
-        self.sight, self.sliding_window, self.most_kept = sight, sight.size, sight.most_needed + margin
+        self.window, self.sliding_window, self.most_kept = window, window.size, window.most_needed + margin
 
     def room_for(self, num_columns: int) -> int:
         """Return how many columns to make room for where `num_columns` will come."""
-        spare = min(max(_LEAST_SPARE, self.sight.size), _MOST_SPARE)
+        spare = min(max(_LEAST_SPARE, self.window.size), _MOST_SPARE)
         return max(1, min(num_columns, self.most_kept + spare))
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
             return super().update(key_states, value_states)
         key_states, value_states = self._checked(key_states, value_states)
         n, length, held = self.n, key_states.shape[2], self.held
-        first, at, stop = self.sight.handed_from(n), n - self.base, n + length - self.base
+        first, at, stop = self.window.handed_from(n), n - self.base, n + length - self.base
         if held is None or not self._takes(held, key_states, value_states, stop):
             return self._move(key_states, value_states, first)
         keys, values = held
@@ -87,24 +87,24 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]  # transformers' 
         return self.n
 
     def get_max_length(self) -> int:
-        return self.sight.size
+        return self.window.size
 
     def activate_past_recording(self) -> None:
         """Do nothing: a margin before the window is held in any case."""
 
     def can_go_on_at(self, n: int) -> bool:
         """Return whether the layer holds all that the token after the first `n` columns sees."""
-        return self.held is not None and self.sight.needed(n).start >= self.base and n <= self.n
+        return self.held is not None and self.window.needed(n).start >= self.base and n <= self.n
 
     def columns(self) -> tuple[Tensor, Tensor]:
         """Return the keys and values of the columns that the next token sees, where they lie."""
         assert self.held is not None
-        first = max(0, self.sight.needed(self.n).start - self.base)
+        first = max(0, self.window.needed(self.n).start - self.base)
         keys, values = self.held
         return keys.narrow(2, first, self.n - self.base - first), values.narrow(2, first, self.n - self.base - first)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        first = self.sight.handed_from(self.n)
+        first = self.window.handed_from(self.n)
         return self.n + query_length - first, first
 
 
@@ -112,45 +112,45 @@ class WindowColumns:
     """`WindowColumns` has the columns of all rows of a call in those of the layers that have windows."""
 
     def __init__(self, layers: Iterable[RowsLayer]) -> None:
-        self._layers: dict[Sight, list[WindowLayer]] = {}
+        self._layers: dict[Window, list[WindowLayer]] = {}
         for layer in layers:
             if isinstance(layer, WindowLayer):
-                self._layers.setdefault(layer.sight, []).append(layer)
-        self._memory: dict[Sight, list[Streams]] = {}
+                self._layers.setdefault(layer.window, []).append(layer)
+        self._memory: dict[Window, list[Streams]] = {}
 
     @property
-    def sights(self) -> list[Sight]:
+    def kinds(self) -> list[Window]:
         return [*self._layers]
 
-    def of(self, sight: Sight) -> tuple[list[Streams], int]:
+    def of(self, window: Window) -> tuple[list[Streams], int]:
         """Return the memory of the layers with this window, and the column of the rows that lies first in it."""
-        layers = [layer for layer in self._layers[sight] if layer.held is not None]
+        layers = [layer for layer in self._layers[window] if layer.held is not None]
         if any(layer.is_own for layer in layers):
-            self._memory[sight] = [streams for layer in layers for streams in layer.streams()]
+            self._memory[window] = [streams for layer in layers for streams in layer.streams()]
             for layer in layers:
                 layer.is_own = False
-        return (self._memory.get(sight, []), layers[0].base) if layers else ([], 0)
+        return (self._memory.get(window, []), layers[0].base) if layers else ([], 0)
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for sight in self._layers for tensor, _ in self.of(sight)[0]]
+        return [tensor for window in self._layers for tensor, _ in self.of(window)[0]]
 
     def num_bytes(self, n: int) -> int:
         """Return the bytes of the columns that are held of those before column `n`."""
         return sum(memory.num_bytes(held, n - base) for held, base in map(self.of, self._layers))
 
-    def lie_in(self, sight: Sight, held: list[Streams], n: int, base: int) -> None:
+    def lie_in(self, window: Window, held: list[Streams], n: int, base: int) -> None:
         """Let the layers with this window lie in this memory: its first columns are the columns `[base, n)`."""
         parts = memory.by_layer(held)
-        for layer in self._layers[sight]:
+        for layer in self._layers[window]:
             if layer.layer_idx in parts:
                 layer.lie_in(parts[layer.layer_idx], n, base)
-        self._memory[sight] = held
+        self._memory[window] = held
 
-    def make(self, sight: Sight, shapes: Sequence[Shape], num_rows: int, n: int, wanted: int) -> None:
+    def make(self, window: Window, shapes: Sequence[Shape], num_rows: int, n: int, wanted: int) -> None:
         """Make memory for rows that begin after `n` columns; what the next token sees is still to be filled."""
-        one, base = self._layers[sight][0], sight.needed(n).start
+        one, base = self._layers[window][0], window.needed(n).start
         room = max(n - base, min(max(n, wanted) - base, one.room_for(wanted)))
-        self.lie_in(sight, memory.make(shapes, num_rows, max(1, room)), n, base)
+        self.lie_in(window, memory.make(shapes, num_rows, max(1, room)), n, base)
 
     def can_go_on_at(self, n: int) -> bool:
         """Return whether the layers hold all that the token after the first `n` columns sees.
@@ -168,9 +168,9 @@ class WindowColumns:
 
         A token lies `shift` columns further right in these rows than in the others.
         """
-        for sight in to._layers:
-            held, base = self.of(sight)
-            new, new_base = to.of(sight)
+        for window in to._layers:
+            held, base = self.of(window)
+            new, new_base = to.of(window)
             start = max(new_base, base - shift, 0)
             if held and new and start < n:
                 columns = memory.Columns(held, row, start + shift - base, n + shift - base)
@@ -180,16 +180,16 @@ class WindowColumns:
         """Let row `i` continue as row `index[i]`, of these rows or of others; of these, columns before `start` are
         alike.
         """
-        for sight in self._layers:
-            held, base = (source or self).of(sight)
+        for window in self._layers:
+            held, base = (source or self).of(window)
             if held and source is None and index.shape[0] == held[0].tensor.shape[1]:
                 memory.change_places(held, index, max(0, start - base), n - base)
             elif held:
-                self.lie_in(sight, memory.selected(held, index, n - base, held[0].tensor.shape[3]), n, base)
+                self.lie_in(window, memory.selected(held, index, n - base, held[0].tensor.shape[3]), n, base)
 
     def take_over(self, other: "WindowColumns", n: int) -> None:
         """Go on in the memory of other rows, after their first `n` columns."""
-        for sight in self._layers:
-            held, base = other.of(sight)
+        for window in self._layers:
+            held, base = other.of(window)
             if held:
-                self.lie_in(sight, held, n, base)
+                self.lie_in(window, held, n, base)

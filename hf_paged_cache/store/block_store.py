@@ -13,7 +13,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..blocks import BlockTable, Group, PrefixCachingBlockAllocator, Sight
+from ..blocks import BlockTable, Group, PrefixCachingBlockAllocator, Window
 from ..errors import CacheBusyError
 from ..kv.block_pool import BlockPool, GroupTensors, Slab
 from ..locks import new_lock
@@ -45,7 +45,7 @@ class BlockStore:
     Args:
         num_blocks: most blocks that there can be, with the null block; None: as many as `memory_budget` allows.
         first_device: returns the device on which the model's first keys and values will be.
-        sight_of: layer index -> the layer's window, for the layers that have one.
+        window_of: layer index -> the layer's window, for the layers that have one.
         layers: indices of all layers that have keys and values, with a window or without.
         window_share: number of window blocks for each block; see `WindowGroups`.
         bytes_per_block: bytes of keys and values of a block, if it was measured; window blocks count by their share.
@@ -61,7 +61,7 @@ class BlockStore:
         block_size: int,
         num_blocks: int | None,
         first_device: Callable[[], torch.device],
-        sight_of: Mapping[int, Sight],
+        window_of: Mapping[int, Window],
         layers: Collection[int],
         window_share: float,
         states: StateRules | None,
@@ -77,14 +77,14 @@ class BlockStore:
         self._promised_num_blocks = num_blocks  # most blocks, as given or settled
         self._has_budget = has_budget or num_blocks is None
         self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
-        self.windows = WindowGroups(self.allocator, sight_of, layers, window_share, num_blocks)
+        self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)
         self.states.limit(num_blocks)
         self._counted_bytes = float(bytes_per_block + self.states.bytes_beside_a_block)  # of a block, by the budget
         self.leases = Leases(self.allocator, self.windows, self.states)
         self.first_device = first_device
-        self.pool = BlockPool(block_size, first_device, sight_of, self.windows.groups)
+        self.pool = BlockPool(block_size, first_device, window_of, self.windows.groups)
         self.pins = Pins(self.allocator, self.windows, self.leases)
         self.tiers = LowerTiers(self.allocator, self.pool, self.windows, self.states, tiers)
         self.call_totals = CallTotals()
@@ -247,9 +247,9 @@ class BlockStore:
         """Return the slabs in which blocks of layers without a window lie now; blocks that are held stay there."""
         return self.pool.all.slabs()
 
-    def window_slabs(self) -> dict[Sight, list[Slab]]:
+    def window_slabs(self) -> dict[Window, list[Slab]]:
         """Return window -> slabs in which the window blocks of its layers lie now."""
-        return {group.sight: self.pool.groups[group.name].slabs() for group in self.windows.groups}
+        return {group.window: self.pool.groups[group.name].slabs() for group in self.windows.groups}
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
         """Return an empty table for blocks of this store."""
@@ -260,22 +260,22 @@ class BlockStore:
         for group in self.windows.groups:
             group.settle()
 
-    def windows_now(self) -> Mapping[int, Sight]:
+    def windows_now(self) -> Mapping[int, Window]:
         """Return layer index -> window by which window blocks are held."""
         with self.lock:
-            return self.windows.sight_of
+            return self.windows.window_of
 
-    def follow_windows(self, sight_of: Mapping[int, Sight]) -> None:
+    def follow_windows(self, window_of: Mapping[int, Window]) -> None:
         """Use these windows of the layers, as rows begin. What is cached under other windows is forgotten.
 
         While calls hold blocks, nothing changes: `windows_now` says so.
         """
-        if self.windows.may_change and self.windows.sight_of != sight_of and self._is_idle:
+        if self.windows.may_change and self.windows.window_of != window_of and self._is_idle:
             self.reset_prefix_cache()
-            self.windows.regroup(sight_of)
-            self.pool.regroup(sight_of, self.windows.groups)
+            self.windows.regroup(window_of)
+            self.pool.regroup(window_of, self.windows.groups)
             self.tiers.watch_windows()
-            self.windows.sight_of = {**sight_of}  # set last: if interrupted before, the next call begins again
+            self.windows.window_of = {**window_of}  # set last: if interrupted before, the next call begins again
 
     def begin_anew(self) -> bool:
         """Forget all, with pins, if no call holds blocks; return whether that was done.

@@ -6,7 +6,7 @@ It decides how many window blocks there are and can be. The caller holds the sto
 import math
 from collections.abc import Collection, Mapping
 
-from ..blocks import PrefixCachingBlockAllocator, Sight, WindowBlocks
+from ..blocks import PrefixCachingBlockAllocator, Window, WindowBlocks
 
 # Number of window blocks for each block, where a budget in bytes is divided. A sequence needs few window blocks,
 # however long it is; the others keep prompts that may be resumed anywhere.
@@ -17,7 +17,7 @@ class WindowGroups:
     """`WindowGroups` has the window blocks of a store, in one group for each window.
 
     Args:
-        sight_of: layer index -> the layer's window; without any window there are no groups.
+        window_of: layer index -> the layer's window; without any window there are no groups.
         layers: indices of all layers that hold keys and values.
         share: number of window blocks for each block that there can be, if some layers have no window.
         most: most blocks that there can be; None: nobody knows yet.
@@ -31,24 +31,24 @@ class WindowGroups:
     def __init__(
         self,
         allocator: PrefixCachingBlockAllocator,
-        sight_of: Mapping[int, Sight],
+        window_of: Mapping[int, Window],
         layers: Collection[int],
         share: float,
         most: int | None = None,
     ) -> None:
         self._allocator, self.layers = allocator, layers
-        self.may_change = bool(sight_of)
+        self.may_change = bool(window_of)
         self._share, self._most = share, most
-        self.regroup(sight_of)
-        self.sight_of = {**sight_of}
+        self.regroup(window_of)
+        self.window_of = {**window_of}
 
-    def regroup(self, sight_of: Mapping[int, Sight]) -> None:
+    def regroup(self, window_of: Mapping[int, Window]) -> None:
         """Give the layers these windows from here on. No block is in use or can be hit."""
-        self.are_all = bool(sight_of) and all(layer_idx in sight_of for layer_idx in self.layers)
+        self.are_all = bool(window_of) and all(layer_idx in window_of for layer_idx in self.layers)
         self.share = 1.0 if self.are_all else self._share
-        sights = sorted(set(sight_of.values()), key=lambda sight: -sight.size)
+        windows = sorted(set(window_of.values()), key=lambda window: -window.size)
         first = self._share_of(self._allocator.num_blocks)
-        self.groups = [WindowBlocks(self._allocator, sight, first) for sight in sights]
+        self.groups = [WindowBlocks(self._allocator, window, first) for window in windows]
         self.limit(self._most)
         self.reset(self._allocator.num_blocks)
 

@@ -40,7 +40,7 @@ from hf_paged_cache.blocks import (
 )
 from hf_paged_cache.blocks.eviction import END, ONCE, Reuse
 from hf_paged_cache.blocks.for_engines import Ring
-from hf_paged_cache.blocks.sight import Window
+from hf_paged_cache.blocks.window import Window
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
 from .snapshot import snapshot_of
@@ -410,12 +410,12 @@ class Driver:
         return {
             sequence.blocks[index]
             for _, sequence in self.tables
-            for index in self.indices_needed(group.sight.size, sequence)
+            for index in self.indices_needed(group.window.size, sequence)
         }
 
     def can_resume(self, blocks: list[int], num_tokens: int) -> bool:
         return all(
-            blocks[index] in group.places for group in self.groups for index in self.seen(group.sight.size, num_tokens)
+            blocks[index] in group.places for group in self.groups for index in self.seen(group.window.size, num_tokens)
         )
 
     def is_refused(self, sequence: Sequence, stop: int, lookahead: int = 0) -> bool:
@@ -583,7 +583,7 @@ class Driver:
             group.copies.clear()
         prefixes = self.prefixes.of(sequence.namespace, sequence.tokens)
         for group, content in zip(self.groups, self.in_window_blocks, strict=True):
-            for position in range(max(0, start - group.sight.size + 1), start):
+            for position in range(max(0, start - group.window.size + 1), start):
                 index, offset = divmod(position, self.size)
                 assert content[group.places[table.block_ids[index]]][offset] == prefixes[position]
         slots = table.writable_slots(start, len(sequence.tokens))
@@ -754,7 +754,7 @@ class Driver:
         if which >= 0:
             group = self.groups[which]
             group.most = rng.choice((group.num_blocks, 3, 1))  # less is given to what is not needed
-            if group.num_blocks < self.world.windows[group.sight.size] + 6:
+            if group.num_blocks < self.world.windows[group.window.size] + 6:
                 group.most = group.num_blocks + 1
                 group.grow(group.num_blocks + 1)
         elif self.model.num_blocks < self.world.num_blocks + 8 and rng.random() < 0.1:
@@ -785,7 +785,7 @@ class Driver:
             return
         self.allocator.reset_prefix_cache(self.world.num_blocks)
         for group in self.groups:
-            group.reset(self.world.windows[group.sight.size])
+            group.reset(self.world.windows[group.window.size])
             group.most = group.num_blocks
         evictions = self.model.evictions_before + self.model.evictions
         missed, holders = self.model.missed, self.model.holders
@@ -856,8 +856,8 @@ class Driver:
                 assert block not in places or content[places[block]] == self.model.content[block]
             for (_, sequence), prefixes in zip(self.tables, all_prefixes, strict=True):
                 for index in (
-                    *self.seen(group.sight.size, sequence.start),
-                    *self.seen(group.sight.size, len(prefixes)),
+                    *self.seen(group.window.size, sequence.start),
+                    *self.seen(group.window.size, len(prefixes)),
                 ):
                     assert sequence.blocks[index] in places
                 for index in range(-(-len(prefixes) // self.size)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
-from hf_paged_cache.blocks.sight import Window
+from hf_paged_cache.blocks.window import Window
 from hf_paged_cache.errors import CacheArgumentError, OutOfBlocksError
 
 from .test_interrupts import interrupt
@@ -139,7 +139,7 @@ class Content:
         return table.num_resumable_tokens(num_tokens) == num_tokens and all(
             content[group.places[table.block_ids[position // 2]]][position % 2] == table.token_ids[position]
             for group, content in zip(self.small.groups, self.content, strict=True)
-            for position in range(max(0, num_tokens - group.sight.most_needed), num_tokens)
+            for position in range(max(0, num_tokens - group.window.most_needed), num_tokens)
         )
 
 

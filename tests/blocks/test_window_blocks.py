@@ -6,7 +6,7 @@ import pytest
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
 from hf_paged_cache.blocks.allocation import Resumption
-from hf_paged_cache.blocks.sight import Window
+from hf_paged_cache.blocks.window import Window
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 

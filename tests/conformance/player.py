@@ -130,7 +130,7 @@ class Player:
     @property
     def has_windows(self) -> bool:
         """Whether some layers see a window."""
-        return bool(self.store.conditioning.sights())
+        return bool(self.store.conditioning.windows())
 
     @property
     def unit(self) -> int:

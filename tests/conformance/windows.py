@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import DynamicCache
 
-from hf_paged_cache.model.support import sights_of
+from hf_paged_cache.model.support import windows_of
 
 from ..reference import batch, row
 from . import zoo_settings
@@ -28,8 +28,8 @@ WINDOWS = tuple(blocks * BLOCK_SIZE + beside for blocks in (1, 2, 15, 16, 17) fo
 
 def windowed_layers(config: Any) -> dict[int, int]:
     """Index of a layer that has a window, which a sequence may reach -> how long it is."""
-    windows = sights_of(DynamicCache(config=config).layers)
-    return {layer_idx: sight.size for layer_idx, sight in windows.items() if sight.size < zoo_settings.POSITIONS}
+    windows = windows_of(DynamicCache(config=config).layers)
+    return {layer_idx: window.size for layer_idx, window in windows.items() if window.size < zoo_settings.POSITIONS}
 
 
 def build_with(name: str, window: int, seed: int = 0) -> PreTrainedModel:

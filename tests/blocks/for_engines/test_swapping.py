@@ -6,7 +6,7 @@ import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, WindowBlocks, root_hash
 from hf_paged_cache.blocks.for_engines import BlockSwapper
-from hf_paged_cache.blocks.sight import Window
+from hf_paged_cache.blocks.window import Window
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 from ..snapshot import snapshot_of

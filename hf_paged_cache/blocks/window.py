@@ -7,7 +7,6 @@ Layers that see another run of the last tokens than a window are another class b
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +42,3 @@ class Window:
     def handed_from(self, start: int) -> int:
         """Return the first column that attention is handed in a forward from column `start` on."""
         return max(0, start - self.size + 1)
-
-
-Sight: TypeAlias = Window  # what layers see; sights are compared and hashed by value
