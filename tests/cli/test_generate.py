@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import termios
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -279,7 +280,8 @@ def test_on_a_terminal_a_bar_shows_what_is_reused_until_ctrl_c(
         "--batch-size",
         "1",
     ]
-    running = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL)
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell has its background jobs ignore it
+    running = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, preexec_fn=heeds)
     os.close(theirs)
     shown = read_until(ours, b"% reused")
     running.send_signal(signal.SIGINT)
