@@ -62,9 +62,8 @@ class PrefixStore:
 
     Args:
         model: a decoder of transformers; bracket and hooks are attached to it. Eleven short forwards try it, once,
-        where
-            its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts), or
-            transformers is not the tested version.
+            where its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts),
+            or transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
         num_blocks: most blocks, one of which is reserved. Layers with a window have as many blocks, apart from the
             other layers' blocks.
