@@ -32,8 +32,7 @@ class Line:
     Attributes:
         what: a sentence for the table's reader.
         value: compared with the bar; of a "ratio" the median of `against` over that of `subject`, in the rounds that
-        ran
-            both, or bytes likewise.
+            ran both, or bytes likewise.
         spread: of the same, round by round.
         ways: name -> its seconds (or what `unit` says), for all that ran beside it.
         subject, against: names of the two ways compared; empty where nothing is, or nothing of ours runs.
