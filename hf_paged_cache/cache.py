@@ -28,7 +28,8 @@ from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.ranks import Ranks
 from .integration.side_rows import SideRows
-from .model.support import cache_argument, cache_layers
+from .model.layers import cache_layers
+from .model.support import cache_argument
 from .prefix_store import PrefixStore, store_of
 from .rows.rows import Rows
 from .stats import CacheStats, CallStats
@@ -86,9 +87,9 @@ class PagedPrefixCache(Cache):
         self.cache_salt = cache_salt.encode() if isinstance(cache_salt, str) else cache_salt or b""
         attach(store.model)
         self._counters = PromptCounters(store.blocks.call_totals)
-        self._ranks = Ranks(store.conditioning, store.blocks)
+        self._ranks = Ranks(store.fingerprint, store.blocks)
         takes_positions = store.argument_reader.takes_positions
-        self._capturing = Capturing(store.conditioning, capture, store.arena, takes_positions=takes_positions)
+        self._capturing = Capturing(store.fingerprint, capture, store.arena, takes_positions=takes_positions)
         self._calls = Calls(store, self.cache_salt, self._counters, self._ranks, self._capturing)
         self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt, capture=False))
         # the rows of the last call, or of the running loop
@@ -210,7 +211,7 @@ class PagedPrefixCache(Cache):
         blocks = self.store.blocks
         if blocks.windows.may_change and not self._ranks.are_several:
             with blocks.lock:
-                blocks.follow_windows(self.store.conditioning.windows_now())
+                blocks.follow_windows(self.store.fingerprint.windows_now())
 
     def adopt(self, rows: Rows, before: Rows) -> None:
         """Take the rows that a `generate` ran on which was passed the rows `before`, if these are this cache's."""

@@ -20,7 +20,7 @@ from .ask.scoring import Tokens, may_score_together, score_contexts
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError
 from .every_generate import every_generate
-from .model.probing import measure_bytes_per_token
+from .model.trial import measure_bytes_per_token
 from .store.memory_budget import free_bytes
 from .store_options import StoreOptions, store_options
 
@@ -64,7 +64,7 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
                 f"{', '.join(sizes)} cannot be given here: the store is that of hf-paged-cache run"
             )
         self.cache = PagedPrefixCache(self.model, **sizes) if cache is None else cache
-        if self.world_size > 1 and self.cache.store.conditioning.rank_groups:
+        if self.world_size > 1 and self.cache.store.fingerprint.rank_groups:
             raise CacheArgumentError(
                 "processes share this model's weights and get requests of their own, so each would run another number "
                 "of forwards; use --model hf, or accelerate without FSDP"

@@ -24,24 +24,27 @@ from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.image_inputs import ImageInputs
 from .integration.token_input import are_several, one_sequence
-from .model.conditioning import Conditioning
+from .model.fingerprint import Fingerprint
+from .model.layers import cache_layers, has_keys, has_state, states_of
 from .model.placeholders import Placeholders
-from .model.probing import input_device, layers_after_a_token, measure_bytes_per_token
-from .model.state_traits import StateTraits
 from .model.support import (
-    cache_layers,
+    StateTraits,
     default_arguments,
-    has_keys,
-    has_state,
     is_tested_version,
     leaves_doubt,
     numbers_columns,
     require_supported,
-    states_of,
     takes,
     unwrapped,
 )
-from .model.trial import require_continuable, state_traits, text_types
+from .model.trial import (
+    input_device,
+    layers_after_a_token,
+    measure_bytes_per_token,
+    require_continuable,
+    state_traits,
+    text_types,
+)
 from .rows.shared import Looks
 from .rows.static import Arena
 from .stats import CacheStats
@@ -108,12 +111,12 @@ class PrefixStore:
         in_doubt = leaves_doubt(model)
         if in_doubt or not is_tested_version():
             require_continuable(model, if_it_runs=not in_doubt)
-        self.conditioning = conditioning = Conditioning(model, state_traits(model), trusts_hooks=options.trust_hooks)
-        window_of = {} if conditioning.rank_groups else conditioning.windows()  # no windows with ranks: see `Ranks`
+        self.fingerprint = fingerprint = Fingerprint(model, state_traits(model), trusts_hooks=options.trust_hooks)
+        window_of = {} if fingerprint.rank_groups else fingerprint.windows  # no windows with ranks: see `Ranks`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
         shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
-        states, bytes_per_block = read_rules(model, conditioning.state_traits), 0
+        states, bytes_per_block = read_rules(model, fingerprint.state_traits), 0
         if states is not None or options.max_bytes is not None:
             bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
         if options.max_bytes is not None:
@@ -126,7 +129,7 @@ class PrefixStore:
                     f"max_bytes is {sizes['max_bytes']}, but two blocks of {block_size} tokens need {2 * num_bytes} "
                     "bytes"
                 )
-        tiers = make_tiers(model, conditioning, options)
+        tiers = make_tiers(model, fingerprint, options)
         self.model = model
         self.blocks = BlockStore(
             block_size,
@@ -263,8 +266,8 @@ class PrefixStore:
 
     def _model(self) -> Model:
         """Return the model as it is now, for files."""
-        identity = self.conditioning.identity()
-        return Model(self.conditioning.digest(), identity, self.conditioning.roots)
+        identity = self.fingerprint.identity()
+        return Model(self.fingerprint.digest(), identity, self.fingerprint.roots)
 
     def stats(self) -> CacheStats:
         """Return the tokens of all calls on this store, collected caches included, and all blocks now.
@@ -340,7 +343,7 @@ def read_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None
     )
 
 
-def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: StoreOptions) -> list[Tier]:
+def make_tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreOptions) -> list[Tier]:
     """Make the tiers below the pool, and return them from the nearest on.
 
     Raises:
@@ -350,7 +353,7 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
     host_bytes, disk_folder = options.host_bytes, options.disk_folder
     if not host_bytes and disk_folder is None:
         return []
-    if conditioning.rank_groups:
+    if fingerprint.rank_groups:
         raise CacheArgumentError(
             "host_bytes or disk_folder is given, and other processes share this model: each would load other blocks; "
             "leave them out"
@@ -362,8 +365,8 @@ def make_tiers(model: PreTrainedModel, conditioning: Conditioning, options: Stor
         )
     tiers: list[Tier] = []
     if disk_folder is not None:
-        conditioning.is_shared = True
-        tiers.append(DiskTier(disk_folder, options.disk_bytes, conditioning.roots, conditioning.shared_identities))
+        fingerprint.is_shared = True
+        tiers.append(DiskTier(disk_folder, options.disk_bytes, fingerprint.roots, fingerprint.shared_identities))
     if host_bytes:
         tiers.insert(0, HostTier(host_bytes, tiers[0] if tiers else None))
     return tiers

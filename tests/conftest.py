@@ -85,10 +85,10 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that live before a test are the runner's and no caller's: with them a model would be looked at more often
     than for users.
     """
-    conditioning = sys.modules.get("hf_paged_cache.model.conditioning")
-    if conditioning is not None:
-        before, plain = {*threading.enumerate()} - {threading.current_thread()}, conditioning._draws_progress
-        monkeypatch.setattr(conditioning, "_draws_progress", lambda thread: thread in before or plain(thread))
+    fingerprint = sys.modules.get("hf_paged_cache.model.fingerprint")
+    if fingerprint is not None:
+        before, plain = {*threading.enumerate()} - {threading.current_thread()}, fingerprint._draws_progress
+        monkeypatch.setattr(fingerprint, "_draws_progress", lambda thread: thread in before or plain(thread))
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from hf_paged_cache.integration.opening import Opening
 from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import GroupTensors
 from hf_paged_cache.kv.states import LiveStates, StateKey
-from hf_paged_cache.model.conditioning import Conditioning
+from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows import states as rows_states
 from hf_paged_cache.rows.graphs import Shapes
@@ -271,7 +271,7 @@ def depends_on_length(model: nn.Module) -> bool:
 
 def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
     """What every layer calls to store its keys and values."""
-    have_windows = len(cache.store.conditioning.windows()) == len(cache.layers)
+    have_windows = len(cache.store.fingerprint.windows) == len(cache.layers)
     return (WindowLayer if have_windows else RowsLayer), "update"
 
 
@@ -301,7 +301,7 @@ def failing_layer(cache: PagedPrefixCache, layer_idx: int, error: BaseException)
             raise error
         return update(layer, keys, *args, **kwargs)
 
-    kind = WindowLayer if layer_idx in cache.store.conditioning.windows() else RowsLayer
+    kind = WindowLayer if layer_idx in cache.store.fingerprint.windows else RowsLayer
     update = kind.update
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, "update", fail_in_rows)
@@ -389,8 +389,8 @@ def read_zeros(patch: pytest.MonkeyPatch) -> None:
 
 def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
     """Blocks of other weights are found from here on."""
-    patch.setattr(Conditioning, "digest", lambda self, **_: b"the same for ever")
-    patch.setattr(Conditioning, "bypass", lambda self: None)
+    patch.setattr(Fingerprint, "digest", lambda self, **_: b"the same for ever")
+    patch.setattr(Fingerprint, "bypass", lambda self: None)
 
 
 # What is set to the size of tests.

@@ -15,7 +15,7 @@ import transformers
 from packaging import version
 from transformers import LogitsProcessor
 
-from hf_paged_cache.model.probing import input_device
+from hf_paged_cache.model.trial import input_device
 
 from .internals import zero_blocks as zero_blocks  # what every check of a hit is proved with
 

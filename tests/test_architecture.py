@@ -64,9 +64,8 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.generate_arguments",
     "rows.indexed",
     "rows.states",
-    "model.own_cache",
+    "model.layers",
     "model.placeholders",
-    "model.probing",
     "model.support",
     "model.trial",
     "rows.graphs",
@@ -282,7 +281,7 @@ def test_one_module_alone_writes_into_the_layers_of_transformers() -> None:
         and isinstance(node.ctx, ast.Store)
         and not (isinstance(node.value, ast.Name) and node.value.id == "self")
     }
-    assert writing == {"model.layer_streams"}
+    assert writing == {"model.layers"}
 
 
 def test_nobody_looks_at_frames_reference_counts_or_other_peoples_objects() -> None:

@@ -29,7 +29,7 @@ def saved(bench: Bench, repeat: Repeat) -> Lines:
         writer = PagedPrefixCache(bench.model)
         writer.prefill(text)
         started = time.perf_counter()
-        writer.store.conditioning.identity()
+        writer.store.fingerprint.identity()
         identified = time.perf_counter() - started
         writer.store.save(folder)
         reader = PagedPrefixCache(bench.model)

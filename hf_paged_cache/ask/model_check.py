@@ -13,7 +13,9 @@ from transformers import GenerationConfig, PreTrainedModel
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError, PagedCacheError
 from ..integration.hooks import detach, is_attached
-from ..model.probing import (
+from ..model.layers import cache_layers
+from ..model.support import require_supported, takes, unwrapped
+from ..model.trial import (
     NUM_CACHED,
     NUM_COLUMNS,
     continue_behind,
@@ -21,12 +23,11 @@ from ..model.probing import (
     dynamic_cache,
     last_logits,
     measure_bytes_per_token,
+    require_continuable,
     tolerance,
     trial_inputs,
     undisturbed,
 )
-from ..model.support import cache_layers, require_supported, takes, unwrapped
-from ..model.trial import require_continuable
 from ..prefix_store import PrefixStore
 
 _BLOCK_SIZE = 8
@@ -178,10 +179,10 @@ def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]
     ]
     if not takes(model, "position_ids"):
         remarks.append("it takes no position_ids: a prompt is reused only after as much padding as before")
-    if cache.store.conditioning.rope.depends_on_length:
+    if cache.store.fingerprint.rope.depends_on_length:
         remarks.append("its rotary frequencies depend on length: a prompt is reused only where they are the same")
     if cache.store.blocks.states:
-        chunk = cache.store.conditioning.state_traits.chunk
+        chunk = cache.store.fingerprint.state_traits.chunk
         multiple = "the block size" if chunk == 1 else f"{chunk} tokens and of the block size"
         remarks.append(
             f"its layers carry states: prompts are reused up to where one was kept, at a multiple of {multiple}"

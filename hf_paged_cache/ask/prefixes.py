@@ -72,7 +72,7 @@ def prefill(
         cache.store.blocks,
         cache._side_rows,
         chunk_size=chunk_size,
-        by_length=cache.store.conditioning.rope.depends_on_length,
+        by_length=cache.store.fingerprint.rope.depends_on_length,
         looks=not cache._ranks.are_several,
     )
     done, rows = prefill.run(prompts)

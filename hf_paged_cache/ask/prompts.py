@@ -60,7 +60,7 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
         return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_in_general)
     if not isinstance(inputs["input_ids"], Tensor) or inputs["input_ids"].dim() != 2:
         raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
-    with cache.store.conditioning.rope.put_back():
+    with cache.store.fingerprint.rope.put_back():
         request = cache._side_rows.request_of(inputs)
     (row,) = request.rows
     return AskedPrompt(row, inputs, request.bypass or why_in_general)
@@ -72,12 +72,12 @@ def _root_of(cache: AskedCache, num_tokens: int) -> bytes:
     Raises:
         CacheBusyError: a call is running, and its rotary frequencies would be changed.
     """
-    conditioning, blocks, regime = cache.store.conditioning, cache.store.blocks, b""
-    digest = conditioning.digest()
-    if conditioning.rope.depends_on_length:
+    fingerprint, blocks, regime = cache.store.fingerprint, cache.store.blocks, b""
+    digest = fingerprint.digest()
+    if fingerprint.rope.depends_on_length:
         with blocks.lock:
             if blocks.running:
                 raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
-            with conditioning.rope.put_back():
-                regime = conditioning.rope.at(max(0, num_tokens - 1))
-    return conditioning.roots.of(RootFacts(digest, cache.cache_salt, regime))
+            with fingerprint.rope.put_back():
+                regime = fingerprint.rope.at(max(0, num_tokens - 1))
+    return fingerprint.roots.of(RootFacts(digest, cache.cache_salt, regime))

@@ -143,7 +143,7 @@ def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size:
         raise CacheArgumentError(
             "a context as a processor returns it runs in one forward; leave prefill_chunk_size out"
         )
-    if cache.store.conditioning.rope.depends_on_length:
+    if cache.store.fingerprint.rope.depends_on_length:
         raise CacheArgumentError(
             "rotary frequencies of this model depend on length; give the context's token ids alone"
         )
@@ -157,7 +157,7 @@ def may_score_together(cache: AskedCache) -> bool:
     """Return whether contexts of several lengths may run in one batch: padding on the left must have no effect."""
     return (
         cache._side_rows.takes_positions
-        and not cache.store.conditioning.rope.depends_on_length
+        and not cache.store.fingerprint.rope.depends_on_length
         and not cache.store.blocks.states
     )
 
@@ -182,9 +182,9 @@ def score_contexts(
         shift: how far the images of that context move later positions.
         chunk_size: tokens of a forward; None: as many as there are.
     """
-    cache.store.conditioning.digest()  # reads which rope the model has now
+    cache.store.fingerprint.digest()  # reads which rope the model has now
     scorer = _Scorer(cache, wanted, dtype)
-    if chunk_size is not None or cache.store.conditioning.rope.depends_on_length:
+    if chunk_size is not None or cache.store.fingerprint.rope.depends_on_length:
         for number in range(len(scorer.asked)):
             scorer.run_alone(number, chunk_size)
     else:
@@ -241,7 +241,7 @@ class _Scorer:
     def __init__(
         self, cache: AskedCache, wanted: Sequence[tuple[Tokens, Sequence[Tokens]]], dtype: torch.dtype | None
     ) -> None:
-        self._side, self._rope, self._dtype = cache._side_rows, cache.store.conditioning.rope, dtype
+        self._side, self._rope, self._dtype = cache._side_rows, cache.store.fingerprint.rope, dtype
         self._most_tokens = max(1, _MAX_LOGITS // _vocabulary_size(cache))
         self.asked = [_Asked(stem, prompt, each) for stem, (prompt, some) in enumerate(wanted) for each in some]
         self.counts = [RowStats(len(prompt) + len(tokens) - 1) for _, prompt, tokens in self.asked]

@@ -19,9 +19,9 @@ from ..blocks.roots import RootFacts
 from ..errors import UnsupportedModelError
 from ..kv.states import LiveStates, copied
 from ..kv.transfers import read_together
-from ..model.layer_streams import streams_of
-from ..model.probing import dynamic_cache, eps_computed_in, input_device, run_columns
-from ..model.support import has_state, takes
+from ..model.layers import has_state, streams_of
+from ..model.support import takes
+from ..model.trial import dynamic_cache, eps_computed_in, input_device, run_columns
 from ..prefix_store import PrefixStore
 from .asked import AskedCache
 from .stored import read_blocks
@@ -90,7 +90,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     if num_blocks is not None:
         int_of_at_least("num_blocks", num_blocks, 1, "blocks, or None for all")
     store = cache.store
-    digest = store.conditioning.digest()
+    digest = store.fingerprint.digest()
     _require_comparable(cache)
     known, num_others = _known_blocks(store, digest, cache.cache_salt)
     wanted = [*known]
@@ -107,7 +107,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
                 path.append(known[path[-1].parent])
             look.run(path[::-1])
     if look.differing:
-        store.conditioning.suspect()
+        store.fingerprint.suspect()
         with store.blocks.lock:
             store.blocks.tiers.forget_files()
     return Verified(len(look.seen), len(known) - len(look.seen) + num_others, tuple(look.differing))
@@ -115,7 +115,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
 
 def _require_comparable(cache: AskedCache) -> None:
     why = cache._calls.opening.asking.why_in_general()
-    if cache.store.conditioning.rope.depends_on_length:
+    if cache.store.fingerprint.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
     elif cache._ranks.are_several:
         why = "other processes share this model, and must run as many forwards"
@@ -135,7 +135,7 @@ def _known_blocks(store: PrefixStore, digest: bytes, salt: bytes) -> tuple[dict[
     known: dict[bytes, BlockHash] = {}
     num_others = 0
     for root in children.keys() - {block_hash.digest for block_hash in hashes}:
-        facts = store.conditioning.roots.facts_of(root)
+        facts = store.fingerprint.roots.facts_of(root)
         if facts is None or facts.digest != digest:
             continue  # no call finds blocks of this root
         is_plain = facts == RootFacts(digest, salt)
@@ -168,7 +168,7 @@ class Look:
         self._salt, self._wanted = salt, wanted
         self._eps = eps_computed_in(store.model)
         self._options = {"logits_to_keep": 1} if takes(store.model, "logits_to_keep") else {}
-        most = min([_MOST_TOKENS, *(window.size - 1 for window in store.conditioning.windows().values())])
+        most = min([_MOST_TOKENS, *(window.size - 1 for window in store.fingerprint.windows.values())])
         self._most_tokens = max(self._blocks.block_size, most)  # a window keeps no more tokens of a forward
 
     def run(self, path: Sequence[BlockHash]) -> None:

@@ -54,23 +54,23 @@ class Asking:
 
     def __init__(self, parts: StoreParts, salt: bytes, ranks: Ranks) -> None:
         self.reads_only = False
-        self._store, self._conditioning, self._salt, self._ranks = parts.blocks, parts.conditioning, salt, ranks
+        self._store, self._fingerprint, self._salt, self._ranks = parts.blocks, parts.fingerprint, salt, ranks
         self._reader, self._image_inputs = parts.argument_reader, parts.image_inputs
         self._placeholders = parts.placeholders
 
     def first(self, rows: Rows, arguments: Mapping[str, Any]) -> FirstForward:
         """Return what a first forward asks for under the model as it is, which the rows' state notes."""
-        state, conditioning = rows.state, self._conditioning
+        state, fingerprint = rows.state, self._fingerprint
         state.seen = rows.seen
-        state.digest = conditioning.digest()
+        state.digest = fingerprint.digest()
         with self._store.lock:
             state.resets = self._store.resets_of(self._salt)
-        state.was_alone = not conditioning.may_change_in_a_forward()
-        state.calls_back = state.calls_back or conditioning.own_forward is not None
-        rows.escaped = rows.escaped or conditioning.foreign_code is not None  # a hook of others may keep the rows
+        state.was_alone = not fingerprint.may_change_in_a_forward()
+        state.calls_back = state.calls_back or fingerprint.own_forward is not None
+        rows.escaped = rows.escaped or fingerprint.foreign_code is not None  # a hook of others may keep the rows
         request, why, seen = self.read(rows, arguments, RunningRows(), state.images)
         named, why_unnamed = seen.named(request, self._store.block_size)
-        request, adapters = replace(request, rows=tuple(named)), conditioning.adapter_names()
+        request, adapters = replace(request, rows=tuple(named)), fingerprint.adapter_names
         why = why or why_unnamed or self._why_bypassed(rows, request, adapters)
         if why is not None:
             if self.reads_only:
@@ -101,7 +101,7 @@ class Asking:
             running,
             in_generate=rows.in_generate,
             records_drafts=rows.records_drafts,
-            by_default=self._conditioning.outputs,
+            by_default=self._fingerprint.outputs,
         )
         return request, seen.why_whole or request.bypass, seen
 
@@ -123,20 +123,20 @@ class Asking:
 
     def with_roots(self, state: CallState, request: ForwardRequest) -> list[RowInput]:
         """Return the rows of the batch with their prefix keys."""
-        inputs, chunked, adapters = [], state.chunked, self._conditioning.adapter_names()
+        inputs, chunked, adapters = [], state.chunked, self._fingerprint.adapter_names
         for number, row in enumerate(request.rows):
             counted_from = row.pad
             if self._reader.takes_positions:
-                counted_from = self._conditioning.state_traits.root_padding(row.pad)
+                counted_from = self._fingerprint.state_traits.root_padding(row.pad)
             adapter = "" if adapters is None else adapters[number]
             regime = state.regime if chunked is None else state.regime + chunked.shape_of(number, request)
             facts = RootFacts(state.digest, self._salt, regime, adapter, counted_from, row.first_position)
-            inputs.append(row._replace(root=self._conditioning.roots.of(facts), salt=self._salt))
+            inputs.append(row._replace(root=self._fingerprint.roots.of(facts), salt=self._salt))
         return inputs
 
     def why_in_general(self) -> str | None:
         """Return why no row may reuse or keep anything, under the model as it is now; None: rows may."""
-        if (why := self._conditioning.bypass()) is not None:
+        if (why := self._fingerprint.bypass()) is not None:
             return why
         if self._store.states and self._ranks.are_several:
             return "layers carry states, and other processes share the model"
@@ -144,7 +144,7 @@ class Asking:
 
     def windows(self) -> Mapping[int, Window]:
         """Return layer index -> window; nothing for several ranks, which settle what they know in tokens alone."""
-        return {} if self._ranks.are_several else self._conditioning.windows()
+        return {} if self._ranks.are_several else self._fingerprint.windows
 
     def _why_bypassed(self, rows: Rows, request: ForwardRequest, adapters: list[str] | None) -> str | None:
         """Return why rows may not reuse or keep anything, whatever the arguments of their forward say."""
@@ -164,7 +164,7 @@ class Asking:
 
         These frequencies are a part of the rows' prefix keys.
         """
-        rope, last = self._conditioning.rope, request.num_new_columns - 1
+        rope, last = self._fingerprint.rope, request.num_new_columns - 1
         if not rope.depends_on_length:
             state.regime = b""
             return request

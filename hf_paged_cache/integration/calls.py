@@ -73,9 +73,9 @@ class Calls:
     def __init__(
         self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks, capturing: Capturing
     ) -> None:
-        self.store, self.conditioning, self.salt, self.counters = parts.blocks, parts.conditioning, salt, counters
+        self.store, self.fingerprint, self.salt, self.counters = parts.blocks, parts.fingerprint, salt, counters
         self.looks, self.model = parts.looks, parts.model
-        self.keeping = Keeping(self.store, self.conditioning, salt)
+        self.keeping = Keeping(self.store, self.fingerprint, salt)
         self._images = parts.image_inputs
         self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         self._ranks = ranks
@@ -144,10 +144,10 @@ class Calls:
         state = rows.state
         state.digest, state.resets = before.digest, before.resets
         state.regime, state.deltas = before.regime, before.deltas
-        if rows.why_bypassed is None and self.conditioning.digest() != state.digest:
+        if rows.why_bypassed is None and self.fingerprint.digest() != state.digest:
             rows.note_look(is_same=False)  # what follows under a changed model is not kept
-        state.was_alone = not self.conditioning.may_change_in_a_forward()
-        state.calls_back = state.calls_back or self.conditioning.own_forward is not None
+        state.was_alone = not self.fingerprint.may_change_in_a_forward()
+        state.calls_back = state.calls_back or self.fingerprint.own_forward is not None
         if state.deltas is not None:  # modules hold the deltas of whichever call ran last
             state.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
 
@@ -308,7 +308,7 @@ class Calls:
                 "the forward did not write any layer: gradient "
                 "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
             )
-        if rows.why_bypassed is None and state.regime and self.conditioning.rope.now() != state.regime:
+        if rows.why_bypassed is None and state.regime and self.fingerprint.rope.now() != state.regime:
             rows.keep_less(rows.n - rows.num_new)  # the new columns have other frequencies than those before
         if rows.why_bypassed is None and self._has_deltas and rows.num_forwards == 1:
             state.deltas = RopeDeltas(self.model)

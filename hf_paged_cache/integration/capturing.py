@@ -17,10 +17,11 @@ from ..blocks.arguments import int_of_at_least
 from ..call.call_state import CallState
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
-from ..model.conditioning import Conditioning
-from ..model.fingerprint import plain_tensors
-from ..model.probing import layers_after_a_token
-from ..model.support import attention_of, cache_layers, has_experts, sees_all, takes
+from ..model.fingerprint import Fingerprint
+from ..model.layers import cache_layers, sees_all
+from ..model.support import attention_of, has_experts, takes
+from ..model.trial import layers_after_a_token
+from ..model.weights import plain_tensors
 from ..rows import memory
 from ..rows.captured import CapturedCall, Said, expects, room_wanted
 from ..rows.graphs import EXPERTS, NOT_WORTH_IT, TOKENS, Model, make, shapes_over
@@ -137,14 +138,14 @@ class Capturing:
     """`Capturing` lets calls of one cache run on static rows.
 
     Args:
-        conditioning: the model, and what its keys and values depend on.
+        fingerprint: the model, and what its keys and values depend on.
         capture: "auto", False, or "dry": static rows whose forwards call the model in place of a graph, on any device.
         arena: memory of static rows of the store.
         takes_positions: whether the model's forward has `position_ids`.
     """
 
-    def __init__(self, conditioning: Conditioning, capture: Any, arena: Arena, *, takes_positions: bool) -> None:
-        self.capture, self._conditioning, self._arena = capture, conditioning, arena
+    def __init__(self, fingerprint: Fingerprint, capture: Any, arena: Arena, *, takes_positions: bool) -> None:
+        self.capture, self._fingerprint, self._arena = capture, fingerprint, arena
         self._takes_positions = takes_positions
         self._parameter: Callable[[], Tensor | None] = lambda: None
         self._known: tuple[bytes, str, Model | None] = (
@@ -161,14 +162,14 @@ class Capturing:
     def _is_on_cuda(self) -> bool:
         parameter = self._parameter()
         if parameter is None:  # the first one, which stays the same object where it moves
-            parameter = next(self._conditioning.model.parameters())
+            parameter = next(self._fingerprint.model.parameters())
             self._parameter = ref(parameter)
         return parameter.device.type == "cuda"
 
     def attach(self) -> None:
         """Attach to the model's forward, if calls may be captured."""
         if self.is_asked:
-            attach_forward(self._conditioning.model)
+            attach_forward(self._fingerprint.model)
 
     def begin(
         self, rows: Rows, num_rows: int, start: int, stop: int, *, max_columns: float, unusual: str | None
@@ -226,7 +227,7 @@ class Capturing:
         return None
 
     def _may_change(self, state: CallState) -> bool:
-        return state.calls_back or self._conditioning.may_change_in_a_forward()
+        return state.calls_back or self._fingerprint.may_change_in_a_forward()
 
     def _unusual(self, rows: Rows, max_columns: float, *, always: bool) -> str | None:
         if not rows.in_generate:
@@ -252,7 +253,7 @@ class Capturing:
         return known[1], known[2]
 
     def _model(self) -> Model:
-        model: Any = self._conditioning.model
+        model: Any = self._fingerprint.model
         attached = model.__dict__.get("forward")
         forward = attached.__wrapped__ if isinstance(attached, CapturedForward) else model.forward
         attention = attention_of(model)
@@ -270,7 +271,7 @@ class Capturing:
 
     def why_not_the_model(self) -> str:
         """Return why forwards of the model, as it is now, are captured on no device; "": they may be captured."""
-        model, conditioning = self._conditioning.model, self._conditioning
+        model, fingerprint = self._fingerprint.model, self._fingerprint
         layers = cache_layers(model)
         if not all(map(sees_all, layers)):
             return "some layers do not see all tokens"
@@ -283,16 +284,16 @@ class Capturing:
             return f"the model is on {len(devices)} devices"
         if any(_offloads(getattr(module, "_hf_hook", None)) for module in model.modules()):
             return "weights are offloaded"
-        if conditioning.rank_groups:
+        if fingerprint.rank_groups:
             return "other processes share the model"
-        if conditioning.rope.depends_on_length:
+        if fingerprint.rope.depends_on_length:
             return "rotary frequencies depend on length"
         if any(map(_is_compiled, model.modules())):
             return "the model is compiled"
-        conditioning.digest()  # as the model is now
-        if (others := conditioning.foreign_code) is not None:
+        fingerprint.digest()  # as the model is now
+        if (others := fingerprint.foreign_code) is not None:
             return f"code of others runs in the forward: {others}"
-        if (own := conditioning.own_forward) is not None and not conditioning.trusts_hooks:
+        if (own := fingerprint.own_forward) is not None and not fingerprint.trusts_hooks:
             return f"a graph runs no Python of {own} (trust_hooks=True says that it does the same in each step)"
         return ""
 
@@ -300,15 +301,15 @@ class Capturing:
         """Capture the graphs of so many rows of at most so many tokens; see `PagedPrefixCache.warm_up`."""
         num_rows = int_of_at_least("rows", rows, 1, "row")
         num_tokens = int_of_at_least("tokens", tokens, 2, "tokens, of prompt and answer")
-        conditioning, arena = self._conditioning, self._arena
-        model = conditioning.model
+        fingerprint, arena = self._fingerprint, self._arena
+        model = fingerprint.model
         if not self.is_asked:
             return "the cache was built with capture=False" if not self.capture else "the model is not on a CUDA device"
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if isinstance(most, int) and num_tokens > most:
             raise CacheArgumentError(f"tokens is {num_tokens}, and the model has {most} positions; give at most {most}")
         self.attach()
-        why, captured = self._of_model(digest := conditioning.digest())
+        why, captured = self._of_model(digest := fingerprint.digest())
         if why or captured is None:
             return why
         holder = Said()

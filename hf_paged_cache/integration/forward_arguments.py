@@ -16,7 +16,7 @@ from ..blocks.tokens import TokenIds
 from ..call.request import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.transfers import read_arrays, to_device
-from ..model.conditioning import OUTPUT_FLAGS
+from ..model.fingerprint import OUTPUT_FLAGS
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # types of tokens, [R, T]; of text: 0
 # Arguments that are read here, or have no influence on keys and values. With any other argument the forward is computed

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from ..call.limits import UNLIMITED, CallLimits
-from ..model.conditioning import OUTPUT_FLAGS
+from ..model.fingerprint import OUTPUT_FLAGS
 from .prompt_images import PromptImages
 
 _UNSET_IMPLEMENTATION = "hybrid"  # a value of older generation configs; transformers reads it as none

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import CacheArgumentError
 from ..locks import new_lock
-from ..model.own_cache import own_cache_class, present_before_forward, take_back_after_forward
+from ..model.layers import own_cache_class, present_before_forward, take_back_after_forward
 from ..model.support import cache_argument
 from ..rows.rows import Rows
 from .ambient import ambient_cache

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..blocks.image_tokens import name_image
 from ..call.request import ForwardRequest, RowInput
+from ..model.layers import cache_layers, has_index
 from ..model.placeholders import Placeholders
-from ..model.support import cache_layers, has_index
 from .forward_arguments import TOKEN_TYPES, RunningRows
 from .prompt_images import Image, ImageReader, PromptImages
 

@@ -4,7 +4,7 @@ import math
 from functools import partial
 
 from ..call.keep import keep
-from ..model.conditioning import Conditioning
+from ..model.fingerprint import Fingerprint
 from ..rows.rows import Rows
 from ..rows.shared import SharedColumns
 from ..store.block_store import BlockStore
@@ -13,8 +13,8 @@ from ..store.block_store import BlockStore
 class Keeping:
     """`Keeping` keeps what the rows of one cache have computed, if the model was the same all the time."""
 
-    def __init__(self, store: BlockStore, conditioning: Conditioning, salt: bytes) -> None:
-        self._store, self._conditioning, self._salt = store, conditioning, salt
+    def __init__(self, store: BlockStore, fingerprint: Fingerprint, salt: bytes) -> None:
+        self._store, self._fingerprint, self._salt = store, fingerprint, salt
 
     def keep(self, rows: Rows) -> None:
         """Keep the rows' complete columns, as far as they may be kept."""
@@ -30,7 +30,7 @@ class Keeping:
         prompt = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
 
         def make_room(num_blocks: int) -> None:
-            roots = partial(self._conditioning.roots_of_other_weights, state.digest)
+            roots = partial(self._fingerprint.roots_of_other_weights, state.digest)
             self._store.forget_other_weights(state.digest, num_blocks, roots)
 
         is_wanted, stop = partial(self._is_as_before, state.resets), rows.num_true_columns
@@ -62,9 +62,9 @@ class Keeping:
         state = rows.state
         # of a call of one forward, or where nobody could act between two
         is_one_forward = rows.num_forwards <= 1 or not (state.calls_back or rows.reads_all)
-        if is_one_forward and state.was_alone and not self._conditioning.may_change_in_a_forward():
+        if is_one_forward and state.was_alone and not self._fingerprint.may_change_in_a_forward():
             return True
-        return bool(self._conditioning.digest() == state.digest)
+        return bool(self._fingerprint.digest() == state.digest)
 
     def _is_as_before(self, resets: tuple[int, int]) -> bool:
         """Return whether nothing was to be forgotten since `resets` were read. The store's lock is held."""

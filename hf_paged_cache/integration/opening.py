@@ -13,7 +13,7 @@ from ..call.fill import fill
 from ..call.match import Known
 from ..call.record import count_bypassed, count_prompt
 from ..call.request import ForwardRequest, RowInput
-from ..model.support import cache_layers
+from ..model.layers import cache_layers
 from ..rows.kinds import kinds_of
 from ..rows.layers import SPARE
 from ..rows.rows import Rows
@@ -45,7 +45,7 @@ class Opening:
         self, calls: Any, parts: StoreParts, salt: bytes, keeping: Keeping, ranks: Ranks, capturing: Capturing
     ) -> None:
         self.store = store = parts.blocks
-        self.conditioning, self.asking = parts.conditioning, Asking(parts, salt, ranks)
+        self.fingerprint, self.asking = parts.fingerprint, Asking(parts, salt, ranks)
         self._calls, self._keeping, self._looks, self._image_inputs = calls, keeping, parts.looks, parts.image_inputs
         rules, states = store.states.rules, store.states
         places = StatePlaces(states.align, rules.is_recorded, rules.clamps_one_token, states.kept.most)
@@ -199,7 +199,7 @@ class Opening:
     def bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str) -> Mapping[str, Any]:
         """Let rows run on transformers' own layers from here on; return the arguments of their forward."""
         rows.give_up_previous()
-        rows.bypass(why, list(cache_layers(self.conditioning.model)))
+        rows.bypass(why, list(cache_layers(self.fingerprint.model)))
         images, rows.state.images = rows.state.images, None
         if images is None:
             return arguments
@@ -217,7 +217,7 @@ class Opening:
         if not self._capturing.is_asked:
             return
         unusual = request.keep_columns
-        if self.conditioning.adapter_names() is not None:
+        if self.fingerprint.adapter_names is not None:
             unusual = "adapters were given for each row"
         if rows.state.is_custom:
             unusual = "custom_generate calls the model in its own way"
@@ -233,10 +233,10 @@ class Opening:
     def begin_chunks(self, rows: Rows, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
         """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes later chunks."""
         rows.state.chunked, rows.chunks = chunked, chunked.chunks
-        model, takes_positions = self.conditioning.model, self._side.takes_positions
+        model, takes_positions = self.fingerprint.model, self._side.takes_positions
         arguments = chunked.arguments(model, given, takes_positions=takes_positions)
         is_alone = self._ranks.may_run_more and not rows.state.is_in_step
-        if arguments is None or self.conditioning.rope.depends_on_length or not is_alone:
+        if arguments is None or self.fingerprint.rope.depends_on_length or not is_alone:
             return
         with torch.no_grad():  # `generate` runs forwards without gradients, too
             asked = self.asking.first(rows, arguments)
@@ -287,7 +287,7 @@ class Opening:
 
     def _may_be_lazy(self, rows: Rows) -> None:
         looks = self._looks.model_looks or rows.kinds.indexed or rows.chunks is not None  # chunks promise bits
-        rows.may_be_lazy = self.conditioning.attention == "sdpa" and not looks
+        rows.may_be_lazy = self.fingerprint.attention == "sdpa" and not looks
 
 
 def _note_begun(state: CallState, counts: list[RowStats], known: Sequence[Known]) -> None:

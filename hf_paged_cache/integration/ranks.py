@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from ..blocks.tokens import TokenIds
 from ..call.request import ForwardRequest
 from ..errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
-from ..model.conditioning import Conditioning
 from ..model.distributed import least_of_ranks, rank
+from ..model.fingerprint import Fingerprint
 from ..store.block_store import BlockStore
 
 # A rank's message has one length and one layout, whatever it is about: a rank that refuses does not know what the
@@ -34,24 +34,24 @@ class Ranks:
         is_settled: True if the next forward needs no message: `generate` continues after its prompt.
     """
 
-    def __init__(self, conditioning: Conditioning, store: BlockStore) -> None:
+    def __init__(self, fingerprint: Fingerprint, store: BlockStore) -> None:
         self.is_settled = False
-        self._conditioning, self._store = conditioning, store
+        self._fingerprint, self._store = fingerprint, store
 
     @property
     def are_several(self) -> bool:
         """True if the model is split over several ranks."""
-        return bool(self._conditioning.rank_groups)
+        return bool(self._fingerprint.rank_groups)
 
     @property
     def start_together(self) -> bool:
         """True if ranks are passed the same tokens: each forward must start at the same column on all of them."""
-        return any(group.share_inputs for group in self._conditioning.rank_groups)
+        return any(group.share_inputs for group in self._fingerprint.rank_groups)
 
     @property
     def may_run_more(self) -> bool:
         """True if forwards that follow from what is cached may run: only if all ranks can settle them."""
-        return all(group.share_inputs for group in self._conditioning.rank_groups)
+        return all(group.share_inputs for group in self._fingerprint.rank_groups)
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
         """Return for each number the least that a rank gives; where ranks have inputs of their own, the number given.
@@ -153,7 +153,7 @@ class Ranks:
             PagedCacheError: another rank has refused, for another kind of reason than `mine`.
         """
         received = sent
-        for group in self._conditioning.rank_groups:
+        for group in self._fingerprint.rank_groups:
             if group.share_inputs:
                 received = least_of_ranks(group, received)
             else:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..call.request import RowInput
 from ..kv.transfers import to_device
-from ..model.probing import input_device
 from ..model.support import cache_argument
+from ..model.trial import input_device
 from ..rows.rows import Rows
 from .forward_arguments import ArgumentReader, num_pads
 

@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from ..model.conditioning import Conditioning
+from ..model.fingerprint import Fingerprint
 from ..model.placeholders import Placeholders
 from ..rows.shared import Looks
 from ..store.block_store import BlockStore
@@ -15,7 +15,7 @@ class StoreParts(Protocol):
 
     model: Any
     blocks: BlockStore
-    conditioning: Conditioning
+    fingerprint: Fingerprint
     argument_reader: ArgumentReader
     image_inputs: ImageInputs
     placeholders: Placeholders

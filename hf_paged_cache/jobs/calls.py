@@ -18,8 +18,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
 from ..model.identity import sampled_digest
-from ..model.probing import input_device
 from ..model.support import unwrapped
+from ..model.trial import input_device
 from ..prefix_store import PrefixStore
 from .options import REPLACED, How, generation_config
 from .prompts import RowError, require_positions

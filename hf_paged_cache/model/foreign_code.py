@@ -11,7 +11,7 @@ from weakref import ref
 from torch import nn
 from torch.nn.modules import module as everywhere
 
-from .fingerprint import REPLACED, Listing
+from .weights import REPLACED, Listing
 
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. From
 # accelerate only hooks count, since its mixed precision replaces a forward, too. What PEFT's hooks carry is read apart.

@@ -1,6 +1,6 @@
 """Describes a model so that the description means the same in another process and on another machine.
 
-`Conditioning.digest` counts writes and numbers functions, which mean nothing elsewhere. An identity has only names,
+`Fingerprint.digest` counts writes and numbers functions, which mean nothing elsewhere. An identity has only names,
 values, shapes and versions, and costs a pass over all weights. A model with something that cannot be named so has no
 identity: its keys and values stay in their process.
 """
@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from ..errors import NotPortableError
 from ..tiers.saved_file import facts_digest
-from .fingerprint import Listing, WeightFingerprint, plain_tensors
 from .foreign_code import Function, module_name, name_of
 from .rope import RopeRegime
+from .weights import Listing, WeightFingerprint, plain_tensors
 
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
 _THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile

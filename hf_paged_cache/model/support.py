@@ -2,33 +2,28 @@
 
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
+from math import inf, lcm
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel, cache_utils
-from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+from torch import nn
+from transformers import PreTrainedModel
 
-from ..blocks.window import Window
 from ..errors import UnsupportedModelError
-from .own_cache import own_cache_class
+from .layers import HELD_LAYERS, cache_layers, has_index, has_state, holds_nothing, own_cache_class, windows_of
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
 TESTED_VERSION = "5.23.0"
-# Exact types: a subclass may hold more. Older versions lack some of the types that carry a state.
-_STATE_LAYERS = tuple(
-    getattr(cache_utils, f"LinearAttention{kind}Layer", None)
-    for kind in ("", "AndFullAttention", "AndSlidingWindowAttention")
-)
-_WINDOWED_LAYERS = (DynamicSlidingWindowLayer, _STATE_LAYERS[-1])
-_HELD_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, *_STATE_LAYERS)
 _OWN_ATTENTION = frozenset(
     ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 )
 _MAX_QUOTED = 200
 _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
+EVERY_PAD = 1 << 62  # more columns of padding than there are
 
 
 def unwrapped(model: Any) -> Any:
@@ -116,7 +111,7 @@ def _why_forwards_are_unfit(model: PreTrainedModel) -> str:
 def _why_layers_are_unfit(model: PreTrainedModel, layers: Sequence[Any]) -> str:
     """Say, behind the name of a model's class, why its cache's layers cannot be held; "" if they may."""
     for index, layer in enumerate(layers):
-        if type(layer) not in _HELD_LAYERS and not holds_nothing(layer):
+        if type(layer) not in HELD_LAYERS and not holds_nothing(layer):
             return (
                 f": layer {index} is a {type(layer).__name__}, which carries more than keys, values and states; use "
                 "transformers' DynamicCache for this model"
@@ -237,52 +232,6 @@ def arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(kind.forward).parameters
 
 
-def cache_layers(model: PreTrainedModel) -> Sequence[Any]:
-    """Return the layers that `DynamicCache` has for the model, in order; none where it adds each at its first write."""
-    return DynamicCache(config=model.config).layers
-
-
-def windows_of(layers: Sequence[Any]) -> dict[int, Window]:
-    """Return layer index -> window, for the layers that have one. Attention in chunks is held as a window, too."""
-    return {
-        index: Window(int(layer.sliding_window))
-        for index, layer in enumerate(layers)
-        if type(layer) in _WINDOWED_LAYERS
-    }
-
-
-def holds_nothing(layer: Any) -> bool:
-    """Return whether a layer is a placeholder: its attention reads the keys and values of another layer."""
-    return type(layer) is getattr(cache_utils, "DummyLayer", None)  # 5.17 has none
-
-
-def has_keys(layer: Any) -> bool:
-    """Return whether a layer holds keys and values, beside states or without any."""
-    return isinstance(layer, CacheLayerMixin)
-
-
-def has_index(layer: Any) -> bool:
-    """Return whether a layer may hold index keys (sparse attention) beside keys and values."""
-    return type(layer) is DynamicIndexedLayer
-
-
-def sees_all(layer: Any) -> bool:
-    """Return whether a layer holds keys and values of all tokens and nothing else, or is a placeholder."""
-    return type(layer) is DynamicLayer or holds_nothing(layer)
-
-
-def has_state(layer: Any) -> bool:
-    """Return whether a layer carries a state, beside keys and values or in their place."""
-    return type(layer) in _STATE_LAYERS
-
-
-def states_of(layer: Any, *kinds: str) -> list[Tensor]:
-    """Return the states that a layer of `DynamicCache` holds: "conv_states", "recurrent_states", or both."""
-    kinds = kinds or ("conv_states", "recurrent_states")
-    held = [state for kind in kinds for state in getattr(layer, kind, {}).values()]
-    return [tensor for tensor in held if isinstance(tensor, Tensor)]
-
-
 def takes(model: PreTrainedModel, argument: str) -> bool:
     """Return whether the model's forward has an argument of that name."""
     return argument in inspect.signature(model.forward).parameters
@@ -317,3 +266,69 @@ def _mask_knows_windows(model: PreTrainedModel) -> bool:
 def _names_of(function: Any) -> set[str]:
     """Return the names that the code of a function has of what it calls and reads."""
     return {*getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())}
+
+
+@dataclass(frozen=True, slots=True)
+class StateTraits:
+    """`StateTraits` says what is to be heeded where the states of a model are kept.
+
+    Attributes:
+        chunk: number of tokens that the model's kernels compute at once. Split at a multiple of it, a forward rounds as
+            if it were not split.
+        clamps_one_token: True if one token is computed otherwise than several. Then a prompt never ends in a forward of
+            one token, and a state that was made token by token is not that of a prompt.
+        num_pads_that_show: number of columns of padding before a row that its states, keys and values depend on.
+    """
+
+    chunk: int = 1
+    clamps_one_token: bool = False
+    num_pads_that_show: int = 0
+
+    def root_padding(self, pad: int) -> int:
+        """Return the part of a row's padding that belongs to the row's root."""
+        return min(pad, self.num_pads_that_show)
+
+
+def read_state_traits(modules: Iterable[nn.Module], tried: StateTraits) -> StateTraits:
+    """Return the traits that the modules of a model with states show, or that a trial has shown."""
+    modules = [module for module in modules if hasattr(module, "layer_idx")]  # the modules that use a cache
+    return StateTraits(
+        lcm(tried.chunk, *_chunks(modules)),
+        tried.clamps_one_token or any(map(_limits_time_steps, modules)),
+        max([tried.num_pads_that_show, *map(_num_pads_that_show, modules)]),
+    )
+
+
+def _chunks(modules: list[nn.Module]) -> Iterator[int]:
+    """Yield the defaults of `chunk_size` in the functions that forwards call: gated delta rules.
+
+    Such a kernel solves for a whole chunk at once. A kernel that is told a size by the config (Mamba 2) sums up, and
+    rounds alike wherever it is split.
+    """
+    for kind in {type(module) for module in modules}:
+        forward: Any = inspect.unwrap(kind.forward)
+        for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
+            with suppress(TypeError, ValueError):  # what has no signature, such as a builtin
+                parameter = inspect.signature(forward.__globals__.get(name)).parameters.get("chunk_size")
+                if parameter is not None and isinstance(parameter.default, int):
+                    yield parameter.default
+
+
+def _limits_time_steps(module: nn.Module) -> bool:
+    """Return whether time steps are clamped, which the step of one token is never told."""
+    limit = getattr(module, "time_step_limit", None)
+    return isinstance(limit, tuple | list) and len(limit) == 2 and (limit[0] > 0 or limit[1] < inf)
+
+
+def _num_pads_that_show(module: nn.Module) -> int:
+    """Return how far the convolutions of one module look back, if what they look at is not zero where padding was.
+
+    Padding is zeroed before the projection, so a bias is all that is left of it.
+    """
+    children = list(module.children())
+    convolutions = [child for child in children if isinstance(child, nn.Conv1d)]
+    projections = [child for child in children if not isinstance(child, nn.Conv1d) and hasattr(child, "in_features")]
+    parts = [part for child in projections for part in child.modules()]  # an adapter may have a bias, too
+    if not any(getattr(part, "bias", None) is not None for part in parts):
+        return 0
+    return sum((child.kernel_size[0] - 1) * child.dilation[0] for child in convolutions)

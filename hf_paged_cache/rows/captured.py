@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..model.probing import distance
+from ..model.trial import distance
 from . import memory
 from .graphs import EXPERTS, FAILURES, NOT_WORTH_IT, TOKENS, Model, Shape, Shapes, failed, make, shapes_over
 from .memory import Streams

@@ -18,8 +18,7 @@ from transformers.cache_utils import Cache
 
 from ..attention import causal
 from ..kv.states import LiveStates
-from ..model.layer_streams import streams_of
-from ..model.support import has_keys
+from ..model.layers import has_keys, streams_of
 from . import memory
 from .kinds import LayerKinds
 from .layers import RowsLayer, room_for

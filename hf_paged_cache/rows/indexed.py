@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
-from ..model.layer_streams import INDEX
+from ..model.layers import INDEX
 from .layers import RowsLayer, grown, room_for
 
 

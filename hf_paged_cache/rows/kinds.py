@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..blocks.window import Window
-from ..model.support import has_index, has_keys, has_state, holds_nothing
+from ..model.layers import has_index, has_keys, has_state, holds_nothing
 from .indexed import IndexedLayer
 from .layers import PlaceholderLayer, RowsLayer
 from .states import StatePlaces, StatesAndColumnsLayer, StatesAndWindowLayer, states_alone

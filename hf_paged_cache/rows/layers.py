@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from ..attention.lazy import as_dense
 from ..errors import ForwardMismatchError
 from ..kv.zeroed import zeros
-from ..model.layer_streams import put_streams
+from ..model.layers import put_streams
 from .memory import Streams
 
 SPARE = 64  # columns of room beyond those needed, where it is not known how many come

@@ -21,7 +21,7 @@ from ..blocks.image_tokens import end_of_image, hold_images
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.states import LiveStates
-from ..model.support import cache_layers, has_keys
+from ..model.layers import cache_layers, has_keys
 from . import memory
 from .columns import Prompt, RowsColumns
 from .ids import IdsStream

@@ -15,9 +15,9 @@ import torch
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.model.own_cache import own_cache_class, presented
-from hf_paged_cache.model.probing import dynamic_cache, input_device
+from hf_paged_cache.model.layers import own_cache_class, presented
 from hf_paged_cache.model.support import cache_argument, is_tested_version
+from hf_paged_cache.model.trial import dynamic_cache, input_device
 
 from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
@@ -130,7 +130,7 @@ class Player:
     @property
     def has_windows(self) -> bool:
         """Whether some layers see a window."""
-        return bool(self.store.conditioning.windows())
+        return bool(self.store.fingerprint.windows)
 
     @property
     def unit(self) -> int:

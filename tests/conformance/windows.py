@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import DynamicCache
 
-from hf_paged_cache.model.support import windows_of
+from hf_paged_cache.model.layers import windows_of
 
 from ..reference import batch, row
 from . import zoo_settings

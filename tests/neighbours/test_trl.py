@@ -18,7 +18,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.model import fingerprint
+from hf_paged_cache.model import weights
 
 from ..internals import see_no_change_of_the_model
 from ..tiny_models import CHARACTERS, build, character_tokenizer
@@ -95,7 +95,7 @@ def test_training_the_embedding_alone_is_the_same(
     tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only rows of the batch change, and the optimizer that is the default, a fused one, changes no version."""
-    monkeypatch.setattr(fingerprint, "_VALUES_PER_TENSOR", 1)  # of the pad's row, as if the vocabulary were large
+    monkeypatch.setattr(weights, "_VALUES_PER_TENSOR", 1)  # of the pad's row, as if the vocabulary were large
     wanted = trained_without("embed_tokens")
     assert_same_run(wanted, trained(tiny_tokenizer, tmp_path, use_cache=True, only="embed_tokens"))
 

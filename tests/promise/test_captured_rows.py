@@ -319,9 +319,7 @@ def test_the_model_is_looked_at_before_each_step_where_code_of_others_may_run(
     looks, look = [], Look.__call__
     model = build("llama")
     cache = captured(model)
-    monkeypatch.setattr(
-        cache.store.conditioning, "may_change_in_a_forward", lambda: False
-    )  # whatever threads there are
+    monkeypatch.setattr(cache.store.fingerprint, "may_change_in_a_forward", lambda: False)  # whatever threads there are
     run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
     monkeypatch.setattr(Look, "__call__", lambda looking: looks.append(1) or look(looking))
     given = {"logits_processor": [AtStep(99, lambda: None)]} if calls_back else {}

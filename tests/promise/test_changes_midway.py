@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.integration.opening import Opening
-from hf_paged_cache.model.conditioning import Conditioning
+from hf_paged_cache.model.fingerprint import Fingerprint
 
 from ..internals import make_forwards_cheap
 from ..reference import IDS, TOLERANCE, AtStep, assert_right, assert_same, batch, is_same, row, run
@@ -168,11 +168,11 @@ def test_frequencies_that_another_thread_has_changed_meanwhile_leave_nothing() -
 def test_conditions_read_by_many_threads_are_the_same(switching: None) -> None:
     """Threads that list the weights at once would each number the new one for itself and find no block of another's."""
     model = build("llama", num_hidden_layers=12)
-    conditioning, barrier = Conditioning(model), threading.Barrier(8)
+    fingerprint, barrier = Fingerprint(model), threading.Barrier(8)
 
     def digest(_: int) -> bytes:
         barrier.wait()
-        return conditioning.digest()
+        return fingerprint.digest()
 
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):
@@ -249,14 +249,14 @@ def test_a_thread_that_calls_between_the_end_of_a_call_and_what_that_does_distur
     """While the conditions are read a last time, the rows are still the first thread's, and the cache is every
     thread's.
     """
-    cache, digest = PagedPrefixCache(model, block_size=4, trust_hooks=True), Conditioning.digest
+    cache, digest = PagedPrefixCache(model, block_size=4, trust_hooks=True), Fingerprint.digest
     errors: list[list[BaseException]] = []
     num_read = 0
 
     def other() -> None:
         assert_same(wanted, run(model, cache, input_ids=IDS))
 
-    def reading(self: Conditioning, **how: bool) -> bytes:
+    def reading(self: Fingerprint, **how: bool) -> bytes:
         nonlocal num_read
         num_read += 1
         if num_read == 3:  # before the prompt, after it, at the end
@@ -264,8 +264,8 @@ def test_a_thread_that_calls_between_the_end_of_a_call_and_what_that_does_distur
         return digest(self, **how)
 
     wanted = run(model, input_ids=IDS)
-    monkeypatch.setattr(Conditioning, "may_change_in_a_forward", lambda self: True)  # as where there are other threads
-    monkeypatch.setattr(Conditioning, "digest", reading)
+    monkeypatch.setattr(Fingerprint, "may_change_in_a_forward", lambda self: True)  # as where there are other threads
+    monkeypatch.setattr(Fingerprint, "digest", reading)
     assert_same(wanted, run(model, cache, input_ids=IDS))
     assert errors == [[]]  # it came to that, and nothing was raised there
 
@@ -276,7 +276,7 @@ def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(
     cache, change = PagedPrefixCache(model, block_size=4, trust_hooks=True), Change(model)
     wanted = run(model, input_ids=IDS)
     looks = [True]  # another thread runs when the conditions are read, and from then on none
-    monkeypatch.setattr(Conditioning, "may_change_in_a_forward", lambda self: looks.pop() if looks else False)
+    monkeypatch.setattr(Fingerprint, "may_change_in_a_forward", lambda self: looks.pop() if looks else False)
     begin_captured = Opening.begin_captured
 
     def begin(*args: Any, **kwargs: Any) -> Any:

@@ -345,7 +345,7 @@ def test_hooks_that_are_gone_are_not_kept_and_never_taken_for_one_another() -> N
     model = build("llama")
     cache = PagedPrefixCache(model, trust_hooks=True)
     run(model, cache, input_ids=IDS)
-    numbers = cache.store.conditioning._numbers.known
+    numbers = cache.store.fingerprint._numbers.known
     of_the_model = set(numbers)
     for factor in (1.0, 2.0, 0.5):
         tensor = torch.full((1,), factor)

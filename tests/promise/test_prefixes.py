@@ -22,7 +22,7 @@ from hf_paged_cache import (
     PrefixStore,
     UnsupportedModelError,
 )
-from hf_paged_cache.model.probing import measure_bytes_per_token
+from hf_paged_cache.model.trial import measure_bytes_per_token
 from hf_paged_cache.store.window_groups import SHARE_OF_A_BUDGET
 
 from ..blocks.snapshot import snapshot_of
@@ -176,7 +176,7 @@ def test_where_rotary_frequencies_depend_on_length_a_prompt_runs_whole(name: str
     cache, prompt = PagedPrefixCache(model, block_size=4), row((1, 82))
     with Forwards(model) as shapes:
         done = cache.prefill(prompt, chunk_size=16)
-    by_length = cache.store.conditioning.rope.depends_on_length
+    by_length = cache.store.fingerprint.rope.depends_on_length
     assert done.num_tokens == 80
     assert shapes == [(1, 82)] if by_length else max(shapes) == (1, 16)
     assert cache.lookup(prompt).num_tokens == 80

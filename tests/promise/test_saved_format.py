@@ -42,7 +42,7 @@ def sha256(*parts: bytes) -> bytes:
 
 def write_by_hand(model: Any, folder: Path, change: Any = lambda said: None) -> dict[str, Any]:
     """One file with a prefix's blocks, by no code of the package but the model's facts; what it says of itself."""
-    identity = new_cache(model).store.conditioning.identity()
+    identity = new_cache(model).store.fingerprint.identity()
     facts = dict(identity.facts)
     of_root = [sha256(json.dumps(facts, sort_keys=True).encode()), b"", b"", b"", b"0 0"]
     root = sha256(*(len(part).to_bytes(8, "little") + part for part in of_root))

@@ -98,7 +98,7 @@ def test_padding_is_of_a_rows_root_as_far_as_it_shows(name: str, setting: str) -
 
 @pytest.mark.parametrize(("name", "setting"), [("lfm2", "conv_bias"), ("bamba", "mamba_proj_bias")])
 def test_a_root_without_padding_would_be_seen(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.model.state_traits.StateTraits.root_padding", lambda self, pad: 0)
+    monkeypatch.setattr("hf_paged_cache.model.support.StateTraits.root_padding", lambda self, pad: 0)
     model = build(name, **{setting: True})
     cache = cache_of(model)
     run(model, cache, **batch(row((1, 137))))

@@ -14,8 +14,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.model.probing import measure_bytes_per_token
-from hf_paged_cache.model.support import cache_layers
+from hf_paged_cache.model.layers import cache_layers
+from hf_paged_cache.model.trial import measure_bytes_per_token
 
 from ..internals import make_forwards_cheap, zero_blocks
 from ..reference import PROMPT, TOLERANCE, assert_right, assert_same, batch, is_same, row, run

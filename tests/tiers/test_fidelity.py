@@ -285,9 +285,9 @@ def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, Any], said: 
 def test_tiers_are_refused_where_other_processes_share_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_paged_cache.model.conditioning import Conditioning
+    from hf_paged_cache.model.fingerprint import Fingerprint
 
-    monkeypatch.setattr(f"{Conditioning.__module__}.rank_groups", lambda model: (object(),))
+    monkeypatch.setattr(f"{Fingerprint.__module__}.rank_groups", lambda model: (object(),))
     with pytest.raises(CacheArgumentError, match="other processes share this model"):
         PrefixStore(tiny("llama"), disk_folder=tmp_path)
     PrefixStore(tiny("llama"))
