@@ -4,7 +4,7 @@
 """
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from ..blocks.hashing import bytes_of
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..blocks.tokens import TokenIds
-from ..call.found import Found, PreviousRows
-from ..call.look_up import continuation, look_up
+from ..call.find import PreviousRow, previous_rows
+from ..call.look_up import Found, continuation, look_up
 from ..errors import CacheArgumentError
 from ..wording import counted
 from .asked import AskedCache
@@ -127,10 +127,10 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
         >>> cache.prefill(inputs["input_ids"]).num_tokens, cache.lookup(inputs["input_ids"]).num_tokens
         (80, 80)
     """
-    return _look_up(cache, asked_prompt(cache, "the prompt", token_ids), PreviousRows(cache._current.rows))
+    return _look_up(cache, asked_prompt(cache, "the prompt", token_ids), previous_rows(cache._current.rows))
 
 
-def _look_up(cache: AskedCache, asked: AskedPrompt, last: PreviousRows) -> Lookup:
+def _look_up(cache: AskedCache, asked: AskedPrompt, last: Sequence[PreviousRow]) -> Lookup:
     blocks = cache.store.blocks
     num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
     with blocks.lock:
@@ -178,7 +178,7 @@ def explain(
         raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
-    last = PreviousRows(cache._current.rows)
+    last = previous_rows(cache._current.rows)
     found = _look_up(cache, asked, last)
     with blocks.lock:
         blocks.settle()

@@ -6,7 +6,7 @@ from typing import Any
 from ..blocks import HashChain
 from ..rows.shared import Seen
 from ..stats import RowStats
-from .limits import UNLIMITED, CallLimits
+from .request import UNLIMITED, CallLimits
 
 
 @dataclass(slots=True)

@@ -1,11 +1,13 @@
 """Counts what prompts cost: in the last call, and in all calls of a cache. Plain numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..stats import CallStats, RowStats
 from ..store.call_totals import CallTotals
 from .call_state import CallState
+from .find import Known
+from .request import ForwardRequest
 
 
 class PromptCounters:
@@ -39,14 +41,17 @@ class PromptCounters:
         """
         if begins and bypassed:
             self.note_bypass()
-        num_tokens = sum(row.prompt_tokens for row in new)
-        num_computed, num_reused = sum(row.computed_tokens for row in new), sum(row.reused_tokens for row in new)
+        prompt = computed = reused = 0
+        reasons = []
+        for row, more in zip(state.counts, new, strict=True):
+            prompt += more.prompt_tokens
+            computed += more.computed_tokens
+            reused += more.reused_tokens
+            reasons.append((row.stopped, more.computed_tokens))
         for totals in (self.totals, self._of_all):
-            totals.record(num_tokens, num_computed, num_reused, num_calls=int(begins))
-            totals.record_reasons(
-                (row.stopped, more.computed_tokens) for row, more in zip(state.counts, new, strict=True)
-            )
-        self.end_call(state)
+            totals.record(prompt, computed, reused, num_calls=int(begins))
+            totals.record_reasons(reasons)
+        self._last = state
 
     def note_bypass(self) -> None:
         """Count a call as bypassed: it reuses and keeps nothing more."""
@@ -81,3 +86,53 @@ class PromptCounters:
             dense="" if state.seen is None else state.seen.dense,
             captured=str(state.captured),
         )
+
+
+def count_prompt(
+    request: ForwardRequest,
+    known: Sequence[Known],
+    num_found: Sequence[int],
+    members: Sequence[int],
+    copies: Sequence[int],
+    start: int,
+    ahead: Mapping[int, int],
+) -> list[RowStats]:
+    """Count the tokens of each row of the batch.
+
+    Args:
+        known: what is known of each row that runs.
+        num_found: for each row that runs, number of tokens that were there before the call.
+        members: row that runs -> the row of the batch that it is.
+        copies: row of the batch -> the row that runs for it.
+        start: column from which on the rows run.
+        ahead: row that runs -> number of tokens that were computed for it first.
+    """
+    counts = []
+    for row in request.rows:
+        num_tokens = max(0, request.num_new_columns - row.pad)
+        counts.append(RowStats(prompt_tokens=num_tokens))
+    for number, (member, of_row) in enumerate(zip(members, known, strict=True)):
+        count, pad = counts[member], request.rows[member].pad
+        skipped = max(0, start - pad)
+        count.computed_tokens = min(count.prompt_tokens, count.prompt_tokens - skipped + ahead.get(number, 0))
+        if ahead.get(number):
+            count.stopped = f"; {ahead[number]} of its tokens were computed first, alone"
+        else:
+            count.stopped = ""
+        if of_row.num_found - skipped > request.num_logits_needed:
+            why = request.keep_columns or "another row's hit is shorter"
+            count.stopped += f"; cached from {skipped} on, but computed again: {why}"
+    for member, number in enumerate(copies):
+        count, running = counts[member], counts[members[number]]
+        count.reused_tokens = min(num_found[number], running.prompt_tokens - running.computed_tokens)
+        count.matched_tokens = num_found[number]
+        count.host_tokens = min(count.reused_tokens, known[number].brought.get("host", 0))
+        count.disk_tokens = min(count.reused_tokens - count.host_tokens, known[number].brought.get("disk", 0))
+        said = running.stopped if members[number] == member else ""
+        count.stopped = known[number].stopped + said
+    return counts
+
+
+def count_bypassed(num_tokens: Sequence[int], why: str) -> list[RowStats]:
+    """Count the tokens of each row of a call, or of one more forward, that reuses and keeps nothing."""
+    return [RowStats(number, number, stopped=why) for number in num_tokens]

@@ -11,7 +11,7 @@ from ..rows import memory
 from ..rows.rows import Rows
 from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
-from .match import Known
+from .find import Known
 from .request import RowInput
 from .share import share_known
 

@@ -21,7 +21,7 @@ from ..rows.memory import Stream
 from ..rows.rows import Rows
 from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
-from .match import chain_of
+from .find import chain_of
 
 
 def keep(

@@ -3,6 +3,9 @@
 Effects: none; whoever asks holds the store's lock.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from ..blocks import BlockTable, Group, HashChain, resumable
 from ..blocks.hashing import tokens_of
 from ..blocks.image_tokens import WholeImages, end_of_image, filled_up, hold_images, whole_images
@@ -10,11 +13,19 @@ from ..blocks.tokens import TokenIds, common_prefix_length
 from ..store import tier_load
 from ..store.block_store import BlockStore
 from ..store.tier_load import Wanted
-from .found import Found, PreviousRows, why_no_state, why_no_window, why_stopped
+from .find import PreviousRow, closest_row, why_no_state, why_no_window, why_stopped
 from .request import RowInput
 
 
-def look_up(store: BlockStore, new: RowInput, last: PreviousRows, num_needed: int) -> Found:
+class Found(NamedTuple):
+    """`Found` says how many leading tokens of a row are known, and why no more are."""
+
+    num_tokens: int
+    stopped: str
+    tier: str | None = None  # furthest lower tier that some of them would come up from
+
+
+def look_up(store: BlockStore, new: RowInput, last: Sequence[PreviousRow], num_needed: int) -> Found:
     """Return what a call of one row would find.
 
     Args:
@@ -24,7 +35,7 @@ def look_up(store: BlockStore, new: RowInput, last: PreviousRows, num_needed: in
     """
     most = max(0, len(new.token_ids) - num_needed)
     found = _in_pool(store, new, most)
-    closest, num_common = last.closest(new)
+    closest, num_common = closest_row(last, new)
     if closest is not None:
         begins_otherwise, num_common = not num_common and closest.token_ids, whole_images(new.token_ids, num_common)
         if not closest.can_go_on_at(min(num_common, most)):
@@ -66,7 +77,7 @@ def _end_of_image(table: BlockTable, tokens: TokenIds, num_hit: int, block_size:
     return end if table.match_prefix(filled).num_tokens == len(filled) else 0
 
 
-def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: PreviousRows) -> TokenIds:
+def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequence[PreviousRow]) -> TokenIds:
     """Return how the closest of what a call would find continues after a row's first `num_tokens` tokens.
 
     The result is empty where nothing continues there.
@@ -76,7 +87,7 @@ def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Previo
     Args:
         last: see `look_up`.
     """
-    row, num_common = last.closest(new)
+    row, num_common = closest_row(last, new)
     found = [row.token_ids[num_tokens:]] if row is not None and num_common >= num_tokens else []
     if num_tokens % store.block_size == 0:
         chain = HashChain(new.root, store.block_size)

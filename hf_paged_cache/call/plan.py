@@ -3,18 +3,17 @@
 Pure: rows in, plan out; no table, no tensor.
 
 A row starts after any of its known tokens. Where layers carry states or have windows, it starts after exactly so many
-tokens, at its *origin*, or begins anew, in its padding. So rows join where they start, as on a staircase, and all run
-together from the last stair on. A prefix that rows share is computed in one row first. Forwards are cut where a
-snapshot is wanted.
+tokens, or begins anew, in its padding. Rows that know less than others run ahead up to the column at which all start,
+those that start close to each other together. A prefix that rows share is computed in one row first. Forwards are cut
+where a snapshot is wanted.
 
 A forward of one column counts as the step of a token: layers with a state do not look at its mask, so no row may be in
 its padding there.
 """
 
 from array import array
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,7 +25,7 @@ from ..blocks.tokens import TokenIds, common_prefix_length
 FORWARD_COST_ON_HOST = 64
 FORWARD_COST_ON_ACCELERATOR = 512
 
-_MAX_WEIGHED = 64  # most prefixes, and most columns to join at, that are weighed; more rows rarely differ in more
+_MAX_WEIGHED = 64  # most prefixes, and most columns to start at, that are weighed; more rows rarely differ in more
 
 
 class PlannedRow(NamedTuple):
@@ -62,7 +61,7 @@ class Prefix(NamedTuple):
     row: int
     num_tokens: int
     known: int  # number of these tokens that are not computed
-    heirs: Mapping[int, int]  # row -> tokens after which it resumes from there; the row that runs is included
+    heirs: tuple[int, ...]  # rows that resume after these tokens; the row that runs is among them
 
 
 class Step(NamedTuple):
@@ -82,21 +81,9 @@ class Plan(NamedTuple):
     cold: frozenset[int]  # rows that begin anew, whatever is known of them
     cost: int  # cost in tokens, with that of the forward over all rows
 
-    @property
-    def runs(self) -> bool:
-        """True if anything runs first."""
-        return bool(self.prefixes or self.steps)
 
-    def starts(self, num_rows: int) -> dict[int, int]:
-        """Return row -> column at which the row joins."""
-        starts = {number: step.start for step in reversed(self.steps) for number in step.rows}
-        return {number: starts.get(number, self.column) for number in range(num_rows)}
-
-
-def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan | None:
+def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan:
     """Find the forwards after which all rows together cost least, in tokens.
-
-    None where rows cannot come to one column, which may need forwards ahead.
 
     Args:
         may_run_ahead: forwards may run ahead; if not, none does.
@@ -106,13 +93,13 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
         >>> rows = [PlannedRow(0, 0, array("q", [*range(100), last, 7])) for last in (1, 2, 3)]
         >>> found = plan(rows, Bounds(stop=102, latest=101, forward_cost=8, align=4))
         >>> found.prefixes, found.column, found.cost
-        ((Prefix(row=0, num_tokens=100, known=0, heirs={0: 100, 1: 100, 2: 100}),), 100, 114)
+        ((Prefix(row=0, num_tokens=100, known=0, heirs=(0, 1, 2)),), 100, 114)
         >>> rows = [PlannedRow(pad=0, start=100), PlannedRow(pad=20, start=120)]
         >>> plan(rows, Bounds(stop=140, latest=139, forward_cost=10)).steps
         (Step(rows=(0,), start=100, stop=120),)
     """
-    best = _climb(rows, bounds, may_run_ahead=may_run_ahead)
-    if best is None or not may_run_ahead:
+    best = _catch_up(rows, bounds, may_run_ahead=may_run_ahead)
+    if not may_run_ahead:
         return best
     prefixes: list[Prefix] = []
     ahead = 0  # cost of the prefixes, in tokens
@@ -129,9 +116,9 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
             continue
         cost = ahead + length - known + bounds.forward_cost
         after = [row._replace(start=row.pad + length) if at in heirs else row for at, row in enumerate(rows)]
-        found = _climb(after, bounds)
-        if found is not None and found.cost + cost < best.cost:
-            prefixes.append(Prefix(row, length, known, dict.fromkeys(heirs, length)))
+        found = _catch_up(after, bounds)
+        if found.cost + cost < best.cost:
+            prefixes.append(Prefix(row, length, known, tuple(heirs)))
             ahead, rows = cost, after
             best = found._replace(prefixes=tuple(prefixes), cost=found.cost + cost)
     return best
@@ -161,113 +148,66 @@ def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int,
     return sorted(found.items(), key=lambda item: (item[1], item[0]))
 
 
-def _climb(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan | None:
-    """Plan without prefixes.
-
-    Of the rows that start where they are known, those of which least is known begin anew where that costs less.
-    """
-    exact = {
-        number: row.start
-        for number, row in enumerate(rows)
-        if bounds.is_exact and row.start is not None and row.start <= bounds.latest
-    }
-    best: Plan | None = None
-    while True:
-        found = _staircase(rows, exact, bounds, may_run_ahead=may_run_ahead)
-        if found is not None and (best is None or found.cost < best.cost):
-            best = found
-        if not exact:
-            return best
-        least = min(exact.values())
-        exact = {number: start for number, start in exact.items() if start > least}
-
-
-def _staircase(
-    rows: Sequence[PlannedRow],
-    exact: Mapping[int, int],
-    bounds: Bounds,
-    *,
-    may_run_ahead: bool,
-) -> Plan | None:
-    """Find the cheapest stairs.
-
-    Rows of `exact` join at these columns, all other rows at the last stair that they may.
-    """
-    ends = []  # for each row, the last column at which it may join
-    for number, row in enumerate(rows):
-        end = row.pad - bounds.width if bounds.is_exact or row.start is None else row.start
-        ends.append(exact.get(number, max(0, min(end, bounds.latest))))
-    columns = sorted({0, *ends})
-    if not exact and len(columns) > _MAX_WEIGHED:
-        columns = sorted({0, min(ends), *columns[:: -(-len(columns) // _MAX_WEIGHED)]})
-    must, joined = set(exact.values()), sorted(ends)
-    ways: dict[int, tuple[int, int | None]] = {}  # column -> cost of rows that run up to it, and the stair before it
-    for at, stop in enumerate(columns):
-        if stop <= joined[0]:
-            ways[stop] = (0, None)
-        num_running = bisect_left(joined, stop)
-        if not num_running or not may_run_ahead:
-            continue
-        pad = max(row.pad for row, end in zip(rows, ends, strict=True) if end < stop)
-        for start in reversed(columns[:at]):
-            if start in ways and _may_run(start, stop, pad, bounds):
-                cost = ways[start][0] + num_running * (stop - start) + bounds.forward_cost
-                if stop not in ways or cost < ways[stop][0]:
-                    ways[stop] = cost, start
-            if start in must:
-                break
-    last = max(must, default=0)
-    tops = [(cost + len(rows) * (bounds.stop - column), column) for column, (cost, _) in ways.items() if column >= last]
-    if not tops:
-        return None
-    cost, column = min(tops)
-    stairs, below = [column], ways[column][1]
-    while below is not None:
-        stairs.append(below)
-        below = ways[below][1]
-    steps = [
-        Step(tuple(number for number, end in enumerate(ends) if end < stop), start, stop)
-        for start, stop in pairwise(reversed(stairs))
+def _catch_up(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan:
+    """Plan without prefixes: find the column up to which the rows that know less run ahead at the least cost."""
+    latest = bounds.latest
+    starts = [None if row.start is None or (row.start > latest and bounds.is_exact) else row.start for row in rows]
+    ends = [  # for each row, the last column at which it may join
+        max(0, min(row.pad - bounds.width if start is None else start, latest))
+        for row, start in zip(rows, starts, strict=True)
     ]
-    cold = frozenset(range(len(rows))) - exact.keys() if bounds.is_exact else frozenset()
-    return Plan((), tuple(steps), column, cold, cost)
+    best = Plan((), (), 0, frozenset(range(len(rows))) if bounds.is_exact else frozenset(), len(rows) * bounds.stop)
+    columns = sorted(set(ends))
+    if bounds.is_exact:  # rows can join where they are known, and nowhere before
+        columns = [max((start for start in starts if start is not None), default=0)]
+    for column in columns[:: -(-len(columns) // _MAX_WEIGHED)]:
+        steps = list[Step]()
+        for number in sorted(range(len(rows)), key=ends.__getitem__):
+            start, is_fixed = ends[number], bounds.is_exact and starts[number] is not None
+            if start >= column:
+                break
+            last = steps[-1] if steps else None
+            if last and (start == last.start or (not is_fixed and start - last.start <= bounds.forward_cost)):
+                steps[-1] = last._replace(rows=tuple(sorted((*last.rows, number))))
+            else:
+                steps.append(Step((number,), start, column))
+        cost = sum(len(each.rows) * (column - each.start) + bounds.forward_cost for each in steps)
+        cost += len(rows) * (bounds.stop - column)
+        may_run = all(_may_run(each, rows, bounds) for each in steps) and (may_run_ahead or not steps)
+        if may_run and cost <= best.cost:
+            cold = frozenset(at for at, start in enumerate(starts) if start is None and bounds.is_exact)
+            best = Plan((), tuple(steps), column, cold, cost)
+    return best
 
 
-def _may_run(start: int, stop: int, pad: int, bounds: Bounds) -> bool:
-    """Return whether a forward of these columns, of rows of so much padding, computes what one of more columns does."""
-    return stop - start > 1 or (pad <= start and (bounds.least < 2 or not start))
+def _may_run(step: Step, rows: Sequence[PlannedRow], bounds: Bounds) -> bool:
+    """Return whether a forward of these columns computes what one of more columns does."""
+    if step.stop - step.start > 1:
+        return True
+    return (bounds.least < 2 or not step.start) and all(rows[number].pad <= step.start for number in step.rows)
 
 
 def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:
-    """Cut the forwards of a plan where snapshots are wanted.
+    """Cut the forwards of a plan, and the one over all rows, where snapshots are wanted.
 
-    All cuts of a single row, or cuts that all rows want, are made; others as far as they cost an eighth of the plan.
+    All cuts that all rows of a forward want are made, others as far as they cost an eighth of the forward.
     """
-    columns: Counter[int] = Counter()
-    starts = plan.starts(len(rows))
-    for number, start in starts.items():
-        row = rows[number]
-        columns.update({row.pad + wanted for wanted in row.wanted if start < row.pad + wanted <= bounds.latest})
-
-    def may_part(start: int, stop: int) -> bool:
-        pad = max((rows[number].pad for number in starts if starts[number] <= start), default=0)
-        return _may_run(start, stop, pad, bounds)
-
-    allowed = plan.cost // 8 // max(1, bounds.forward_cost)
-    taken = {plan.column, *(at for step in plan.steps for at in (step.start, step.stop))}
-    cuts: list[int] = []
-    for column, number in sorted(columns.items(), key=lambda pair: (-pair[1], -pair[0])):
-        if column in taken or not all(may_part(*sorted((column, other))) for other in taken):
-            continue
-        if number < len(rows):
-            allowed -= 1  # a cut that all rows want costs no row a forward more
-        if number == len(rows) or allowed >= 0:
-            cuts.append(column)
-            taken.add(column)
-    column = max([plan.column, *cuts])
-    steps = [*plan.steps, Step(tuple(range(len(rows))), plan.column, column)]
-    made = []
-    for step in steps:
-        ends = [step.start, *sorted(at for at in cuts if step.start < at < step.stop), step.stop]
-        made += [Step(step.rows, start, end) for start, end in pairwise(ends) if start < end]
+    made, column = list[Step](), plan.column
+    for step in (*plan.steps, Step(tuple(range(len(rows))), column, bounds.latest)):
+        wanted: Counter[int] = Counter()
+        for number in step.rows:
+            wanted.update(rows[number].pad + num_tokens for num_tokens in rows[number].wanted)
+        allowed = len(step.rows) * (step.stop - step.start) // 8 // max(1, bounds.forward_cost)
+        is_last = step.start == plan.column
+        ends = [step.start] if is_last else [step.start, step.stop]
+        for at, number in sorted(wanted.items(), key=lambda pair: (-pair[1], -pair[0])):
+            if not step.start < at <= step.stop or min(abs(at - end) for end in ends) < 2:
+                continue
+            if number < len(step.rows):
+                allowed -= 1
+            if number == len(step.rows) or allowed >= 0:
+                ends.append(at)
+        made += [Step(step.rows, start, stop) for start, stop in pairwise(sorted(ends))]
+        if is_last:
+            column = max(ends)
     return plan._replace(steps=tuple(made), column=column)

@@ -1,8 +1,9 @@
-"""Describes a forward as it is asked for.
+"""Describes a forward, and a call, as they are asked for.
 
 Columns are counted from the left, padding included; positions count a row's tokens.
 """
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,12 +58,22 @@ class ForwardRequest:
         return self.num_new_columns - num_needed
 
 
-class RequestRead(BaseException):
-    """`RequestRead` ends a `generate` that was begun to see what its first forward would ask of the cache.
+@dataclass(frozen=True, slots=True)
+class CallLimits:
+    """`CallLimits` has what `generate` knows of the call that it begins."""
 
-    Attributes:
-        request: what that forward would ask.
-    """
+    num_prompt_columns: float = math.inf  # columns of the prompt, padding included; later columns are generated
+    max_columns: float = math.inf  # most columns that a row can get
+    num_rows: int = 0  # rows of the batch once beams and samples are expanded
+    end_of_sequence: frozenset[int] = frozenset()  # token ids that end a row
+
+
+UNLIMITED = CallLimits()
+"""Limits of forwards without `generate`, and of calls whose arguments do not tell any."""
+
+
+class RequestRead(BaseException):
+    """`RequestRead` ends a `generate` that was begun to see what its first forward would ask of the cache."""
 
     def __init__(self, request: ForwardRequest) -> None:
         super().__init__()

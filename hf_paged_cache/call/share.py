@@ -16,7 +16,7 @@ from ..rows.memory import Streams
 from ..rows.rows import Rows
 from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
-from .match import Known
+from .find import Known
 from .request import RowInput
 
 

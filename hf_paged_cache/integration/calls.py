@@ -19,11 +19,9 @@ from typing import Any, NoReturn
 import torch
 
 from ..call.call_state import CallState
-from ..call.counters import PromptCounters
+from ..call.counters import PromptCounters, count_bypassed
 from ..call.keep import lay_out
-from ..call.limits import UNLIMITED
-from ..call.record import count_bypassed
-from ..call.request import ForwardRequest
+from ..call.request import UNLIMITED, ForwardRequest
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.transfers import to_device

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig
 
-from ..call.limits import UNLIMITED, CallLimits
+from ..call.request import UNLIMITED, CallLimits
 from ..model.fingerprint import OUTPUT_FLAGS
 from .prompt_images import PromptImages
 

@@ -9,9 +9,9 @@ import torch
 
 from ..blocks.image_tokens import hold_images, whole_images
 from ..call.call_state import CallState
+from ..call.counters import count_bypassed, count_prompt
 from ..call.fill import fill
-from ..call.match import Known
-from ..call.record import count_bypassed, count_prompt
+from ..call.find import Finding, Known
 from ..call.request import ForwardRequest, RowInput
 from ..model.layers import cache_layers
 from ..rows.kinds import kinds_of
@@ -24,7 +24,6 @@ from ..stats import RowStats
 from .asking import Asking, FirstForward
 from .capturing import Capturing
 from .chunked_prompt import ChunkedPrompt
-from .finding import Finding
 from .forward_arguments import cut
 from .generate_arguments import GenerateArguments
 from .keeping import Keeping

@@ -5,13 +5,12 @@ part of a prompt after which the states are kept. Each is a small call of rows o
 copied from its rows to those of the call.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ..call.match import Known
-from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, Step, cut, plan
+from ..call.find import Known
+from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
 from ..call.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
@@ -60,29 +59,28 @@ class SharedPrefill:
         """
         if latest <= 0:
             return Ahead(0)
-        are_cut = is_exact and (bool(self._store.states) or any(row.num_matched > row.num_tokens for row in known))
         may_share = may_share and request.num_new_columns > self._store.block_size
-        if (len(inputs) == 1 and not are_cut) or not (may_share or is_exact):
+        are_cut = is_exact and may_share
+        are_cut = are_cut and (bool(self._store.states) or any(row.num_matched > row.num_tokens for row in known))
+        if len(inputs) == 1 and not are_cut:
+            return Ahead(min(inputs[0].pad + known[0].num_tokens, latest) if known[0].num_tokens else 0)
+        if not (may_share or is_exact):
             return Ahead(_least(inputs, known, latest))
         bounds, rows = self._bounds(request, latest, is_exact=is_exact), _planned(inputs, known, latest)
         found = plan(rows, bounds, may_run_ahead=may_share)
-        if is_exact:
-            for number in range(len(rows)) if found is None else found.cold:
-                known[number].forget()
-        if found is None:
-            return Ahead(0 if is_exact else _least(inputs, known, latest))
-        if may_share and are_cut:
+        for number in found.cold:
+            known[number].forget()
+        if are_cut:
             found = self._cut(found, rows, known, bounds)
-        ahead = self._run(found, inputs, known, arguments) if found.runs else Ahead(found.column)
-        if is_exact:
-            return ahead if any(row.pad < found.column for row in inputs) else ahead._replace(start=0)
-        least = _least(inputs, known, latest)
-        return ahead._replace(start=min(least, found.column) if ahead.made else least)
+        num_computed, made = self._run(found, inputs, known, arguments)
+        start = found.column if is_exact else _least(inputs, known, latest)
+        if made:
+            start = min(start, found.column)
+        return Ahead(start if any(row.pad < start for row in inputs) else 0, num_computed, made)
 
-    def cost(self, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int) -> float:
+    def cost(self, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int) -> int:
         """Return what it costs, in tokens, to bring rows to one column if they start exactly where they are known."""
-        found = plan(_planned(inputs, known, latest), self._bounds(request, latest, is_exact=True))
-        return math.inf if found is None else found.cost
+        return plan(_planned(inputs, known, latest), self._bounds(request, latest, is_exact=True)).cost
 
     def _bounds(self, request: ForwardRequest, latest: int, *, is_exact: bool) -> Bounds:
         store = self._store
@@ -100,73 +98,70 @@ class SharedPrefill:
         )
 
     def _cut(self, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
-        """Return a plan whose forwards also end where windows or states of rows are to be kept."""
+        """Return a plan whose forwards also end where windows or states of rows are to be kept.
+
+        One place is where a row parts from what is known. States, unless a forward shows them everywhere, are also kept
+        at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is room.
+        """
+        states = self._store.states
         with self._store.lock:
-            for number, (planned, of_row) in enumerate(zip(rows, known, strict=True)):
-                ahead = max((prefix.heirs.get(number, 0) for prefix in found.prefixes), default=0)
-                rows[number] = planned._replace(wanted=self._wanted(planned, of_row, ahead, bounds))
+            for number, (row, of_row) in enumerate(zip(rows, known, strict=True)):
+                ahead = max((prefix.num_tokens for prefix in found.prefixes if number in prefix.heirs), default=0)
+                first, last = max(of_row.num_tokens, ahead), max(of_row.num_in_blocks, ahead)
+                most = bounds.latest - row.pad
+                parts_at = min(of_row.num_matched, most) // states.align * states.align
+                if not states or states.rules.is_recorded:
+                    wanted, least = {parts_at} if self._store.windows else set[int](), first + 1
+                else:
+                    wanted = {most // states.align * states.align, parts_at}
+                    grid = range(first // states.grid * states.grid + states.grid, most, states.grid)
+                    if len(grid) + len(wanted) <= states.kept.num_free:
+                        wanted.update(grid)
+                    least = max(first + 1, last + _LEAST_GAIN if last else 1)
+                rows[number] = row._replace(wanted=tuple(place for place in wanted if place >= least))
         return cut(found, rows, bounds)
 
-    def _wanted(self, planned: PlannedRow, known: Known, ahead: int, bounds: Bounds) -> tuple[int, ...]:
-        """Return after how many tokens of a row its windows or states are to be kept, so that later calls resume there.
-
-        One place is where the row parts from what is known. States, unless a forward shows them everywhere, are also
-        kept at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is
-        room. `ahead` tokens of the row are computed in a prefix.
-        """
-        states, most = self._store.states, bounds.latest - planned.pad
-        first, last = max(known.num_tokens, ahead), max(known.num_in_blocks, ahead)
-        parts_at = min(known.num_matched, most) // states.align * states.align
-        if not states or states.rules.is_recorded:
-            return (parts_at,) if parts_at > first and self._store.windows else ()
-        wanted = {most // states.align * states.align, parts_at}
-        grid = range(first // states.grid * states.grid + states.grid, most, states.grid)
-        if len(grid) + len(wanted) <= states.kept.num_free:
-            wanted.update(grid)
-        least = max(first + 1, last + _LEAST_GAIN if last else 1)
-        return tuple(sorted(place for place in wanted if place >= least))
-
     def _run(
-        self,
-        found: Plan,
-        inputs: Sequence[RowInput],
-        known: Sequence[Known],
-        arguments: Mapping[str, Any],
-    ) -> Ahead:
-        """Run the forwards of a plan, with the plain arguments that the call's forward has."""
+        self, found: Plan, inputs: Sequence[RowInput], known: Sequence[Known], arguments: Mapping[str, Any]
+    ) -> tuple[Mapping[int, int], Sequence[Rows]]:
+        """Run the forwards of a plan, with the plain arguments that the call's forward has.
+
+        Return how many tokens were computed for each row, and the rows that ran.
+        """
         options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
         num_computed, made = Counter[int](), list[Rows]()
 
-        def forward(going_on: Rows | None, some: list[RowInput], numbers: Sequence[int], start: int, stop: int) -> Rows:
-            some, rows = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some], going_on
-            if rows is None:
+        def forward(some: list[RowInput], numbers: Sequence[int], start: int, stop: int, going_on: Rows | None) -> None:
+            some = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some]
+            if going_on is None:
                 start = 0 if all(row.pad >= start for row in some) else start
-                rows = self._make_rows(some, [known[number] for number in numbers], start, stop)
-                rows.in_generate = True
-                made.append(rows)
-            self._side.run(rows, some, start, stop, options=options)
-            return rows
+                going_on = self._make_rows(some, [known[number] for number in numbers], start, stop)
+                going_on.in_generate = True
+                made.append(going_on)
+            self._side.run(going_on, some, start, stop, options=options)
 
         for prefix in found.prefixes:
             row = inputs[prefix.row]
             pad = min(row.pad, self._store.states.rules.width) if self._side.takes_positions else row.pad
             start = pad + prefix.known if prefix.known else 0
-            rows = forward(None, [row._replace(pad=pad)], [prefix.row], start, pad + prefix.num_tokens)
+            forward([row._replace(pad=pad)], [prefix.row], start, pad + prefix.num_tokens, None)
             num_computed[prefix.row] += prefix.num_tokens - prefix.known
-            for number, num_tokens in prefix.heirs.items():
-                known[number].learn(rows, 0, num_tokens)
-        last: tuple[Step, Rows] | None = None
+            for number in prefix.heirs:
+                known[number].learn(made[-1], 0, prefix.num_tokens)
+        last = None
         for step in found.steps:
             # rows with windows would give up what is seen at their end before it is kept
-            goes_on = last is not None and last[0].rows == step.rows and last[0].stop == step.start
-            going_on = last[1] if last is not None and goes_on and last[1].windows is None else None
-            rows = forward(going_on, [inputs[number] for number in step.rows], step.rows, step.start, step.stop)
-            last = step, rows
+            goes_on = (
+                last is not None and (last.rows, last.stop) == (step.rows, step.start) and made[-1].windows is None
+            )
+            some = [inputs[number] for number in step.rows]
+            forward(some, step.rows, step.start, step.stop, made[-1] if goes_on else None)
+            last = step
             for at, number in enumerate(step.rows):
                 pad = inputs[number].pad
                 num_computed[number] += max(0, step.stop - pad) - max(0, step.start - pad)
-                known[number].learn(rows, at, max(0, step.stop - pad))
-        return Ahead(found.column, num_computed, made)
+                known[number].learn(made[-1], at, max(0, step.stop - pad))
+        return num_computed, made
 
 
 def _planned(inputs: Sequence[RowInput], known: Sequence[Known], latest: int) -> list[PlannedRow]:

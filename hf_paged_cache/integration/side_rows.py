@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.counters import PromptCounters
-from ..call.limits import CallLimits
-from ..call.request import ForwardRequest, RequestRead, RowInput
+from ..call.request import CallLimits, ForwardRequest, RequestRead, RowInput
 from ..model.rope import RopeDeltas
 from ..rows.rows import Rows
 from .generate_arguments import GenerateArguments

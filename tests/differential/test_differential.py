@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_paged_cache import UnsupportedModelError
-from hf_paged_cache.integration.finding import Finding
+from hf_paged_cache.call.find import Finding
 from tests.differential.__main__ import draw, play_drawn
 from tests.differential.comparing import DifferenceError, compare
 from tests.differential.kinds import build

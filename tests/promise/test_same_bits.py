@@ -11,9 +11,9 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache.call.find import Finding
 from hf_paged_cache.call.request import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
-from hf_paged_cache.integration.finding import Finding
 from tests.differential.kinds import build
 
 from ..internals import reused_of_chunks
