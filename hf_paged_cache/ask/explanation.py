@@ -17,8 +17,7 @@ from ..call.find import PreviousRow, previous_rows
 from ..call.look_up import Found, continuation, look_up
 from ..errors import CacheArgumentError
 from ..wording import counted
-from .asked import AskedCache
-from .prompts import AskedPrompt, asked_prompt
+from .prompts import AskedCache, AskedPrompt, asked_prompt
 
 _NUM_SHOWN = 16  # tokens that are shown before the place where prompts part, and after it
 
@@ -132,7 +131,7 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 def _look_up(cache: AskedCache, asked: AskedPrompt, last: Sequence[PreviousRow]) -> Lookup:
     blocks = cache.store.blocks
-    num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.token_ids) > 1 else 1
+    num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.row.token_ids) > 1 else 1
     with blocks.lock:
         blocks.settle()
         found = Found(0, asked.why_whole or "")
@@ -173,7 +172,7 @@ def explain(
         blocks are shared whole, so 13 tokens from token 32 on that the two have in common are computed, too
     """
     asked, blocks = asked_prompt(cache, "the prompt", token_ids), cache.store.blocks
-    tokens = asked.token_ids
+    tokens = asked.row.token_ids
     if not tokens:
         raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):

@@ -1,8 +1,4 @@
-"""Computes prefixes ahead (`cache.prefill`), keeps them (`cache.pin`) and lets them go (`cache.unpin`).
-
-Users name prefixes by token ids, or as a processor returns them; this module owns what the arguments may be. It changes
-no rows of the cache.
-"""
+"""Computes prefixes ahead (`cache.prefill`), keeps them (`cache.pin`) and lets them go (`cache.unpin`)."""
 
 from array import array
 from collections.abc import Mapping
@@ -16,9 +12,8 @@ from ..blocks.image_tokens import end_of_image, filled_up
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError, UnsupportedModelError
 from ..integration.prefill import Prefill, Prefilled, Prompt
-from ..integration.token_input import are_several, in_vocabulary, one_sequence
-from .asked import AskedCache
-from .prompts import asked_prompt
+from ..integration.token_input import are_several, one_sequence
+from .prompts import AskedCache, asked_prompt, text_of
 
 
 def prefill(
@@ -83,24 +78,15 @@ def prefill(
 
 
 def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> Prompt:
-    """Read a prompt to prefill, as a user gives it, under the model as it is now.
-
-    Args:
-        name: name of the prompt, for messages.
-
-    Raises:
-        CacheArgumentError: the prompt is not the token ids of a sequence, or has ids outside the vocabulary.
-        UnsupportedModelError: what would be computed now of the prompt may not be reused.
-    """
+    """Read a prompt to prefill, as a user gives it, under the model as it is now; messages have its name."""
     if not isinstance(given, Mapping):
-        vocabulary_size = cache.store.model.config.get_text_config(decoder=True).vocab_size
-        cache.store.placeholders.require_text(name, in_vocabulary(name, given, vocabulary_size))
+        text_of(cache, name, given)
     asked = asked_prompt(cache, name, given)
     if asked.why_whole is not None:
         raise UnsupportedModelError(
             f"nothing that is computed now of {name} may be reused, so nothing was prefilled: {asked.why_whole}"
         )
-    return Prompt(asked.row.root, cache.cache_salt, asked.token_ids, asked.inputs)
+    return Prompt(asked.row.root, cache.cache_salt, asked.row.token_ids, asked.inputs)
 
 
 def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:
@@ -138,10 +124,10 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") 
     """
     asked, blocks = asked_prompt(cache, "the prefix", token_ids), cache.store.blocks
     pins, root = blocks.pins, asked.row.root
-    ended = _up_to_an_image(cache, asked.token_ids)
+    ended = _up_to_an_image(cache, asked.row.token_ids)
     with blocks.lock:
         blocks.settle()
-        num_pinned = pins.pin(cache.cache_salt, root, asked.token_ids)
+        num_pinned = pins.pin(cache.cache_salt, root, asked.row.token_ids)
         if ended:
             with suppress(CacheArgumentError, OutOfBlocksError):  # without this pin, other text may run the image again
                 pins.pin(cache.cache_salt, root, ended)
@@ -162,7 +148,7 @@ def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] 
     """
     tokens: TokenIds | None = None
     if isinstance(token_ids, Mapping):
-        tokens = asked_prompt(cache, "the prefix", token_ids).token_ids
+        tokens = asked_prompt(cache, "the prefix", token_ids).row.token_ids
     elif token_ids is not None:  # pinned under whatever conditions
         tokens = array("q", one_sequence("the prefix", token_ids))
     pins = cache.store.blocks.pins
@@ -173,10 +159,7 @@ def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] 
 
 
 def _up_to_an_image(cache: AskedCache, tokens: TokenIds) -> TokenIds:
-    """Return the tokens up to the end of the last image, as they are kept.
-
-    They are empty if the image ends with a block, or if there is none.
-    """
+    """Return the tokens up to the end of the last image, as they are kept; none where that is a block's end."""
     end = end_of_image(tokens, 0, len(tokens)) or 0
     size = cache.store.blocks.block_size
     return filled_up(tokens, end, size) if end % size else tokens[:0]

@@ -2,41 +2,56 @@
 
 from array import array
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from ..blocks.roots import RootFacts
-from ..blocks.tokens import TokenIds
+from ..call.counters import PromptCounters
 from ..call.request import RowInput
 from ..errors import CacheArgumentError, CacheBusyError
-from ..integration.token_input import one_sequence
-from .asked import AskedCache
+from ..integration.calls import Calls
+from ..integration.current import Current
+from ..integration.ranks import Ranks
+from ..integration.side_rows import SideRows
+from ..integration.token_input import in_vocabulary, one_sequence
+from ..prefix_store import PrefixStore
+
+
+class AskedCache(Protocol):
+    """`AskedCache` is what the modules of this folder see of a `PagedPrefixCache`, whose methods they have."""
+
+    store: PrefixStore
+    cache_salt: bytes
+    _counters: PromptCounters
+    _calls: Calls
+    _current: Current
+    _ranks: Ranks
+    _side_rows: SideRows
+    _num_looks: int  # number of sequences that `verify` has looked at in turn
 
 
 class AskedPrompt(NamedTuple):
-    """`AskedPrompt` is one prompt that a user asks about.
+    """`AskedPrompt` is one prompt that a user asks about."""
 
-    Attributes:
-        row: row that a call of this prompt alone brings, with the names of its images and its root.
-        inputs: the prompt as it was given, for `generate`; None: it was token ids alone.
-        why_whole: why nothing of the prompt may be reused or kept; None: it may be.
+    row: RowInput  # what a call of this prompt alone brings, with the names of its images and its root
+    inputs: Mapping[str, Any] | None = None  # the prompt as `generate` takes it; None: it was token ids alone
+    why_whole: str | None = None  # why nothing of the prompt may be reused or kept
+
+
+def text_of(cache: AskedCache, what: str, given: Any) -> tuple[int, ...]:
+    """Return the token ids of a text.
+
+    Raises:
+        CacheArgumentError: they are no integers, are outside the vocabulary, are missing, or stand for images.
     """
-
-    row: RowInput
-    inputs: Mapping[str, Any] | None = None
-    why_whole: str | None = None
-
-    @property
-    def token_ids(self) -> TokenIds:
-        """Token ids of the prompt: of its text, and image tokens."""
-        return self.row.token_ids
+    tokens = in_vocabulary(what, given, cache.store.model.config.get_text_config(decoder=True).vocab_size)
+    cache.store.placeholders.require_text(what, tokens)
+    return tokens
 
 
 def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
-    """Read a prompt under the model's conditions of now.
-
-    Cost: with images, a SHA-256 over their pixels. No forward runs.
+    """Read a prompt under the model's conditions of now; no forward runs.
 
     Args:
         what: the argument's name, for messages.
@@ -67,11 +82,7 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
 
 
 def _root_of(cache: AskedCache, num_tokens: int) -> bytes:
-    """Return the root that a prompt of `num_tokens` tokens without padding would have now. Disturbs no call.
-
-    Raises:
-        CacheBusyError: a call is running, and its rotary frequencies would be changed.
-    """
+    """Return the root that a prompt of `num_tokens` tokens without padding would have now."""
     fingerprint, blocks, regime = cache.store.fingerprint, cache.store.blocks, b""
     digest = fingerprint.digest()
     if fingerprint.rope.depends_on_length:

@@ -1,12 +1,12 @@
 """Computes log-probabilities of continuations: each context runs once, and its continuations run after it.
 
-Every forward runs on a sibling cache, so no rows of the cache are touched. The number of forwards follows from the
-arguments alone, never from what is cached, so processes that share a model's weights stay in step.
+The number of forwards follows from the arguments alone, never from what is cached, so processes that share a model's
+weights stay in step.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,9 @@ from torch import Tensor
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError
 from ..integration.side_rows import row_of
-from ..integration.token_input import in_vocabulary
 from ..rows.rows import Rows
 from ..stats import RowStats
-from .asked import AskedCache
-from .prompts import asked_prompt
+from .prompts import AskedCache, asked_prompt, text_of
 
 _MAX_LOGITS = 2**27  # most numbers in the logits of one forward, where no batch_size is given
 
@@ -68,11 +66,10 @@ def score(
 
     The context is reused from the store as far as it is known, runs once, and is stored. A continuation that is the
     beginning of another one runs with that one. Where rotary frequencies depend on length (dynamic, longrope), each
-    continuation runs alone, from the context's start. The number of forwards follows from the arguments alone. No
-    gradients are computed.
+    continuation runs alone, from the context's start. The number of forwards follows from the arguments alone.
 
     The scores equal the `log_softmax` of one plain forward for each continuation, of all tokens of context and
-    continuation, at positions that count from 0, as in `generate`, on the model as it is when the call begins.
+    continuation, at positions that count from 0, on the model as it is when the call begins. No gradients are computed.
 
     Effects: none on the rows of this cache, also while its `generate` runs, and none on rotary frequencies. `stats()`
     counts a call with a row for each continuation, after the context, and `last_call` shows it, unless a `generate`
@@ -99,16 +96,19 @@ def score(
         >>> [score.num_tokens for score in scores], all(score.total < 0 for score in scores)
         ([4, 6], True)
     """
-    if batch_size is not None:
-        int_of_at_least("batch_size", batch_size, 1, "rows of a forward, or None")
-    if prefill_chunk_size is not None:
-        int_of_at_least("prefill_chunk_size", prefill_chunk_size, 1, "tokens of a forward, or None")
-    inputs, shift = context if isinstance(context, Mapping) else None, 0
-    if inputs is None:
-        prompt = _in_vocabulary(cache, "the context", context)
+    for name, size, what in (("batch_size", batch_size, "rows"), ("prefill_chunk_size", prefill_chunk_size, "tokens")):
+        if size is not None:
+            int_of_at_least(name, size, 1, f"{what} of a forward, or None")
+    inputs, shift = None, 0
+    if isinstance(context, Mapping):
+        inputs, (prompt, shift) = context, _prompt_of(cache, context, prefill_chunk_size)
     else:
-        prompt, shift = _prompt_of(cache, inputs, prefill_chunk_size)
-    wanted = _continuations(cache, continuations)
+        prompt = text_of(cache, "the context", context)
+    if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
+        raise CacheArgumentError(
+            f"continuations is of type {type(continuations).__name__}; give a list of token id sequences"
+        )
+    wanted = [text_of(cache, f"continuation {number}", tokens) for number, tokens in enumerate(continuations)]
     if not wanted:
         return []
     return score_contexts(
@@ -116,29 +116,8 @@ def score(
     )[0]
 
 
-def _in_vocabulary(cache: AskedCache, what: str, given: Any) -> Tokens:
-    """Return token ids, of text alone.
-
-    Raises:
-        CacheArgumentError: token ids are no integers, are outside the vocabulary, or are missing.
-    """
-    tokens = in_vocabulary(what, given, _vocabulary_size(cache))
-    cache.store.placeholders.require_text(what, tokens)
-    return tokens
-
-
-def _continuations(cache: AskedCache, given: Iterable[Tensor | Iterable[int]]) -> list[Tokens]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise CacheArgumentError(f"continuations is of type {type(given).__name__}; give a list of token id sequences")
-    return [_in_vocabulary(cache, f"continuation {number}", tokens) for number, tokens in enumerate(given)]
-
-
 def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> tuple[Tokens, int]:
-    """Return the tokens of a context that is more than token ids, and how far its images move later positions.
-
-    Raises:
-        CacheArgumentError: such a context cannot be scored so; the error says why.
-    """
+    """Return the tokens of a context that is more than token ids, and how far its images move later positions."""
     if prefill_chunk_size is not None:
         raise CacheArgumentError(
             "a context as a processor returns it runs in one forward; leave prefill_chunk_size out"
@@ -150,7 +129,7 @@ def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size:
     asked = asked_prompt(cache, "the context", inputs)
     if asked.row.shift is None:
         raise CacheArgumentError(f"at which positions tokens follow the context is not known: {asked.why_whole}")
-    return tuple(asked.token_ids), asked.row.shift
+    return tuple(asked.row.token_ids), asked.row.shift
 
 
 def may_score_together(cache: AskedCache) -> bool:
@@ -195,11 +174,6 @@ def score_contexts(
     return [[next(scores) for _ in continuations] for _, continuations in wanted]
 
 
-def _vocabulary_size(cache: AskedCache) -> int:
-    size: int = cache.store.model.config.get_text_config(decoder=True).vocab_size
-    return size
-
-
 class _Asked(NamedTuple):
     """`_Asked` is one continuation, and the context that it follows."""
 
@@ -208,43 +182,16 @@ class _Asked(NamedTuple):
     tokens: Tokens
 
 
-class _Branch(NamedTuple):
-    """`_Branch` is a row that follows a context: all but the last token of a continuation.
-
-    Continuations that are beginnings of it run with it; it is the first of its members.
-    """
-
-    stem: int
-    tokens: Tokens
-    members: list[int]
-
-
-class _Reading(NamedTuple):
-    """`_Reading` is one log-probability to read from a forward's logits.
-
-    The readings of a continuation come in the order of its tokens.
-    """
-
-    row: int
-    column: int  # column of the logits; the first is 0
-    continuation: int
-    token: int
-
-
 class _Scorer:
-    """`_Scorer` runs the forwards of one score, and collects what is read from their logits.
-
-    Args:
-        wanted, dtype: see `score_contexts`.
-    """
+    """`_Scorer` runs the forwards of one score, and collects what is read from their logits; see `score_contexts`."""
 
     def __init__(
         self, cache: AskedCache, wanted: Sequence[tuple[Tokens, Sequence[Tokens]]], dtype: torch.dtype | None
     ) -> None:
         self._side, self._rope, self._dtype = cache._side_rows, cache.store.fingerprint.rope, dtype
-        self._most_tokens = max(1, _MAX_LOGITS // _vocabulary_size(cache))
+        self._vocabulary_size = cache.store.model.config.get_text_config(decoder=True).vocab_size
         self.asked = [_Asked(stem, prompt, each) for stem, (prompt, some) in enumerate(wanted) for each in some]
-        self.counts = [RowStats(len(prompt) + len(tokens) - 1) for _, prompt, tokens in self.asked]
+        self.counts: list[RowStats] = []
         self.peak_kv_bytes, self.is_bypassed = 0, False
         self._found: dict[bytes, int] = {}  # root -> tokens that the first row alone has found: later rows find its own
         self._log_probs: list[list[float]] = [[] for _ in self.asked]
@@ -254,11 +201,7 @@ class _Scorer:
         return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
 
     def run_alone(self, number: int, chunk_size: int | None) -> None:
-        """Run one continuation in a row of its own, from the context's start, and read its logits.
-
-        Args:
-            chunk_size: see `score_contexts`.
-        """
+        """Run one continuation in a row of its own, from the context's start, and read its logits."""
         _, prompt, tokens = self.asked[number]
         with self._rope.put_back():
             if chunk_size is None:  # frequencies depend on length: the last token runs, as it counts in the length
@@ -268,11 +211,11 @@ class _Scorer:
             else:
                 logits, rows = self._side.run_chunks(row_of(prompt + tokens[:-1]), chunk_size, len(tokens))
         self._note(rows)
-        self._read(logits, [_Reading(0, at, number, token) for at, token in enumerate(tokens)])
+        self._read(logits, [(0, column, number, token) for column, token in enumerate(tokens)])
         (count,), (prompt_of_row,) = rows.state.counts, rows.prompts
         most = self._found.setdefault(prompt_of_row.root, count.matched_tokens)
         count.reused_tokens, count.matched_tokens = min(count.reused_tokens, most), min(count.matched_tokens, most)
-        self.counts[number] = count
+        self.counts.append(count)
 
     def run_after_contexts(
         self, prompts: Sequence[Tokens], batch_size: int | None, inputs: Mapping[str, Any] | None, shift: int
@@ -287,34 +230,44 @@ class _Scorer:
         else:
             logits, stems = self._side.generate(inputs)
         self._note(stems)
-        self._read(logits, [_Reading(each.stem, 0, n, each.tokens[0]) for n, each in enumerate(self.asked)])
+        self._read(logits, [(each.stem, 0, number, each.tokens[0]) for number, each in enumerate(self.asked)])
         self._count_contexts(stems.state.counts)
-        for some in _batches(self._branches(), batch_size, self._most_tokens):
-            tails = [row_of(branch.tokens, pads[branch.stem], shift) for branch in some]
-            branches = self._side.fork(stems, [branch.stem for branch in some])
-            logits = self._side.run(branches, tails, num_logits=len(some[0].tokens))
-            self._side.close(branches)
-            self._note(branches)
-            self._read(logits, [reading for row, branch in enumerate(some) for reading in self._readings(row, branch)])
-            for branch in some:
-                self.counts[branch.members[0]].computed_tokens += len(branch.tokens)
+        waiting = self._branches()
+        while waiting:
+            num_new = len(self.asked[waiting[0][0]].tokens) - 1
+            size = batch_size or max(1, _MAX_LOGITS // self._vocabulary_size // num_new)
+            some, waiting = waiting[:size], waiting[size:]
+            branches = [self.asked[members[0]] for members in some]
+            tails = [row_of(branch.tokens[:-1], pads[branch.stem], shift) for branch in branches]
+            forked = self._side.fork(stems, [branch.stem for branch in branches])
+            logits = self._side.run(forked, tails, num_logits=num_new)
+            self._side.close(forked)
+            self._note(forked)
+            readings = []
+            for row, members in enumerate(some):
+                self.counts[members[0]].computed_tokens += len(branches[row].tokens) - 1
+                for number in members:
+                    later = self.asked[number].tokens[1:]
+                    readings += [(row, column, number, token) for column, token in enumerate(later)]
+            self._read(logits, readings)
 
-    def _branches(self) -> list[_Branch]:
-        """Return a row for each continuation of more than a token that is not the start of another, longest first."""
-        rows: list[_Branch] = []
+    def _branches(self) -> list[list[int]]:
+        """Return which continuations run in one row after their context: beginnings of the first of them.
+
+        Each row runs all but the last token of its first continuation; the longest rows come first.
+        """
+        rows: list[list[int]] = []
         order = sorted(range(len(self.asked)), key=lambda n: (self.asked[n].stem, self.asked[n].tokens[:-1]))
-        for number in reversed(order):
-            stem, tokens = self.asked[number].stem, self.asked[number].tokens[:-1]
-            # in this order, a sequence comes right after the sequences that begin with it
-            if not rows or rows[-1].stem != stem or rows[-1].tokens[: len(tokens)] != tokens:
-                rows.append(_Branch(stem, tokens, []))
-            rows[-1].members.append(number)
-        return sorted((row for row in rows if row.tokens), key=lambda row: len(row.tokens), reverse=True)
-
-    def _readings(self, row: int, branch: _Branch) -> Iterator[_Reading]:
-        for number in branch.members:
-            for column, token in enumerate(self.asked[number].tokens[1:]):
-                yield _Reading(row, column, number, token)
+        for number in reversed(order):  # a sequence comes right after those that begin with it
+            stem, _, tokens = self.asked[number]
+            first = self.asked[rows[-1][0]] if rows else None
+            if len(tokens) == 1:
+                continue
+            if first is not None and first.stem == stem and first.tokens[: len(tokens) - 1] == tokens[:-1]:
+                rows[-1].append(number)
+            else:
+                rows.append([number])
+        return sorted(rows, key=lambda row: len(self.asked[row[0]].tokens), reverse=True)
 
     def _note(self, rows: Rows) -> None:
         """Note that rows have run: their memory, and whether they were bypassed."""
@@ -323,30 +276,21 @@ class _Scorer:
 
     def _count_contexts(self, of_stems: Sequence[RowStats]) -> None:
         """Count the contexts: what was reused counts for each continuation, what was computed for the first."""
-        paid = set[int]()
-        for count, each in zip(self.counts, self.asked, strict=True):
-            of_stem = of_stems[each.stem]
-            count.reused_tokens, count.matched_tokens = of_stem.reused_tokens, of_stem.matched_tokens
-            count.host_tokens, count.disk_tokens = of_stem.host_tokens, of_stem.disk_tokens
-            count.stopped = of_stem.stopped
-            if each.stem not in paid:
-                paid.add(each.stem)
-                count.computed_tokens = of_stem.computed_tokens
+        for stem, prompt, tokens in self.asked:
+            is_first = len(self.counts) == 0 or self.asked[len(self.counts) - 1].stem != stem
+            num_computed = of_stems[stem].computed_tokens if is_first else 0
+            num_tokens = len(prompt) + len(tokens) - 1
+            self.counts.append(replace(of_stems[stem], prompt_tokens=num_tokens, computed_tokens=num_computed))
 
-    def _read(self, logits: Tensor, readings: Sequence[_Reading]) -> None:
-        index = torch.tensor([(read.row, read.column, read.token) for read in readings], device=logits.device)
-        row_of, column, token = index.unbind(1)
-        chosen = logits.log_softmax(dim=-1, dtype=self._dtype)[row_of, column, token].float()
-        is_best = logits.argmax(dim=-1)[row_of, column] == token
-        for read, log_prob, best in zip(readings, chosen.tolist(), is_best.tolist(), strict=True):
-            self._log_probs[read.continuation].append(log_prob)
-            self._is_greedy[read.continuation] &= best
+    def _read(self, logits: Tensor, readings: Sequence[tuple[int, int, int, int]]) -> None:
+        """Read log-probabilities, of a continuation in the order of its tokens.
 
-
-def _batches(rows: Sequence[_Branch], batch_size: int | None, max_tokens: int) -> Iterator[Sequence[_Branch]]:
-    """Cut rows, the longest first, into batches that each fit into one forward."""
-    first = 0
-    while first < len(rows):
-        size = batch_size or max(1, max_tokens // len(rows[first].tokens))
-        yield rows[first : first + size]
-        first += size
+        Args:
+            readings: row and column of the logits, number of the continuation, and token.
+        """
+        row, column, _, token = torch.tensor(readings, device=logits.device).unbind(1)
+        chosen = logits.log_softmax(dim=-1, dtype=self._dtype)[row, column, token].float()
+        is_best = logits.argmax(dim=-1)[row, column] == token
+        for (_, _, number, _), log_prob, best in zip(readings, chosen.tolist(), is_best.tolist(), strict=True):
+            self._log_probs[number].append(log_prob)
+            self._is_greedy[number] &= best
