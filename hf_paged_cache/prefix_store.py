@@ -20,7 +20,6 @@ from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
 from .integration.current import begin_to_forget, bytes_of_rows
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
-from .integration.generate_arguments import cross_inputs
 from .integration.hooks import attach
 from .integration.image_inputs import ImageInputs
 from .integration.token_input import are_several, one_sequence
@@ -29,12 +28,9 @@ from .model.layers import cache_layers, has_keys, has_state, states_of
 from .model.placeholders import Placeholders
 from .model.support import (
     StateTraits,
-    default_arguments,
     is_tested_version,
     leaves_doubt,
-    numbers_columns,
     require_supported,
-    takes,
     unwrapped,
 )
 from .model.trial import (
@@ -146,7 +142,7 @@ class PrefixStore:
         )
         self.placeholders = Placeholders(model)
         self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))
-        self.argument_reader = _argument_reader(model, carries_states=states is not None, sees_columns=bool(layers))
+        self.argument_reader = ArgumentReader(model, carries_states=states is not None, sees_columns=bool(layers))
         self.looks = Looks()
         self.arena = arena = Arena()
         if options.max_bytes is not None:
@@ -307,21 +303,6 @@ def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
             bar.update(done - bar.n)
 
         yield show
-
-
-def _argument_reader(model: PreTrainedModel, *, carries_states: bool, sees_columns: bool) -> ArgumentReader:
-    """Return a reader of the arguments of this model's forwards; see `ArgumentReader` for what it is told."""
-    takes_positions = takes(model, "position_ids")
-    return ArgumentReader(
-        model.config,
-        takes_positions=takes_positions,
-        takes_logits_to_keep=takes(model, "logits_to_keep"),
-        defaults=default_arguments(model),
-        numbers_columns=numbers_columns(model),
-        cross_inputs=cross_inputs(model),
-        carries_states=carries_states,
-        sees_columns=sees_columns,
-    )
 
 
 def read_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None:

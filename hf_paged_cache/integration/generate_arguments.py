@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from ..call.request import UNLIMITED, CallLimits
 from ..model.fingerprint import OUTPUT_FLAGS
+from .forward_arguments import cross_inputs
 from .prompt_images import PromptImages
 
 _UNSET_IMPLEMENTATION = "hybrid"  # a value of older generation configs; transformers reads it as none
@@ -130,15 +131,6 @@ def _calls_back(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> b
 def functions_of(model: Any) -> list[Any]:
     """Return each `generate` that a model's class has or inherits; the last one is transformers' own."""
     return [vars(owner)["generate"] for owner in type(model).__mro__ if "generate" in vars(owner)]
-
-
-def cross_inputs(model: Any) -> tuple[str, ...]:
-    """Return the names of arguments that a cross attention may attend to."""
-    names = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config.get_text_config(decoder=True), "cross_attention_layers", None):
-        return (*names, "pixel_values")
-    return names
 
 
 def _limits(options: Mapping[str, Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:

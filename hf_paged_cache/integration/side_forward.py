@@ -13,7 +13,7 @@ from ..kv.transfers import to_device
 from ..model.support import cache_argument
 from ..model.trial import input_device
 from ..rows.rows import Rows
-from .forward_arguments import ArgumentReader, num_pads
+from .forward_arguments import ArgumentReader
 
 
 class SideForwards:
@@ -60,7 +60,10 @@ class SideForwards:
         pads = [min(row.pad, stop) for row in rows]
         filled = []
         for row, pad in zip(rows, pads, strict=True):
-            num_pad, first = num_pads(pad, start, num_new), max(num_held, row.pad)  # column of the row's first token
+            num_pad, first = (
+                min(num_new, max(0, pad - start)),
+                max(num_held, row.pad),
+            )  # column of the row's first token
             tokens = array("q", [*[0] * num_pad, *row.token_ids[max(0, start - first) : max(0, stop - first)]])
             filled.append(tokens + array("q", row.token_ids[-1:]) * (num_new - len(tokens)))
         ids = to_device([*chain(*filled)], device).view(len(rows), -1)
