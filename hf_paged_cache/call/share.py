@@ -162,7 +162,7 @@ def _where(
         if ahead is not None and ahead[2] >= segment.start + num * size:
             source, number, _ = ahead
             column = source.prompts[number].pad + segment.start
-            if column >= source.base:
+            if column >= (source.base if source.shared is None else source.shared.plan.ends[number]):
                 part = slice(column - source.base, column - source.base + num * size)
                 return [
                     Streams(held[:, number : number + 1, :, part], names) for held, names in source.all_memory()

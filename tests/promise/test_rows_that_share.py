@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import launches
 
-from ..internals import score_contexts
+from ..internals import make_forwards_cheap, score_contexts, split_everywhere
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import tiny
 from .test_scoring import log_probs
@@ -65,6 +65,21 @@ def test_prompts_that_begin_alike_give_the_same_logits_whatever_a_launch_costs(
     cache.reset()
     zero_blocks(cache)
     assert not is_same(reference, run(model, cache, **call))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "lfm2"])
+def test_rows_that_ran_ahead_and_share_a_prefix_themselves_are_read_from_where_their_own_columns_begin(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding puts the same tokens of two rows into other columns, on either side of where the rows' memory begins."""
+    make_forwards_cheap(monkeypatch)
+    split_everywhere(monkeypatch)
+    model = tiny(name)
+    call = batch(row((1, 19), (2, 29)), row((1, 19), (3, 4)), row((1, 10), (4, 3)))
+    reference, cache = run(model, **call), PagedPrefixCache(model, block_size=8)
+    run(model, cache, **batch(row((5, 9))), max_new_tokens=1)  # now the layers' shapes are known
+    cache.reset()
+    assert_same(reference, run(model, cache, **call))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 10, 20, 1000])
