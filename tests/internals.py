@@ -56,6 +56,12 @@ def tokens_of_rows(cache: PagedPrefixCache) -> list[list[int]]:
     return [] if rows is None else [tokens.tolist() for tokens in rows.token_ids()]
 
 
+def are_bypassed(cache: PagedPrefixCache) -> bool:
+    """Whether the rows of the last call run, from here on, on transformers' own layers."""
+    rows = cache._current.rows
+    return rows is not None and rows.why_bypassed is not None
+
+
 def ran_on(output: Any, cache: PagedPrefixCache) -> bool:
     """Whether a `generate` ran on a cache: it returns that, or the rows of its call."""
     past = output.past_key_values
