@@ -1,6 +1,4 @@
-"""Owns the errors of this package: every one of them is a `PagedCacheError`. Refuses to know any other module."""
-
-from __future__ import annotations
+"""Owns the errors of this package: every one of them is a `PagedCacheError`."""
 
 
 class PagedCacheError(Exception):
@@ -16,7 +14,7 @@ class PagedCacheError(Exception):
 
 
 class UnsupportedModelError(PagedCacheError):
-    """`UnsupportedModelError` is raised when a cache is built for a model or layer type that we cannot hold right.
+    """`UnsupportedModelError` is raised when a cache is built for a model that we cannot hold right.
 
     Use `DynamicCache` for such a model. `check_model` says why without raising.
     """
@@ -30,23 +28,15 @@ class OutOfBlocksError(PagedCacheError):
 
 
 class CacheBusyError(PagedCacheError):
-    """`CacheBusyError` is raised when rows that run, or may resume, are in the way of what is asked, such as a reset.
-
-    It is also raised when two threads run one cache where each must wait.
-    """
+    """`CacheBusyError` is raised when rows that run, or may resume, are in the way, such as of a reset."""
 
 
 class BlockStateError(PagedCacheError):
-    """`BlockStateError` is raised when a block is not in the state that an operation needs, such as at a double free.
-
-    The caller then has a defect.
-    """
+    """`BlockStateError` is raised when a block is not in the state that is needed; the caller has a defect."""
 
 
 class CacheArgumentError(PagedCacheError, ValueError):
-    """`CacheArgumentError` is raised when an argument is outside what its description allows.
-
-    The message says what was given and what is allowed.
+    """`CacheArgumentError` is raised when an argument is not what is allowed; the message says what is.
 
     Examples:
         >>> PagedPrefixCache(model, eviction="fifo")
@@ -56,17 +46,11 @@ class CacheArgumentError(PagedCacheError, ValueError):
 
 
 class NotPortableError(PagedCacheError):
-    """`NotPortableError` is raised when keys and values cannot leave their process.
-
-    They depend on something that has no name elsewhere, such as a hook, which the message names.
-    """
+    """`NotPortableError` is raised when keys and values depend on what no other process knows, such as a hook."""
 
 
 class SavedBlocksError(PagedCacheError):
-    """`SavedBlocksError` is raised when a file of blocks is damaged, or is not one of ours.
-
-    The message names the file and says what is wrong.
-    """
+    """`SavedBlocksError` is raised when a file of blocks is damaged, or is not one of ours."""
 
 
 class ForwardMismatchError(PagedCacheError):

@@ -2,9 +2,9 @@
 
 A forked child has one thread, the one that forked. A lock that another thread held would be held in the child for ever,
 and what the lock guards would be half changed. So all locks are taken before a fork and given back after it, in parent
-and child. No lock is held while a forward runs, a user's code is called, or a file is read. So a fork waits for a few
-lines of ours at most (a write of keys and values, at longest). A thread that holds a lock waits only for locks that
-were made after it; a fork takes the locks in the order in which they were made.
+and child. No lock is held while a forward runs, a user's code is called, or a file is read, so a fork waits for a few
+lines of ours at most. A thread that holds a lock waits only for locks that were made after it; a fork takes the locks
+in the order in which they were made.
 """
 
 import contextlib
@@ -16,38 +16,32 @@ from weakref import WeakKeyDictionary, WeakSet
 
 
 class Survivor(Protocol):
-    """`Survivor` is told, in a forked child, which threads of the parent are gone."""
+    """`Survivor` is told, in a forked child and while all locks are held, which threads of the parent are gone."""
 
     def lose_threads(self, idents: frozenset[int]) -> None: ...
 
 
-def new_lock(survivor: Survivor | None = None) -> threading.RLock:
-    """Make a lock that is free in a forked child.
-
-    Args:
-        survivor: object that is told in the child which threads are gone, while all locks are held; not kept alive.
-    """
-    lock = threading.RLock()
-    with _registering:
-        _locks.add(lock)
-        _made[lock] = next(_numbers)
-        if survivor is not None:
-            _survivors.add(survivor)
-    return lock
-
-
 _registering = threading.RLock()
-_locks: WeakSet[threading.RLock] = WeakSet()
-_made: WeakKeyDictionary[threading.RLock, int] = WeakKeyDictionary()  # lock -> how many locks were made before it
+_locks: WeakKeyDictionary[threading.RLock, int] = WeakKeyDictionary()  # lock -> number of locks made before it
 _numbers = count()
 _survivors: WeakSet[Survivor] = WeakSet()
 _taken: list[threading.RLock] = []  # locks taken for the fork that is under way
 _others: set[int] = set()  # threads that lived when the fork began, without the one that forks
 
 
+def new_lock(survivor: Survivor | None = None) -> threading.RLock:
+    """Make a lock that is free in a forked child; `survivor` is told of the fork, and not kept alive."""
+    lock = threading.RLock()
+    with _registering:
+        _locks[lock] = next(_numbers)
+        if survivor is not None:
+            _survivors.add(survivor)
+    return lock
+
+
 def _before_fork() -> None:
     _registering.acquire()
-    for lock in sorted(_locks, key=lambda lock: _made.get(lock, 0)):
+    for lock, _ in sorted(_locks.items(), key=lambda item: item[1]):
         _taken.append(lock)
         lock.acquire()
     _others.update(thread.ident or 0 for thread in threading.enumerate())

@@ -1,8 +1,8 @@
 """Describes what a cache has done, as plain numbers that print as a table. No torch, no state of its own."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 
-_KV_BYTES = "of blocks in use, and of rows, which are not in the pool"
+_NO_NUMBERS = ("rows", "tiers", "dense", "captured", "computed_because")  # fields that are no lines of a table
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +13,8 @@ class CacheStats:
     `generate`, every token passed is counted. Blocks are counted with the reserved null block, which is never handed
     out: free + cached + in use is `num_blocks - 1`. Where all layers have a window, blocks of the longest window are
     counted. A cache with a salt counts the blocks of that salt; numbers that would tell of other salts (`num_blocks`,
-    `num_free_blocks`, `num_evictions`, `pool_bytes`) are None.
+    `num_free_blocks`, `num_evictions`, `pool_bytes`, `static_bytes`, `num_graphs`, `hit_rate_with_twice`, `backend`)
+    are None.
 
     Attributes:
         computed_tokens: prompt tokens that ran through the model.
@@ -22,31 +23,27 @@ class CacheStats:
             of prefixes that rows share.
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
         recent_hit_rate: hit rate of the last 100 forwards of prompts.
-        hit_rate_with_twice: an estimate of `hit_rate` with twice as many blocks, a little low. Blocks count as hit if
-            they were evicted and came again before as many others were evicted as there are blocks. The estimate is for
-            all calls of the store, and generated blocks that came again count, too. None for a cache with a salt.
-        num_bypassed_calls: number of calls that were unusual, or became so: from then on they reused and kept nothing.
-        num_blocks: most blocks that there can be. None, too, before the first forward if neither `num_blocks` nor
+        num_bypassed_calls: calls that were unusual, or became so: from then on they reused and kept nothing.
+        num_blocks: most blocks that there can be. None before the first forward, too, if neither `num_blocks` nor
             `max_bytes` is given.
-        num_free_blocks: number of blocks that hold nothing that could be reused. None where `num_blocks` is None.
-        num_evictions: number of cached blocks that were handed out anew since the store was made.
-        num_cached_blocks: number of blocks that nobody holds, and that are reusable until evicted.
-        num_pinned_blocks: number of blocks in use that pins hold, whether rows hold them, too, or not.
+        num_free_blocks: blocks that hold nothing that could be reused. None where `num_blocks` is None.
+        num_cached_blocks: blocks that nobody holds, and that are reusable until evicted.
+        num_pinned_blocks: blocks in use that pins hold, whether rows hold them, too, or not.
+        num_evictions: cached blocks that were handed out anew since the store was made.
         kv_bytes: bytes of blocks in use, and of the rows that run or may be gone on with: rows hold a copy, which is
             not in the pool.
         peak_kv_bytes: most `kv_bytes` during the last call. None for a store.
         pool_bytes: bytes that the pool holds, whatever is in it.
-        num_snapshots: number of snapshots of what layers with a state carry, at the ends of blocks; 0 if no layer has a
-            state.
+        num_snapshots: snapshots of what layers with a state carry, at the ends of blocks; 0 if no layer has a state.
         snapshot_bytes: bytes of these snapshots, which are not in the pool. What running rows carry is not counted.
-        static_bytes: bytes of the memory that captured calls run in, which stays until `release()`; 0 if no call was
-            captured. None for a cache with a salt.
-        num_graphs: number of graphs captured over this memory.
-        tiers: tiers below the pool, from the nearest on; empty where there are none.
+        static_bytes: bytes of the memory that captured calls run in, which stays until `release()`.
+        num_graphs: graphs captured over this memory.
+        tiers: tiers below the pool, from the nearest on.
+        hit_rate_with_twice: an estimate of `hit_rate` with twice as many blocks, a little low, for all calls of the
+            store: blocks count as hit, too, that came again before as many others were evicted as there are blocks.
         computed_because: reasons why rows were known no further, each with the number of tokens computed after that,
             the most tokens first. A reason has the ranges of its numbers ("tokens 16-400 to 31-415").
-        backend: what computes attention over what rows share. None for a store, and for a cache with a salt, as it
-            would tell of other salts.
+        backend: what computes attention over what rows share. None for a store.
 
     Examples:
         >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
@@ -69,7 +66,7 @@ class CacheStats:
     num_blocks_in_use: int
     num_pinned_blocks: int
     num_evictions: int | None
-    kv_bytes: int = field(metadata={"remark": _KV_BYTES})
+    kv_bytes: int
     peak_kv_bytes: int | None
     pool_bytes: int | None
     num_snapshots: int = 0
@@ -89,19 +86,18 @@ class CacheStats:
 class TierStats:
     """`TierStats` says what one tier below the pool keeps, and what it has done since the store was made.
 
-    For a cache with a salt, the blocks are those of its salt, and all other numbers are None: they would tell of other
-    salts.
+    Window blocks and snapshots count as blocks do. For a cache with a salt, `num_blocks` is that of its salt, and all
+    other numbers are None: they would tell of other salts.
 
     Attributes:
         name: "host" or "disk".
-        num_blocks: number of blocks whose contents the tier keeps; where all layers have a window or a state, number of
-            contents of windows or snapshots.
+        num_blocks: blocks whose contents the tier keeps.
         num_bytes: bytes that the tier takes now.
         max_bytes: bytes that the tier may take; None: as many as there are.
-        num_down: number of contents that the tier was given; window blocks and snapshots count as blocks do.
-        num_up: number of contents that were read back from the tier.
-        num_dropped: number of contents that the tier gave up for others.
-        num_refused: number of contents that the tier had no room for, or that it may not keep.
+        num_down: blocks that the tier was given.
+        num_up: blocks that were read back from it.
+        num_dropped: blocks that the tier gave up for others.
+        num_refused: blocks that it had no room for, or may not keep.
 
     Examples:
         >>> tiered = PagedPrefixCache(model, disk_folder=folder, disk_bytes=2**20)
@@ -119,13 +115,13 @@ class TierStats:
     num_refused: int | None = None
 
     def __str__(self) -> str:
+        said = f"{self.name} tier: {self.num_blocks:,} blocks"
         if self.num_bytes is None:
-            return f"{self.name} tier: {self.num_blocks:,} blocks"
-        most = "" if self.max_bytes is None else f" of {_readable('max_bytes', self.max_bytes, of_a_salt=False)}"
+            return said
+        most = "" if self.max_bytes is None else f" of {_mib(self.max_bytes)}"
         return (
-            f"{self.name} tier: {self.num_blocks:,} blocks, "
-            f"{_readable('num_bytes', self.num_bytes, of_a_salt=False)}{most}; {self.num_down:,} down, "
-            f"{self.num_up:,} up, {self.num_dropped:,} dropped, {self.num_refused:,} refused"
+            f"{said}, {_mib(self.num_bytes)}{most}; {self.num_down:,} down, {self.num_up:,} up, "
+            f"{self.num_dropped:,} dropped, {self.num_refused:,} refused"
         )
 
 
@@ -138,8 +134,7 @@ class RowStats:
     Attributes:
         matched_tokens: tokens found in the store, or in the rows of the call before.
         stopped: why the match ended there, or why known tokens were computed again.
-        host_tokens, disk_tokens: number of the tokens found that were read back from this lower tier for this call; all
-            other tokens found were in the pool. 0 where there is no such tier.
+        host_tokens, disk_tokens: tokens of those found that were read back from this lower tier for this call.
 
     Examples:
         >>> for _ in range(2):
@@ -162,15 +157,20 @@ class RowStats:
         """Number of tokens that were neither computed nor reused: they were computed for another row of the call."""
         return self.prompt_tokens - self.computed_tokens - self.reused_tokens
 
-    @property
-    def device_tokens(self) -> int:
-        """Number of the tokens found that were in the pool."""
-        return max(0, self.matched_tokens - self.host_tokens - self.disk_tokens)
+    def __str__(self) -> str:
+        said = [f"{self.reused_tokens} of {self.prompt_tokens} prompt tokens reused"]
+        if self.shared_tokens:
+            said.append(f"{self.shared_tokens} were computed for another row")
+        if self.host_tokens:
+            said.append(f"{self.host_tokens} were read back from host memory")
+        if self.disk_tokens:
+            said.append(f"{self.disk_tokens} were read back from disk")
+        return "; ".join([*said, self.stopped])
 
 
 @dataclass(frozen=True, slots=True)
 class CallStats:
-    """`CallStats` has the counts of `CacheStats` for one call. `print` shows a table, then a line for each row.
+    """`CallStats` has the counts of `CacheStats` for one call. `print` shows a line for each row, then a table.
 
     Attributes:
         kind: what the call was: "generate", "forward" (plain forwards), "score" or "prefill"; "none" before the first
@@ -205,50 +205,36 @@ class CallStats:
     captured: str = ""
 
     def __str__(self) -> str:
-        lines = [
-            f"row {i}: {row.reused_tokens} of {row.prompt_tokens} prompt tokens reused; "
-            f"{_of_others(row)}{_from_tiers(row)}{row.stopped}"
-            for i, row in enumerate(self.rows)
-        ]
-        dense = [f"each row was read by itself: {self.dense}"] * bool(self.dense)
-        captured = [f"captured: {self.captured}"] * bool(self.captured)
-        return "\n".join([_table(self), *dense, *captured, *lines])
-
-
-def _of_others(row: RowStats) -> str:
-    """Say what another row of the call computed for this row, in words for the row's line; "" if nothing."""
-    return f"{row.shared_tokens} were computed for another row; " if row.shared_tokens else ""
-
-
-def _from_tiers(row: RowStats) -> str:
-    """Say what was read back from tiers for a row, in words for the row's line; "" if nothing."""
-    read = [(row.host_tokens, "host memory"), (row.disk_tokens, "disk")]
-    return "".join(f"{number} were read back from {where}; " for number, where in read if number)
+        lines = [f"row {number}: {row}" for number, row in enumerate(self.rows)]
+        if self.dense:
+            lines.append(f"each row was read by itself: {self.dense}")
+        if self.captured:
+            lines.append(f"captured: {self.captured}")
+        return "\n".join([*lines, _table(self)])
 
 
 def _table(stats: CacheStats | CallStats) -> str:
-    """Return a line for each number: its name, its value, and a remark on it, if any."""
-    shown = [
-        each for each in fields(stats) if each.name not in ("rows", "tiers", "dense", "captured", "computed_because")
-    ]
+    """Return a line for each number: its name and its value."""
+    names = [each.name for each in fields(stats) if each.name not in _NO_NUMBERS]
     of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
-    values = [_readable(each.name, getattr(stats, each.name), of_a_salt=of_a_salt) for each in shown]
-    names_width, values_width = max(len(each.name) for each in shown), max(map(len, values))
+    values = [_readable(name, getattr(stats, name), of_a_salt=of_a_salt) for name in names]
+    names_width, values_width = max(map(len, names)), max(map(len, values))
     return "\n".join(
-        f"{each.name:<{names_width}}  {value:>{values_width}}  {each.metadata.get('remark', '')}".rstrip()
-        for each, value in zip(shown, values, strict=True)
+        f"{name:<{names_width}}  {value:>{values_width}}" for name, value in zip(names, values, strict=True)
     )
 
 
 def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
     if isinstance(value, str):
         return value
+    if value is None and of_a_salt:
+        return "the store's"
     if value is None:
-        return (
-            "the store's" if of_a_salt else "each cache's" if name in ("peak_kv_bytes", "backend") else "not known yet"
-        )
+        return "each cache's" if name in ("peak_kv_bytes", "backend") else "not known yet"
     if name.endswith("_bytes"):
-        return f"{value / 2**20:,.1f} MiB"
-    if name.endswith("_seconds"):
-        return f"{value:,.1f}"
+        return _mib(value)
     return f"{value:.1%}" if "hit_rate" in name else f"{value:,}"
+
+
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"
