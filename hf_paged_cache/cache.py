@@ -99,7 +99,6 @@ class PagedPrefixCache(Cache):
         if capture:
             self._capturing.attach()
         self._num_looks = 0  # see `AskedCache`
-        self.images_of_generate = store.image_inputs.of_generate
         self._without_rows = list(cache_layers(store.model))  # layers that hold nothing
         super().__init__(layers=self._without_rows)
 

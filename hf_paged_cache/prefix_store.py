@@ -21,7 +21,7 @@ from .errors import CacheArgumentError
 from .integration.current import begin_to_forget, bytes_of_rows
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.hooks import attach
-from .integration.image_inputs import ImageInputs
+from .integration.images import ImageInputs
 from .integration.token_input import are_several, one_sequence
 from .model.fingerprint import Fingerprint
 from .model.layers import cache_layers, has_keys, has_state, states_of

@@ -14,8 +14,7 @@ from ..errors import CacheArgumentError
 from ..rows.rows import Rows
 from .chunked_prompt import IN_CHUNKS
 from .forward_arguments import RunningRow, RunningRows
-from .image_inputs import Seen
-from .prompt_images import PromptImages
+from .images import PromptImages, Seen
 from .ranks import Ranks
 from .store_parts import StoreParts
 
@@ -95,7 +94,8 @@ class Asking:
         """
         if not rows.in_generate:
             self.require_filled(arguments, running.num_columns)
-        seen = self._image_inputs.see(arguments, running, images)
+        images_of = self._image_inputs
+        seen = Seen(arguments) if images_of.is_plain else images_of.see(arguments, running, images)
         request = self._reader.read(
             seen.plain,
             running,

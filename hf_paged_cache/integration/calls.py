@@ -168,7 +168,10 @@ class Calls:
         state = CallState("generate", given.limits, beams=(given.num_beams or 1) > 1)
         state.is_custom = given.passed.get("custom_generate") is not None
         state.calls_back = given.calls_back or state.is_custom
-        state.counts_more, state.is_in_step, state.images = not state.is_custom, given.synced_gpus, given.images
+        state.counts_more, state.is_in_step = not state.is_custom, given.synced_gpus
+        if self._images.takes_images and given.chunk_size is None:
+            images = self._images.read(given.passed)
+            state.images = None if isinstance(images, str) else images
         return state
 
     def close(self, rows: Rows) -> None:
@@ -201,10 +204,6 @@ class Calls:
             self.counters.add_call("generate", counts, 0, bypassed=True)
 
     # Methods that rows call.
-
-    def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
-        """Return the images that a `generate` is not to be passed."""
-        return self._images.of_generate(passed)
 
     def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Open rows before their first forward; return the arguments that it is to run with."""

@@ -10,7 +10,6 @@ from transformers import GenerationConfig
 from ..call.request import UNLIMITED, CallLimits
 from ..model.fingerprint import OUTPUT_FLAGS
 from .forward_arguments import cross_inputs
-from .prompt_images import PromptImages
 
 _UNSET_IMPLEMENTATION = "hybrid"  # a value of older generation configs; transformers reads it as none
 _OPTIONS = (
@@ -41,7 +40,6 @@ class GenerateArguments:
             `chunk_size` is.
         outputs: outputs that are asked for beside logits, by flag.
         passed: tensors and all other arguments, by name, the ids among them as "input_ids".
-        images: images that the first forward is to run, taken from the arguments.
     """
 
     limits: CallLimits = UNLIMITED
@@ -59,7 +57,6 @@ class GenerateArguments:
     verifies_drafts: bool = False
     outputs: Mapping[str, bool] = field(default_factory=dict)
     passed: Mapping[str, Any] = field(default_factory=dict)
-    images: PromptImages | None = None
 
     @property
     def only_new_tokens(self) -> bool:

@@ -9,7 +9,6 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -70,11 +69,9 @@ class GenerateBracket:
         if is_round:
             with nullcontext() if type(cache) is Rows else cache.around(self.model, given):
                 return self._generate()(*args, **kwargs, **{name: cache})
-        images = None if given.chunk_size is not None else cache.images_of_generate(given.passed)
-        if images is not None:
-            given = replace(given, images=images)
-            kwargs = {name: value for name, value in kwargs.items() if name not in images.pixels}
         rows = cache.begin_rows(self.model, given)
+        if rows.state.images is not None:  # a tower is to run for images that are not known alone
+            kwargs = {name: value for name, value in kwargs.items() if name not in rows.state.images.pixels}
         with cache.running(rows):
             output = self._generate()(*args, **kwargs, **{name: rows})
             if not rows.is_open:

@@ -27,7 +27,6 @@ from .chunked_prompt import ChunkedPrompt
 from .forward_arguments import cut
 from .generate_arguments import GenerateArguments
 from .keeping import Keeping
-from .prompt_images import ENCODED, PromptImages
 from .ranks import Ranks, tokens_as_bytes
 from .shared_prefill import SharedPrefill
 from .side_forward import SideForwards
@@ -184,7 +183,7 @@ class Opening:
         elif state.images is None:
             return arguments
         state.images = None
-        return arguments if asked.images is None else _encoded(asked.images, arguments, members, len(copies), start)
+        return arguments if asked.images is None else asked.images.encoded(arguments, members, len(copies), start)
 
     def _begin_bypassed(self, rows: Rows, arguments: Mapping[str, Any], asked: FirstForward) -> Mapping[str, Any]:
         """Let rows begin on transformers' own layers; return the arguments of their first forward."""
@@ -203,7 +202,7 @@ class Opening:
         if images is None:
             return arguments
         num_rows = len(arguments["input_ids"])
-        return _encoded(images, arguments, range(num_rows), num_rows, 0)
+        return images.encoded(arguments, range(num_rows), num_rows)  # type: ignore[no-any-return]
 
     def give_way(self, rows: Rows) -> None:
         """Give up the arena, and what the pool need not hold, when memory is short and these rows are given up."""
@@ -304,19 +303,6 @@ def _num_needed(rows: Rows, request: ForwardRequest) -> int:
         return request.num_logits_needed
     is_padding = not all(row.token_ids for row in request.rows)
     return max(request.num_logits_needed, rows.states.num_needed(request.num_new_columns, is_padding=is_padding))
-
-
-def _encoded(
-    images: PromptImages, arguments: Mapping[str, Any], members: Sequence[int], num_rows: int, start: int
-) -> Mapping[str, Any]:
-    """Return arguments with what the towers make of the images from a column on, in place of these images.
-
-    Args:
-        members: row that runs -> the row of the batch that it is.
-    """
-    encoded = images.encode(members, num_rows, start)
-    plain = {name: value for name, value in arguments.items() if name not in (*images.arguments, ENCODED)}
-    return {**plain, ENCODED: encoded} if encoded else plain
 
 
 def _without_cuts(rows: Sequence[RowInput], column: int) -> int:

@@ -7,7 +7,7 @@ from ..model.placeholders import Placeholders
 from ..rows.shared import Looks
 from ..store.block_store import BlockStore
 from .forward_arguments import ArgumentReader
-from .image_inputs import ImageInputs
+from .images import ImageInputs
 
 
 class StoreParts(Protocol):

@@ -396,9 +396,6 @@ class Rows(RowsColumns):
             return False
         return self.windows is None or self.windows.can_go_on_at(self.n - num)
 
-    def images_of_generate(self, passed: Mapping[str, Any]) -> Any:
-        return self.calls.images_of_generate(passed)
-
     def activate_past_recording(self) -> None:
         """Get ready to take drafts back: a model that cannot say which logits it needs computes all of them."""
         self.records_drafts = True

@@ -1,0 +1,393 @@
+"""Finds the images of a prompt: which entries of what is passed fill which columns, and what a tower still has to run.
+
+Works for models whose forward takes `mm_encoder_outputs`. transformers then runs the tower by `get_image_features` or
+`get_video_features`, with the arguments that these have, and row `i` of the features fills placeholder `i`. Which
+entries fill which columns follows from the shapes and grids passed. Whatever else a forward is passed of images, their
+token types and how they move positions, becomes a part of their names, or has no influence. What is not understood is
+computed whole, and its call says why. Nothing here knows a model's name.
+"""
+
+import hashlib
+import inspect
+import math
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..blocks.image_tokens import name_image
+from ..call.request import ForwardRequest, RowInput
+from ..model.layers import cache_layers, has_index
+from ..model.placeholders import Placeholders, kind_of
+from .forward_arguments import TOKEN_TYPES, RunningRows
+
+_ENCODED = "mm_encoder_outputs"
+_NO_NAME = "an image at the beginning of a block has too few tokens for its digest, or ids are too large"
+_NO_END = "the prompt ends with an image, so where the text after it stands is not known"
+_NOT_PLACED = "positions beside the images do not count up by one"
+_OTHER_IDS = "the ids that run are not those of the prompt"
+_INDEXED = "layers weigh index keys by the positions of all columns, and images move these"
+_RESUMES = "images are passed after rows that resume"
+_NO_FIT = "entries of pixel_values and placeholders do not add up"
+_PLAIN = ("input_ids", "attention_mask", "inputs_embeds", "kwargs", *TOKEN_TYPES)
+_Run = tuple[int, int, int]  # placeholders side by side: row, first column, column after the last one
+
+
+class Image(NamedTuple):
+    """`Image` is what fills the columns `[start, stop)` of a row, as a whole: some entries of one kind."""
+
+    start: int
+    stop: int
+    kind: str
+    entries: Sequence[int]
+    digest: bytes
+
+
+class _Content(NamedTuple):
+    """`_Content` is what is passed of one kind, cut into entries."""
+
+    passed: Mapping[str, Any]  # arguments of the encoder
+    entries: Sequence[Mapping[str, Tensor]]  # each entry's part of the tensors among these
+    counts: Sequence[int]  # number of placeholders that each entry fills
+    is_nested: bool  # the first two dimensions of what was passed count entries
+
+    def of(self, numbers: Sequence[int]) -> Mapping[str, Any]:
+        """Return the encoder's arguments for some entries."""
+        if [*numbers] == [*range(len(self.entries))]:
+            return self.passed
+        chosen = {name: torch.cat([self.entries[number][name] for number in numbers]) for name in self.entries[0]}
+        if self.is_nested:
+            chosen = {name: value[None] for name, value in chosen.items()}
+        return {**self.passed, **chosen}
+
+    def by_run(self, runs: Sequence[_Run]) -> list[range] | None:
+        """Return the numbers of the entries that fill each run; None: the ends of entries are not those of runs."""
+        found, entry = [], 0
+        for _, start, stop in runs:
+            first, left = entry, stop - start
+            while left > 0 and entry < len(self.entries):
+                left -= self.counts[entry]
+                entry += 1
+            if left:
+                return None
+            found.append(range(first, entry))
+        return found if entry == len(self.entries) else None
+
+    def digest(self, numbers: Sequence[int]) -> bytes:
+        """Return the digest of some entries, in all tensors, and of the options of all entries."""
+        options = {name: value for name, value in self.passed.items() if name not in self.entries[0]}
+        digest = hashlib.sha256(repr(sorted(options.items())).encode() + b"\0")
+        for number in numbers:
+            for name, value in sorted(self.entries[number].items()):
+                held = value.detach().cpu().contiguous()
+                digest.update(f"{name} {held.dtype} {tuple(held.shape)} ".encode())
+                digest.update(held.reshape(-1).view(torch.uint8).numpy().data)
+        return digest.digest()
+
+
+class PromptImages(NamedTuple):
+    """`PromptImages` holds the images of a prompt's rows."""
+
+    model: Any
+    pixels: Collection[str]  # names of the arguments without which `generate` runs no tower
+    contents: Mapping[str, _Content]  # by kind
+    rows: Sequence[Sequence[Image]]
+    ids: Tensor  # of the prompt
+
+    def is_argument(self, name: str) -> bool:
+        """Return whether an argument is one of the encoders' that were passed."""
+        return any(name in content.passed for content in self.contents.values())
+
+    def of_row(self, number: int, num_rows: int) -> Sequence[Image]:
+        """Return the images of a row of a forward that may run each prompt several times, as beams do."""
+        return self.rows[number * len(self.rows) // num_rows]
+
+    def fit(self, ids: Tensor) -> bool:
+        """Return whether the rows of a first forward begin with those of the prompt."""
+        copies, rest = divmod(len(ids), len(self.ids))
+        prompts = self.ids.to(ids).repeat_interleave(copies, dim=0)
+        return not rest and torch.equal(ids[:, : prompts.shape[1]], prompts)
+
+    def encoded(
+        self, arguments: Mapping[str, Any], numbers: Sequence[int], num_rows: int, start: int = 0
+    ) -> dict[str, Any]:
+        """Return a forward's arguments with what the towers make of the images from a column on in place of these.
+
+        Where rows with the same images stand side by side, in groups of equal size, their images run once.
+
+        Args:
+            numbers: numbers of the rows that run, in order, among `num_rows` rows that were passed.
+        """
+        wanted = [[image for image in self.of_row(number, num_rows) if image.start >= start] for number in numbers]
+        digests = [[image.digest for image in images] for images in wanted]
+        copies, base, made = math.gcd(*(len([*run]) for _, run in groupby(digests))), _base_of(self.model), {}
+        for kind, content in self.contents.items():
+            images = [image for of_row in wanted[::copies] for image in of_row if image.kind == kind]
+            if images:
+                entries = [entry for image in images for entry in image.entries]
+                made[kind] = getattr(base, f"get_{kind}_features")(**content.of(entries), return_dict=True)
+        if made and copies > 1:
+            prompts = [number * len(self.ids) // num_rows for number in numbers[::copies]]
+            ids = self.ids[prompts, start:].cpu()
+            made = self.model._expand_multimodal_outputs(ids, made, expand_size=copies)
+        plain = {name: value for name, value in arguments.items() if name != _ENCODED and not self.is_argument(name)}
+        return {**plain, _ENCODED: made} if made else plain
+
+
+class Seen(NamedTuple):
+    """`Seen` holds what a forward's arguments say beside ids, mask and positions."""
+
+    plain: Mapping[str, Any]  # the arguments without images, types of text, and positions of three numbers
+    images: PromptImages | None = None  # those that begin with this forward
+    shifts: Sequence[int | None] = ()  # of each row: how far its images have moved later positions; None: not known
+    details: Sequence[Sequence[bytes]] = ()  # of each row, of each image: where it stands, and the types of its tokens
+    why_whole: str | None = None  # why nothing may be reused or kept
+
+    def named(self, request: ForwardRequest, block_size: int) -> tuple[Sequence[RowInput], str | None]:
+        """Return the request's rows with the names of their images; or as they are, and why they are computed whole."""
+        given = request.rows
+        if len(self.shifts) == len(given):
+            given = tuple(row._replace(shift=shift) for row, shift in zip(given, self.shifts, strict=True))
+        if self.images is None or self.why_whole is not None or request.bypass is not None:
+            return given, self.why_whole
+        rows = []
+        for number, row in enumerate(given):
+            tokens = row.token_ids[:]
+            for image, detail in zip(self.images.of_row(number, len(given)), self.details[number], strict=True):
+                start, stop = image.start - row.pad, image.stop - row.pad
+                if start < 0 or stop >= len(tokens):
+                    return given, _NO_END
+                if not name_image(tokens, start, stop, hashlib.sha256(image.digest + detail).digest(), block_size):
+                    return given, _NO_NAME
+            rows.append(row._replace(token_ids=tokens))
+        return rows, None
+
+
+class ImageInputs:
+    """`ImageInputs` reads what calls of one model are passed beside ids, mask and positions of one number.
+
+    Args:
+        text_types: names of token types that condition nothing where they are 0: see `model.trial`.
+
+    Attributes:
+        is_plain: True if no forward can be passed anything of that.
+        takes_images: True if the model takes images.
+        whole: names of arguments that keep all columns where only later tokens run.
+    """
+
+    def __init__(self, model: Any, placeholders: Placeholders, text_types: frozenset[str]) -> None:
+        self._model, self._placeholders, self._text_types = model, placeholders, text_types
+        base, self._names = _base_of(model), dict[str, list[str]]()  # kind -> arguments of its encoder
+        takes_features = _ENCODED in inspect.signature(model.forward).parameters
+        for kind in ("image", "video") if takes_features and hasattr(model, "_expand_multimodal_outputs") else ():
+            if (encoder := getattr(base, f"get_{kind}_features", None)) is not None:
+                parameters = inspect.signature(encoder).parameters
+                self._names[kind] = [name for name in parameters if name not in ("kwargs", "return_dict")]
+        self.takes_images, self.is_plain = bool(self._names), not placeholders and not text_types
+        place = getattr(base, "get_rope_index", None)
+        self._of_places = {*inspect.signature(place).parameters} - {*_PLAIN} if place is not None else set()
+        self._has_index = any(map(has_index, cache_layers(model)))
+        self.whole = ("attention_mask", *(name for name in text_types if _is_read_by_place(model, name)))
+
+    def read(self, arguments: Mapping[str, Any]) -> PromptImages | str | None:
+        """Read the images of a prompt from arguments of `generate` or of a forward.
+
+        The result is a reason where the prompt must be computed whole, and None where there are no images.
+
+        Cost: SHA-256 over the pixels, and a wait for the device of each entry.
+        """
+        ids, passed, contents, pixels = arguments.get("input_ids"), {}, {}, set[str]()
+        for kind, names in self._names.items():
+            given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+            if main := {name for name in given if kind_of(name) == kind}:
+                passed[kind] = given
+                pixels |= main
+        if not passed or arguments.get(_ENCODED) or not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel():
+            return None
+        rows: list[list[Image]] = [[] for _ in ids]
+        for kind, given in passed.items():
+            runs = _runs(ids.tolist(), {token for token, kinds in self._placeholders.kinds.items() if kinds == {kind}})
+            content = _cut(given, runs, len(ids))
+            found = None if content is None else content.by_run(runs)
+            if content is None or found is None:
+                return _NO_FIT
+            contents[kind] = content
+            for (row, start, stop), numbers in zip(runs, found, strict=True):
+                rows[row].append(Image(start, stop, kind, numbers, content.digest(numbers)))
+        return PromptImages(self._model, pixels, contents, [*map(sorted, rows)], ids)
+
+    def see(self, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None) -> Seen:
+        """Read what a forward is passed.
+
+        Args:
+            running: rows that resume; none for a first forward.
+            images: images that `generate` was passed; None: they are looked for among the arguments.
+        """
+        found = images or self.read(arguments)
+        images, why = (None, found) if isinstance(found, str) else (found, None)
+        plain = {name: value for name, value in arguments.items() if images is None or not images.is_argument(name)}
+        if images is not None and running.num_columns:
+            return Seen(plain, images, why_whole=_RESUMES)
+        ids = arguments.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            return Seen(plain, images, why_whole=why)
+        if images is not None and not images.fit(ids):
+            return Seen(plain, images, [None] * len(ids), why_whole=_OTHER_IDS)
+        spans = [images.of_row(number, len(ids)) if images is not None else () for number in range(len(ids))]
+        inside = torch.zeros(ids.shape, dtype=torch.bool, device="cpu")  # columns that images fill
+        for number, of_row in enumerate(spans):
+            for image in of_row:
+                inside[number, image.start : image.stop] = True
+        types = [held for name in TOKEN_TYPES if (held := self._take_types(plain, name, inside)) is not None]
+        shifts = [row.shift for row in running.rows] or [0] * len(ids)
+        placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), inside, shifts)
+        if placed is None:
+            if images is not None and why is None:
+                why = _NO_END if bool(inside[:, -1].any()) else _NOT_PLACED
+            return Seen(plain, images, [None] * len(ids), why_whole=why)
+        if placed.positions is not None:  # with positions, the model does not read from what they follow
+            plain = {name: value for name, value in plain.items() if name not in self._of_places}
+            plain["position_ids"] = placed.positions
+        if self._has_index and any(placed.shifts):
+            why = _INDEXED
+        stands = [*placed.beside, *types]  # what shapes each column of an image, and the text after it
+        details: list[list[bytes]] = [[] for _ in spans]
+        for number, of_row in enumerate(spans):
+            for image in of_row:
+                parts = [held[number, image.start : image.stop + 1].numpy().tobytes() for held in stands]
+                details[number].append(b"".join(parts))
+        return Seen(plain, images, placed.shifts, details, why)
+
+    def _take_types(self, plain: dict[str, Any], name: str, inside: Tensor) -> Tensor | None:
+        """Take out token types that condition nothing outside of images, [R, T]; None: there are none.
+
+        Types that are left are what the reader of arguments names as the reason for no reuse.
+        """
+        value = plain.get(name)
+        if name not in self._text_types or not isinstance(value, Tensor) or value.dim() != 2:
+            return None
+        if len(value) not in (1, len(inside)):
+            return None
+        types = value.to("cpu", torch.int64).expand(len(inside), -1)
+        is_set = (types != 0) & ~inside if types.shape == inside.shape else types != 0
+        if is_set.any():
+            return None
+        del plain[name]
+        return types
+
+
+def _base_of(model: Any) -> Any:
+    """Return the module that has a model's encoders."""
+    return getattr(model, "base_model", model)
+
+
+def _runs(rows: Sequence[Sequence[int]], tokens: Collection[int]) -> list[_Run]:
+    """Return each run of these tokens."""
+    found = []
+    for number, row in enumerate(rows):
+        column = 0
+        for is_placeholder, run in groupby(row, key=tokens.__contains__):
+            stop = column + sum(1 for _ in run)
+            if is_placeholder:
+                found.append((number, column, stop))
+            column = stop
+    return found
+
+
+def _cut(given: Mapping[str, Any], runs: Sequence[_Run], num_rows: int) -> _Content | None:
+    """Cut what is passed of a kind into entries, by shapes and grids; None where they do not tell."""
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    in_lists = [each for value in given.values() if isinstance(value, list | tuple) for each in value]
+    main = next((name for name in tensors if "pixel_values" in name), None)
+    if main is None or not runs or any(isinstance(each, Tensor) for each in in_lists):
+        return None
+    shape = tensors[main].shape
+    grid = next((each for name, each in tensors.items() if "grid" in name and each.dim() == 2), None)
+    is_nested = main == "pixel_values" and len(shape) == 5 and shape[0] == num_rows and grid is None
+    is_nested = is_nested and all(each.dim() > 2 and each.shape[:2] == shape[:2] for each in tensors.values())
+    if is_nested:
+        tensors = {name: value.flatten(0, 1) for name, value in tensors.items()}
+    sizes = [1] * len(tensors[main]) if grid is None else grid.prod(dim=-1).tolist()
+    if any(not value.dim() or len(value) not in (len(sizes), sum(sizes)) for value in tensors.values()):
+        return None
+    parts = [torch.split(value, 1 if len(value) == len(sizes) else sizes) for value in tensors.values()]
+    entries = [dict(zip(tensors, entry, strict=True)) for entry in zip(*parts, strict=True)]
+    if is_nested:
+        entries = [entry for entry in entries if entry[main].any()]  # the model leaves out others, which are padding
+    lengths, beside = [stop - start for _, start, stop in runs], tensors.keys() - {main}
+    weights = sizes
+    if grid is None:  # entries that differ beside their pixels fill a run each
+        are_alike = all(torch.equal(entry[name], entries[0][name]) for entry in entries for name in beside)
+        weights = [1] * len(entries) if are_alike else lengths
+    counts = [divmod(weight * sum(lengths), sum(weights) or 1) for weight in weights]
+    if not entries or len(counts) != len(entries) or any(rest or not count for count, rest in counts):
+        return None
+    return _Content(given, entries, [count for count, _ in counts], is_nested)
+
+
+class _Placed(NamedTuple):
+    """`_Placed` says where tokens stand."""
+
+    positions: Tensor | None  # positions of one number; None: those passed are such already
+    shifts: Sequence[int | None]  # of each row: how far its images have moved later positions; None: not known
+    beside: Sequence[Tensor] = ()  # how far each number of a position is from where text would stand, [R, T] each
+
+
+def _placed(positions: Any, mask: Any, inside: Tensor, shifts: Sequence[int | None]) -> _Placed | None:
+    """Return where tokens stand; None where positions do not count up by one outside of images.
+
+    Args:
+        positions: positions passed, [R, T], [1, T] or [N, R, T]; the first of four numbers counts tokens.
+        inside: columns that images fill, [R, T].
+        shifts: how far images have moved the positions of rows that resume.
+    """
+    has_images, num_rows = bool(inside.any()), len(inside)
+    if not isinstance(positions, Tensor):
+        return _Placed(None, [None] * num_rows if has_images else shifts)
+    known = [shift for shift in shifts if shift is not None]
+    is_known, moved = len(known) == num_rows, torch.tensor(known, device=positions.device)[:, None]
+    if positions.dim() == 2:
+        return _Placed(positions - moved if is_known and any(known) else None, shifts)
+    if not is_known or positions.dim() != 3 or positions.shape[0] not in (1, 3, 4):
+        return None
+    if positions.shape[1] not in (1, num_rows):
+        return None
+    if has_images:
+        return _placed_images(positions.expand(-1, num_rows, -1), mask, inside)
+    counted, rope = positions[:-3], positions[-3:]
+    text = rope[-1] - moved
+    is_text = (rope == rope[-1]).all() & (counted == text).all()
+    return _Placed(text, shifts) if bool(is_text) else None
+
+
+def _placed_images(positions: Tensor, mask: Any, inside: Tensor) -> _Placed | None:
+    """Return what `_placed` does for a first forward of rows with images, and positions of [N, R, T]."""
+    hidden = torch.zeros_like(inside)
+    if isinstance(mask, Tensor) and mask.shape == inside.shape:
+        hidden = mask.cpu() == 0
+    elif mask is not None:
+        return None
+    pads, columns = (~hidden).int().argmax(dim=1, keepdim=True), torch.arange(inside.shape[1], device="cpu")
+    counted, rope = positions[:-3].cpu(), positions[-3:].cpu()
+    text = (columns - pads).clamp(min=0) + rope[0].gather(1, pads)
+    moved, is_text = rope - text, ~inside & ~hidden
+    goes_on = is_text[:, 1:] & is_text[:, :-1]
+    is_one_number = (moved == moved[:1]).all(dim=0) | ~is_text
+    is_counted = (counted == text) | hidden  # only masks use this number
+    counts_on = (moved[0].diff(dim=1) == 0) | ~goes_on
+    if inside[:, -1].any() or not (is_one_number.all() and is_counted.all() and counts_on.all()):
+        return None
+    return _Placed(text.to(positions.device), moved[0, :, -1].tolist(), [*moved])
+
+
+def _is_read_by_place(model: Any, name: str) -> bool:
+    """Return whether a model's own `prepare_inputs_for_generation` passes types of the whole sequence for a part."""
+    ids = torch.zeros((1, 8), dtype=torch.int64, device="cpu")
+    given = {"is_first_iteration": True, "use_cache": True, name: torch.zeros_like(ids)}
+    try:
+        types = model.prepare_inputs_for_generation(ids[:, 4:], **given).get(name)
+    except Exception:  # noqa: BLE001 (a model may raise anything)
+        return False
+    return isinstance(types, Tensor) and types.shape[-1] == 8
