@@ -2,9 +2,9 @@
 
 A forked child has one thread, the one that forked. A lock that another thread held would be held in the child for ever,
 and what the lock guards would be half changed. So all locks are taken before a fork and given back after it, in parent
-and child. No lock is held while a forward runs, a user's code is called, or a file is read, so a fork waits for a few
-lines of ours at most. A thread that holds a lock waits only for locks that were made after it; a fork takes the locks
-in the order in which they were made.
+and child. No lock is held while a forward runs or a user's code is called, so a fork waits for a few lines of ours at
+most, or until a prefix is read from files. A thread that holds a lock waits only for locks that were made after it; a
+fork takes the locks in the order in which they were made.
 """
 
 import contextlib

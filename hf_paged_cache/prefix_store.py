@@ -46,14 +46,13 @@ from .rows.static import Arena
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.loading import Loaded, load_blocks
-from .store.saving import Model, Saved, folder_of, save_blocks
+from .store.saving import Model, Saved, save_blocks
 from .store.state_snapshots import StateRules, StateSnapshots
 from .store.store_stats import stats_of
 from .store.window_groups import SHARE_OF_A_BUDGET
 from .store_options import StoreOptions, StoreSizes, given_sizes, shows_store_options, store_options
-from .tiers.base import Tier
-from .tiers.disk import DiskTier
-from .tiers.host import HostTier
+from .tiers.folder import folder_of, writable_folder
+from .tiers.tiers import Tiers
 
 
 class PrefixStore:
@@ -324,8 +323,8 @@ def read_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None
     )
 
 
-def make_tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreOptions) -> list[Tier]:
-    """Make the tiers below the pool, and return them from the nearest on.
+def make_tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreOptions) -> Tiers | None:
+    """Make the tiers below the pool, if there are to be any.
 
     Raises:
         CacheArgumentError: host memory is given for a pool in host memory, the folder cannot be written, or tiers are
@@ -333,7 +332,7 @@ def make_tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreO
     """
     host_bytes, disk_folder = options.host_bytes, options.disk_folder
     if not host_bytes and disk_folder is None:
-        return []
+        return None
     if fingerprint.rank_groups:
         raise CacheArgumentError(
             "host_bytes or disk_folder is given, and other processes share this model: each would load other blocks; "
@@ -344,13 +343,9 @@ def make_tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreO
             f"host_bytes is {host_bytes}, but the model is on a CPU, so its blocks lie in host memory already: give "
             "the store a larger max_bytes; or give disk_folder, for a tier on a disk or in shared memory"
         )
-    tiers: list[Tier] = []
-    if disk_folder is not None:
-        fingerprint.is_shared = True
-        tiers.append(DiskTier(disk_folder, options.disk_bytes, fingerprint.roots, fingerprint.shared_identities))
-    if host_bytes:
-        tiers.insert(0, HostTier(host_bytes, tiers[0] if tiers else None))
-    return tiers
+    folder = None if disk_folder is None else writable_folder(disk_folder, options.disk_bytes)
+    fingerprint.is_shared = folder is not None
+    return Tiers(fingerprint.roots, fingerprint.shared_identities, host_bytes, folder)
 
 
 def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:

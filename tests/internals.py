@@ -38,9 +38,8 @@ from hf_paged_cache.rows.windows import WindowLayer
 from hf_paged_cache.store import block_store, state_snapshots, tier_load
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
-from hf_paged_cache.tiers.disk import DiskTier
-from hf_paged_cache.tiers.host import HostTier
 from hf_paged_cache.tiers.saved_file import encoded
+from hf_paged_cache.tiers.tiers import Tiers
 
 # What a compiled graph meets of ours.
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
@@ -434,29 +433,26 @@ def leave_all_with_blocks() -> None:
 
 def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
     """Put zeros in place of all that lower tiers have, in memory and in files. The pool's content stays."""
-    for tier in _blocks(cache_or_store).tiers.tiers:
-        if isinstance(tier, HostTier):
-            for _, row in tier.entries.values():
+    tiers = tiers_of(cache_or_store)
+    tiers.join()
+    for run in tiers._runs:
+        for _, _, rows in (run._rows or {}).values():
+            for row in rows:
                 for of_part in row:
                     of_part.zero_()
-        elif isinstance(tier, DiskTier):
-            tier.join()
-            for run in tier._runs.values():
-                run._wait()
-                for gathered in (run._gathered or {}).values():
-                    for _, row in gathered.contents:
-                        for of_part in row:
-                            of_part.zero_()
-                if run.file is not None:  # with checksums that are right
-                    zeros = {
-                        content.kind: [
-                            torch.zeros((len(content.blocks), part.num_bytes), dtype=torch.uint8)
-                            for part in content.parts
-                        ]
-                        for content in run.file.contents
-                    }
-                    run.file, data = encoded(run.file, zeros)
-                    run.path.write_bytes(data)
+        if run.file is not None:  # with checksums that are right
+            rows_of = {}
+            for kind, parts, numbers, _ in run.file.contents:
+                zeros = [torch.zeros((len(numbers), part.num_bytes), dtype=torch.uint8) for part in parts]
+                rows_of[kind] = parts, [run.file.blocks[number] for number in numbers], zeros
+            run.file, data = encoded(run.path, run.file.model, run.file.roots, rows_of)
+            run.path.write_bytes(data)
+
+
+def tiers_of(cache_or_store: PagedPrefixCache | PrefixStore) -> Tiers:
+    tiers = _blocks(cache_or_store).tiers
+    assert tiers is not None
+    return tiers
 
 
 def fail_to_bring_up(patch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
@@ -470,4 +466,5 @@ def fail_to_bring_up(patch: pytest.MonkeyPatch, error: type[BaseException]) -> N
 
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:
     """Evicted contents that have not been copied out of the pool."""
-    return len(_blocks(cache_or_store).tiers._evicted)
+    offload = _blocks(cache_or_store)._offload
+    return 0 if offload is None else sum(map(len, offload.evicted.values()))

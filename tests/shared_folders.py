@@ -26,9 +26,9 @@ from typing import Any
 from tqdm import tqdm
 
 from hf_paged_cache import PagedPrefixCache, saved_report
-from hf_paged_cache.tiers.disk import DiskTier
-from hf_paged_cache.tiers.saved_file import saved_paths
+from hf_paged_cache.tiers.folder import saved_paths
 
+from .internals import tiers_of
 from .reference import assert_same, batch, row, run
 from .tiny_models import tiny
 
@@ -45,14 +45,8 @@ def new_cache(model: Any, folder: Path | None = None, **sizes: Any) -> PagedPref
     """On a small pool, whose tier writes often."""
     cache = PagedPrefixCache(model, **{"block_size": 4, "num_blocks": NUM_BLOCKS, "disk_folder": folder, **sizes})
     if folder is not None:
-        tier_of(cache).run_bytes = 2**14
+        tiers_of(cache).run_bytes = 2**14
     return cache
-
-
-def tier_of(cache: PagedPrefixCache) -> DiskTier:
-    (tier,) = cache.store.blocks.tiers.tiers
-    assert isinstance(tier, DiskTier)
-    return tier
 
 
 def fill(model: Any, folder: Path, numbers: range) -> None:
@@ -60,7 +54,7 @@ def fill(model: Any, folder: Path, numbers: range) -> None:
     cache = new_cache(model, folder)
     for number in numbers:
         run(model, cache, **prompt(number), max_new_tokens=1)
-    tier_of(cache).join()
+    tiers_of(cache).join()
     cache.store.save(folder)
     del cache
     gc.collect()

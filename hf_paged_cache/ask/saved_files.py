@@ -1,13 +1,12 @@
 """Says, by `saved_report`, what a folder of saved blocks holds and whether it is whole, without a model."""
 
-from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import CacheArgumentError, SavedBlocksError
-from ..store.saving import folder_of
-from ..tiers.saved_file import read_saved_file, read_to_the_end, saved_paths
+from ..tiers.folder import folder_of, saved_paths
+from ..tiers.saved_file import read_saved_file, read_to_the_end
 
 
 class SavedFileReport(NamedTuple):
@@ -53,17 +52,15 @@ def saved_report(folder: str | PathLike[str]) -> list[SavedFileReport]:
     where = folder_of(folder)
     if not where.is_dir():
         raise CacheArgumentError(f"there is no folder {where}; give one that `save` has written")
-    return list(_reports(where))
-
-
-def _reports(folder: Path) -> Iterator[SavedFileReport]:
-    for path in saved_paths(folder):
+    reports = []
+    for path in saved_paths(where):
         try:
             file = read_saved_file(path)
             read_to_the_end(file)
         except (SavedBlocksError, OSError) as error:
-            yield SavedFileReport(path, str(error))
+            reports.append(SavedFileReport(path, str(error)))
             continue
         num_blocks = len(file.blocks)
         num_tokens = num_blocks * file.block_size
-        yield SavedFileReport(file.path, None, num_blocks, num_tokens, file.num_bytes, dict(file.facts))
+        reports.append(SavedFileReport(path, None, num_blocks, num_tokens, file.num_bytes, dict(file.model.facts)))
+    return reports

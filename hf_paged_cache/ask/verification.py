@@ -110,7 +110,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     if differing:
         store.fingerprint.suspect()
         with store.blocks.lock:
-            store.blocks.tiers.forget_files()
+            store.blocks.forget_tiers()
     return Verified(len(seen), len(hashes) - len(seen), tuple(differing))
 
 

@@ -117,7 +117,7 @@ class Finding:
         self.known: list[Known] = []
         self._store, self.inputs, self._previous, self._is_exact = store, inputs, previous, is_exact
         self._brought: Mapping[int, str] = {}  # block -> lower tier that it has come from for this call
-        if store.tiers.tiers:
+        if store.tiers is not None:
             wanted = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in inputs if row.pad < latest]
             self._brought = load(store, wanted)
 

@@ -156,16 +156,6 @@ def to_device(part: Part, fragments: Sequence[Tensor]) -> Tensor:
     return rows
 
 
-def events_on(devices: Iterable[torch.device]) -> list[torch.Event]:
-    """Return events that come when all that was launched so far on these devices is done; none of a host."""
-    events = []
-    for device in dict.fromkeys(device for device in devices if device.type not in UNPINNED):
-        event = torch.Event(device)
-        event.record(torch.accelerator.current_stream(device))
-        events.append(event)
-    return events
-
-
 def _field(rows: Tensor, piece: Piece) -> Tensor:
     """Return one tensor's part of each row, in the tensor's dtype: [N, numbers]."""
     return rows.narrow(1, piece.offset, piece.num_bytes).view(piece.dtype)

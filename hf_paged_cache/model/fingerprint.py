@@ -17,9 +17,10 @@ from ..blocks.roots import Roots
 from ..blocks.window import Window
 from ..errors import NotPortableError
 from ..locks import new_lock
+from ..tiers.saved_file import ModelIdentity
 from .distributed import rank_groups, world
 from .foreign_code import Numbers, foreign_function, foreign_layer, functions_of, own_forward, peft_hooks
-from .identity import Look, ModelIdentity, Settings, adapter_state, digest_of_weights, identify
+from .identity import Look, Settings, adapter_state, digest_of_weights, identify
 from .layers import cache_layers, windows_of
 from .rope import RopeRegime
 from .support import StateTraits, attention_of, is_foreign, read_state_traits

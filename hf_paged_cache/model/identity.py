@@ -9,10 +9,8 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NotPortableError
-from ..tiers.saved_file import facts_digest
+from ..tiers.saved_file import ModelIdentity
 from .foreign_code import Function, module_name, name_of
 from .rope import RopeRegime
 from .weights import Listing, WeightFingerprint, plain_tensors
@@ -28,44 +26,8 @@ from .weights import Listing, WeightFingerprint, plain_tensors
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
 _THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile
 _NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
-_DIGESTS = {"weights": "weights", "modules": "modules or shapes", "rope": "rotary frequencies", "code": "own code"}
 Settings = list[tuple[str, object]]  # (name, value) of each setting of a config
 _PACKAGES = ("torch", "transformers")  # packages whose versions are part of an identity, so that their code is not
-
-
-@dataclass(frozen=True)
-class ModelIdentity:
-    """`ModelIdentity` has all that keys and values depend on besides tokens, as text.
-
-    Attributes:
-        facts: name of a fact -> its text. Two models with equal facts compute the same.
-        settings: name of a setting of the config -> its value; a fact is a digest of them.
-    """
-
-    facts: Mapping[str, str]
-    settings: Mapping[str, str]
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Digest of the facts, 32 bytes."""
-        return facts_digest(self.facts)
-
-    def why_other(self, facts: Mapping[str, str], settings: Mapping[str, str]) -> str | None:
-        """Say in one sentence what another model has otherwise; None: nothing."""
-        told: list[str] = []
-        for name in _apart(self.facts, facts):
-            if name == "settings":
-                others = _apart(self.settings, settings)[:3]
-                told += [f"{key} is {settings.get(key)}, here {self.settings.get(key)}" for key in others]
-            elif name in _DIGESTS:
-                told.append(f"other {_DIGESTS[name]}")
-            else:
-                told.append(f"{name} is {facts.get(name)}, here {self.facts.get(name)}")
-        return "it was computed by another model: " + "; ".join(told) if told else None
-
-
-def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
-    return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
 
 
 class Look(NamedTuple):

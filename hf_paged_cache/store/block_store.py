@@ -7,7 +7,7 @@ This module knows no rows and no forwards. Whoever changes block tables holds `l
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from weakref import WeakSet
 
@@ -17,12 +17,13 @@ from ..blocks import BlockTable, Group, PrefixCachingBlockAllocator, Window
 from ..errors import CacheBusyError
 from ..kv.block_pool import BlockPool, GroupTensors, Slab
 from ..locks import new_lock
-from ..tiers.base import Tier
+from ..tiers.tiers import Tiers
 from ..wording import where_of
 from .call_totals import CallTotals
+from .content_layout import ContentLayout
 from .leases import Leases
-from .lower_tiers import LowerTiers
 from .memory_budget import add_store, default_budget_bytes
+from .offload import Offload
 from .pins import Pins
 from .state_snapshots import StateRules, StateSnapshots
 from .window_groups import WindowGroups
@@ -68,7 +69,7 @@ class BlockStore:
         bytes_per_block: int,
         *,
         has_budget: bool,
-        tiers: Sequence[Tier],
+        tiers: Tiers | None,
         eviction: str,
     ) -> None:
         self.lock = new_lock(self)
@@ -86,7 +87,11 @@ class BlockStore:
         self.first_device = first_device
         self.pool = BlockPool(block_size, first_device, window_of, self.windows.groups)
         self.pins = Pins(self.allocator, self.windows, self.leases)
-        self.tiers = LowerTiers(self.allocator, self.pool, self.windows, self.states, tiers)
+        self.layout = ContentLayout(self.pool, self.windows, self.states, self.make_room)
+        self.tiers = tiers
+        self._offload: Offload | None = None
+        if tiers is not None:
+            self._offload = Offload(self.allocator, self.windows, self.states, self.layout, tiers)
         self.call_totals = CallTotals()
         self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # salt -> resets; None: resets of all salts
@@ -274,7 +279,8 @@ class BlockStore:
             self.reset_prefix_cache()
             self.windows.regroup(window_of)
             self.pool.regroup(window_of, self.windows.groups)
-            self.tiers.watch_windows()
+            if self._offload is not None:
+                self._offload.watch_windows()
             self.windows.window_of = {**window_of}  # set last: if interrupted before, the next call begins again
 
     def begin_anew(self) -> bool:
@@ -313,8 +319,17 @@ class BlockStore:
 
     def offload(self) -> None:
         """Copy out what was evicted, before anything is written."""
-        if self.tiers:
-            self.tiers.offload()
+        if self._offload is not None and self._offload.evicted:
+            self._offload.offload()
+
+    def forget_tiers(self) -> None:
+        """Find nothing in lower tiers any more, and remove the files that this process has written.
+
+        What was computed may have been wrong all along: other processes are not to find it.
+        """
+        if self._offload is not None and self.tiers is not None:
+            self._offload.evicted = {}
+            self.tiers.reset()
 
     def check(self) -> None:
         """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
@@ -353,7 +368,9 @@ class BlockStore:
         self.pins.unpin(salt, None)
         self.allocator.forget_cached_blocks(salt)
         self.states.kept.settle()
-        self.tiers.forget_namespace(salt)
+        self.offload()
+        if self.tiers is not None:
+            self.tiers.forget_namespace(salt)
         if self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0:
             self.reset_prefix_cache(keep_tiers=True)
 
@@ -371,7 +388,10 @@ class BlockStore:
         self.allocator.reset_prefix_cache(num_blocks)
         self.windows.reset(num_blocks)
         self.states.kept.reset()
-        self.tiers.lose_pool() if keep_tiers else self.tiers.reset()
+        if keep_tiers and self._offload is not None:
+            self._offload.evicted = {}  # it goes with the pool's content
+        if not keep_tiers:
+            self.forget_tiers()
         self.pool.clear()
         self.grow_anew()
 

@@ -1,12 +1,12 @@
 """Reads saved blocks into the pool.
 
 It decides which files are of this model, what their blocks are called here, and how many there is room for. A folder is
-attached as a disk tier, and blocks are loaded as from any lower tier; whatever holds for cached blocks holds for them.
+attached as a tier that is only read, and blocks are loaded as from any other.
 """
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -14,18 +14,16 @@ from typing import NamedTuple
 from ..blocks import BlockHash
 from ..blocks.hashing import tokens_of
 from ..kv.contents import STATES
-from ..tiers.base import Name
-from ..tiers.disk import DiskTier
-from ..tiers.run_files import Run
+from ..tiers.folder import Folder
 from ..tiers.saved_file import SavedFile
+from ..tiers.tiers import Tiers
 from .block_store import BlockStore
 from .saving import Model, renamed
-from .tier_load import TierLoad, Wanted
+from .tier_load import Wanted, found_files, load_row
 
 _NO_ROOM = "there is no room for them in the pool"
 _NO_STATE = "no state was saved after which they could be resumed"
 _NO_PARENT = "the blocks before them are in no file"
-_OTHERWISE = "layers lie on other devices, or have other tensors, than where they were computed"
 
 
 class Loaded(NamedTuple):
@@ -59,65 +57,48 @@ def load_blocks(blocks: BlockStore, model: Model, folder: Path, *, progress: Cal
     Args:
         progress: called with the number of sequences of blocks that are done, and with the number of all sequences.
     """
-    tier = DiskTier(folder, 0, model.roots, lambda: [model.identity])
-    runs = [(run, run.file) for run in tier.look() if run.file is not None]
-    not_loaded = dict.fromkeys(tier.problems.values(), 0)
-    if not runs and not not_loaded:
-        not_loaded[f"{folder} holds no saved blocks"] = 0
-    left_out, ours = Counter[str](), []
-    for run, file in runs:
-        if (why := file.why_not(blocks.block_size, [model.identity])) is None:
-            ours.append((run, file))
-        else:
-            left_out[why] += len(file.blocks)
-    files, found = _adopt(blocks, model, tier, ours)
-    left_out[_OTHERWISE] = sum(len(file.blocks) for _, file in ours) - sum(len(file.blocks) for file in files)
+    tiers = Tiers(model.roots, lambda: [model.identity], 0, Folder(folder, 0))
+    left_out, files = Counter[str](), []
+    with blocks.lock:
+        blocks.settle()
+        runs = found_files(blocks, tiers, [model.identity])
+        not_loaded = dict.fromkeys(tiers.problems.values(), 0)
+        if not runs and not not_loaded:
+            not_loaded[f"{folder} holds no saved blocks"] = 0
+        for run, why in runs.items():
+            if why is None and run.file is not None:
+                files.append(run.file)
+            elif run.file is not None:
+                left_out[why or ""] += len(run.file.blocks)
+        found = _named_here(model, files)
+        for run, why in runs.items():
+            if why is None:
+                tiers.adopt(run, found)
+    if blocks.layout.has_all_layers:
+        blocks.settle_budget()
     left_out[_NO_PARENT] = len({block.digest for file in files for block in file.blocks}) - len(found)
     with blocks.lock:
         known, num_left = _cached(blocks, found), blocks.num_obtainable_blocks()
     sequences = _sequences(blocks, files, found)
     for number, sequence in enumerate(sequences):
-        num_left -= _load_path(blocks, tier, sequence, num_left)
+        num_left -= _load_path(blocks, tiers, sequence, num_left)
         progress(number + 1, len(sequences))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
     num_new = len(found) - len(known) - len(missing)
     for file in files:
-        if (problem := tier.problems.get(str(file.path))) is not None:
+        if (problem := tiers.problems.get(str(file.path))) is not None:
             lost = missing & {block.digest for block in file.blocks}
             not_loaded[problem] = len(lost)
             missing -= lost
     left_out[_NO_STATE if blocks.states and num_left >= len(missing) else _NO_ROOM] = len(missing)
-    return Loaded(num_new, len(known), tier.num_read_bytes, not_loaded | +left_out)
+    return Loaded(num_new, len(known), tiers.num_read_bytes, not_loaded | +left_out)
 
 
-def _adopt(
-    blocks: BlockStore, model: Model, tier: DiskTier, runs: Sequence[tuple[Run, SavedFile]]
-) -> tuple[list[SavedFile], dict[bytes, BlockHash]]:
-    """Let the blocks of files of this model be found in a tier; return the files, and their blocks.
-
-    Blocks are named by their digest in the files, and by their hash here. Those that begin from no root are left out.
-    """
-    layout = blocks.tiers.layout
-    with blocks.lock:
-        for _, file in runs:
-            layout.learn(file, blocks.make_room)
-    if layout.has_all_layers:
-        blocks.settle_budget()
-    with blocks.lock:
-        blocks.settle()
-        parts_of = {run: layout.parts_here(file, blocks.first_device()) for run, file in runs}
-        usable = [run for run, _ in runs if None not in parts_of[run].values()]
-        files = [file for run, file in runs if run in usable]
-        roots = {
-            root.root(): model.roots.of(root._replace(digest=model.digest)) for each in files for root in each.roots
-        }
-        found = renamed((block for file in files for block in file.blocks), roots)
-        for run in usable:
-            tier.adopt(
-                run, parts_of[run], lambda saved: Name(found[saved.digest], b"") if saved.digest in found else None
-            )
-    return files, found
+def _named_here(model: Model, files: Iterable[SavedFile]) -> dict[bytes, BlockHash]:
+    """Return digest of a block in the files -> its hash here. Blocks that begin from no root are left out."""
+    roots = {root.root(): model.roots.of(root._replace(digest=model.digest)) for file in files for root in file.roots}
+    return renamed((block for file in files for block in file.blocks), roots)
 
 
 def _cached(blocks: BlockStore, found: Mapping[bytes, BlockHash]) -> set[bytes]:
@@ -147,7 +128,7 @@ def _sequences(
     return sequences
 
 
-def _load_path(blocks: BlockStore, tier: DiskTier, path: Sequence[BlockHash], num_left: float) -> int:
+def _load_path(blocks: BlockStore, tiers: Tiers, path: Sequence[BlockHash], num_left: float) -> int:
     """Load a sequence as far as it is whole and there is room for `num_left` new blocks; return how many are new."""
     with blocks.lock:
         new = [not blocks.allocator.match_prefix((block_hash,), b"") for block_hash in path]
@@ -155,4 +136,4 @@ def _load_path(blocks: BlockStore, tier: DiskTier, path: Sequence[BlockHash], nu
     if not length:
         return 0
     tokens = tokens_of(b"".join(block_hash.token_bytes for block_hash in path[:length]))
-    return len(TierLoad(blocks, [tier]).load(Wanted(path[0].parent, b"", tokens, len(tokens))))
+    return len(load_row(blocks, tiers, Wanted(path[0].parent, b"", tokens, len(tokens))))

@@ -1,24 +1,24 @@
-"""Writes cached blocks into files that other processes can read, some MB at a time.
+"""Writes cached blocks into files that other processes can read, some MB at a time; see `PrefixStore.save`.
 
 It decides which blocks are written, and by which names. It holds no blocks meanwhile: a block that is evicted before
 its turn is left out. A damaged file is removed, and what is cached of it is written anew.
 """
 
 import logging
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from ..blocks import BlockHash, HashChain
 from ..blocks.hashing import digest_behind
 from ..blocks.roots import RootFacts, Roots
 from ..blocks.tokens import TokenIds
-from ..errors import CacheArgumentError, SavedBlocksError
-from ..kv.contents import Kind
-from ..tiers.folders import Folder, remove
-from ..tiers.run_files import Run
-from ..tiers.saved_file import DamagedFileError, Identity, new_path, read_saved_file, read_to_the_end, saved_paths
+from ..errors import SavedBlocksError
+from ..kv.contents import Kind, Part
+from ..tiers.folder import Folder, remove, saved_paths
+from ..tiers.saved_file import DamagedFileError, ModelIdentity, encoded, read_saved_file, read_to_the_end
 from .block_store import BlockStore
 
 logger = logging.getLogger("hf_paged_cache")
@@ -30,7 +30,7 @@ class Model(NamedTuple):
     """`Model` identifies the model that computed the blocks."""
 
     digest: bytes  # digest of the model in this process's roots
-    identity: Identity  # the model as other processes know it
+    identity: ModelIdentity  # the model as other processes know it
     roots: Roots  # roots of the model's rows
 
 
@@ -65,7 +65,7 @@ def save_blocks(
     mode: int,
     progress: Callable[[int, int], None],
 ) -> Saved:
-    """Write blocks without a salt into a folder; see `PrefixStore.save`.
+    """Write blocks without a salt into a folder.
 
     Args:
         prefixes: prefixes whose blocks are written; None: all blocks, or those that pins hold.
@@ -76,28 +76,27 @@ def save_blocks(
     with blocks.lock:
         blocks.settle()
         chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
-        parts = blocks.tiers.layout.parts()
-        step = max(1, _FILE_BYTES // max(1, sum(part.num_bytes for of_kind in parts.values() for part in of_kind)))
-    known = _known_in(folder, model.identity.facts, {saved.digest for _, saved in chosen})
-    num_done = num_gone = num_written = num_bytes = 0
-    while num_done < len(chosen):
-        some, run = chosen[num_done : num_done + step], Run(new_path(folder), model.identity)
+        row_bytes = sum(part.num_bytes for parts in blocks.layout.parts().values() for part in parts)
+    step = max(1, _FILE_BYTES // max(1, row_bytes))
+    known = _known_in(folder, model.identity, {saved.digest for _, saved in chosen})
+    num_here = num_written = num_bytes = 0
+    for start in range(0, len(chosen), step):
+        some = chosen[start : start + step]
         with blocks.lock:
             blocks.settle()
-            num_gone += len(some) - _copy_out(blocks, some, run, known)
-        run.note(roots)
-        run.write(home)
-        if run.file is not None:
-            num_written += len(run.file.blocks)
-            num_bytes += run.file.num_bytes
-        num_done += len(some)
-        progress(num_done, len(chosen))
-    if num_gone:
-        not_saved["evicted meanwhile"] = num_gone
-    return Saved(num_written, len(chosen) - num_gone - num_written, num_bytes, not_saved)
+            num_cached, rows_of = _copy_out(blocks, some, known)
+        num_here += num_cached
+        if rows_of:
+            file, data = encoded(home.new_path(), model.identity, roots, rows_of)
+            home.write(file.path, data)
+            num_written, num_bytes = num_written + len(file.blocks), num_bytes + len(data)
+        progress(start + len(some), len(chosen))
+    if num_here < len(chosen):
+        not_saved["evicted meanwhile"] = len(chosen) - num_here
+    return Saved(num_written, num_here - num_written, num_bytes, not_saved)
 
 
-def _known_in(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes]) -> set[tuple[Kind, bytes]]:
+def _known_in(folder: Path, model: ModelIdentity, wanted: Collection[bytes]) -> set[tuple[Kind, bytes]]:
     """Return kind and digest of all that is in a folder's files of a model, as far as they have wanted blocks.
 
     These files are read to their end, and damaged ones are removed.
@@ -106,7 +105,7 @@ def _known_in(folder: Path, facts: Mapping[str, str], wanted: Collection[bytes])
     for path in saved_paths(folder) if wanted else ():
         try:
             file = read_saved_file(path)
-            if file.facts == facts and any(block.digest in wanted for block in file.blocks):
+            if file.model.facts == model.facts and any(block.digest in wanted for block in file.blocks):
                 read_to_the_end(file)
                 known |= {(each.kind, file.blocks[number].digest) for each in file.contents for number in each.blocks}
         except DamagedFileError as error:
@@ -161,26 +160,25 @@ def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterab
 
 
 def _copy_out(
-    blocks: BlockStore, some: Sequence[tuple[BlockHash, BlockHash]], run: Run, known: Collection[tuple[Kind, bytes]]
-) -> int:
-    """Add to a run what is cached of these blocks and not known; return how many of the blocks are cached.
+    blocks: BlockStore, some: Sequence[tuple[BlockHash, BlockHash]], known: Collection[tuple[Kind, bytes]]
+) -> tuple[int, dict[Kind, tuple[list[Part], list[BlockHash], list[Tensor]]]]:
+    """Copy what is cached of these blocks and not known, for `encoded`; return also how many of them are cached.
 
     The caller holds the store's lock.
     """
-    layout, num_here = blocks.tiers.layout, 0
-    new: dict[Kind, list[tuple[BlockHash, object]]] = {}
+    num_here = 0
+    new: dict[Kind, list[tuple[BlockHash, Any]]] = {}
     for block_hash, saved in some:
         at = blocks.allocator.match_prefix((block_hash,), b"")
         num_here += len(at)
-        for kind, content in layout.contents_of(at[0], block_hash.digest) if at else ():
+        for kind, content in blocks.layout.contents_of(at[0], block_hash.digest) if at else ():
             if (kind, saved.digest) not in known:
                 new.setdefault(kind, []).append((saved, content))
+    rows_of = {}
     for kind, contents in new.items():
-        if parts := layout.parts().get(kind):
-            rows = layout.rows_of(kind, [content for _, content in contents])
-            for number, (saved, _) in enumerate(contents):
-                run.add(kind, parts, saved, [of_part[number : number + 1] for of_part in rows])
-    return num_here
+        if rows := blocks.layout.rows_of(kind, [content for _, content in contents]):
+            rows_of[kind] = blocks.layout.parts()[kind], [saved for saved, _ in contents], rows
+    return num_here, rows_of
 
 
 def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[bytes, BlockHash]:
@@ -203,17 +201,3 @@ def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[b
         found[block.digest] = BlockHash(there, block.token_bytes, parent)
         waiting += [(child, there) for child in children.get(block.digest, ())]
     return found
-
-
-def folder_of(folder: str | os.PathLike[str]) -> Path:
-    """Return the folder that a user names.
-
-    Raises:
-        CacheArgumentError: `folder` is no path, or is a file, or lies in one.
-    """
-    if not isinstance(folder, str | os.PathLike):
-        raise CacheArgumentError(f"folder is {folder!r}; give a folder's path")
-    path = Path(folder).expanduser().absolute()
-    if file := next((each for each in (path, *path.parents) if each.is_file()), None):
-        raise CacheArgumentError(f"{file} is a file; give a folder")
-    return path

@@ -58,7 +58,7 @@ def stats_of(
         snapshot_bytes=num_snapshots * store.states.rules.num_bytes,
         static_bytes=None if salt else static.num_bytes,
         num_graphs=None if salt else static.num_graphs,
-        tiers=store.tiers.stats(salt),
+        tiers=() if store.tiers is None else store.tiers.stats(store.layout.kinds, salt),
         hit_rate_with_twice=None if salt else num_hit / max(1, of_all.num_queried_tokens),
         computed_because=tuple(totals.computed_because.most_common()),
         backend=None if salt else backend,

@@ -1,36 +1,30 @@
 """Loads blocks from lower tiers before a prompt looks for them.
 
-It decides which contents are loaded, into which blocks, and how these become cached blocks. A block that is loaded is
-committed under its hash like any other; whatever holds for cached blocks holds for it from then on.
+A block that is loaded is committed under its hash like any other; whatever holds for cached blocks holds for it from
+then on.
 """
 
 import logging
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..blocks import Allocation, BlockHash, Group, HashChain, resumable_where
+from ..blocks import Allocation, Group, HashChain, resumable_where
 from ..blocks.tokens import TokenIds
 from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
-from ..kv.contents import BLOCKS, STATES, Kind, Part, states_of_row, to_device, write_blocks
-from ..tiers.base import Name, Tier
-from ..tiers.disk import DiskTier
+from ..kv.contents import BLOCKS, STATES, Kind, states_of_row, to_device, write_blocks
+from ..tiers.run import Run
+from ..tiers.saved_file import ModelIdentity
+from ..tiers.tiers import Name, Place, Tiers
 from .block_store import BlockStore
-from .lower_tiers import MOST_STAGED_BYTES
 
 logger = logging.getLogger("hf_paged_cache")
-
-Content = tuple[Kind, Name]
-_Rows = list[list[Tensor]]  # for each part some tensors, [N, bytes]
 
 
 class Wanted(NamedTuple):
@@ -47,24 +41,8 @@ class _Prefix(NamedTuple):
 
     names: list[Name]  # logical index -> name of the block
     ids: list[int | None]  # logical index -> cached block; None: not cached
-    missing: list[tuple[Kind, int]]  # contents that are not in the pool: kind, and logical index of the block
-
-    @property
-    def contents(self) -> list[Content]:
-        """Contents that are not in the pool."""
-        return [(kind, self.names[index]) for kind, index in self.missing]
-
-
-class _Found(NamedTuple):
-    """`_Found` says where a tier has contents of one kind, as many as are copied at once."""
-
-    tier: Tier
-    kind: Kind
-    parts: tuple[Part, ...]
-    places: dict[Name, Any]
-
-
-_Read = Sequence[tuple[_Found, _Rows]]
+    missing: dict[Kind, dict[int, Place]]  # kind -> logical index -> where the content is
+    tier: str | None  # furthest tier that has something of it; None: all is in the pool
 
 
 def load(store: BlockStore, rows: Sequence[Wanted]) -> dict[int, str]:
@@ -75,15 +53,15 @@ def load(store: BlockStore, rows: Sequence[Wanted]) -> dict[int, str]:
     Returns:
         block id -> name of the tier from which the block came.
     """
-    if store.tiers.disk is not None:
-        with store.lock:
-            _find_files(store, store.tiers.disk)
-        if store.tiers.layout.has_all_layers:
-            store.settle_budget()
-    loader = TierLoad(store, store.tiers.tiers)
-    loaded: dict[int, str] = {}
+    tiers, loaded = store.tiers, dict[int, str]()
+    if tiers is None:
+        return loaded
+    with store.lock:
+        _find_files(store, tiers)
+    if store.layout.has_all_layers:
+        store.settle_budget()
     for row in rows:
-        loaded |= loader.load(row)
+        loaded |= load_row(store, tiers, row)
     return loaded
 
 
@@ -92,30 +70,32 @@ def look_up(store: BlockStore, row: Wanted) -> tuple[int, str | None] | None:
 
     Returns None if tiers have no more than is cached.  Effects: none.
     """
-    if store.tiers.disk is not None:
-        _find_files(store, store.tiers.disk)
-    tiers = store.tiers.tiers
-    prefix = TierLoad(store, tiers).missing(row)
-    if prefix is None:
+    if store.tiers is None:
         return None
-    at = [next(number for number, tier in enumerate(tiers) if tier.has(*content)) for content in prefix.contents]
-    return len(prefix.names) * store.block_size, tiers[max(at)].name if at else None
+    _find_files(store, store.tiers)
+    prefix = _missing(store, store.tiers, row)
+    return None if prefix is None else (len(prefix.names) * store.block_size, prefix.tier)
 
 
-def _find_files(store: BlockStore, disk: DiskTier) -> None:
+def _find_files(store: BlockStore, tiers: Tiers) -> None:
     """Find what other processes have written. The caller holds the store's lock."""
-    layout = store.tiers.layout
-    for run in disk.look():
-        assert run.file is not None  # `look` has read it
-        why = run.file.why_not(store.block_size, disk.identities())
+    for run, why in found_files(store, tiers, tiers.identities()).items():
         if why is None:
-            layout.learn(run.file, store.make_room)
-            parts = layout.parts_here(run.file, store.first_device())
-            disk.adopt(run, parts, lambda block: Name(block, b""))
-            if None in parts.values():
-                why = "layers lie on other devices, or have other tensors, than where it was computed"
-        if why is not None:
+            tiers.adopt(run)
+        else:
             _say_once(run.path.parent, why)
+
+
+def found_files(store: BlockStore, tiers: Tiers, models: Sequence[ModelIdentity]) -> dict[Run, str | None]:
+    """Return files that are new -> why nothing of them is for a model that is or was one of these."""
+    found = {}
+    for run in tiers.look():
+        assert run.file is not None  # `look` has read it
+        why = run.file.why_not(store.block_size, models)
+        if why is None and not store.layout.fits(run.file, store.first_device()):
+            why = "layers lie on other devices, or have other tensors, than where they were computed"
+        found[run] = why
+    return found
 
 
 @lru_cache
@@ -123,174 +103,124 @@ def _say_once(folder: Path, why: str) -> None:
     logger.info("files in disk_folder %s are not used: %s", folder, why)
 
 
-class TierLoad:
-    """`TierLoad` loads contents of some tiers, the nearest first, into a store."""
+def load_row(store: BlockStore, tiers: Tiers, row: Wanted) -> dict[int, str]:
+    """Load the blocks that a row begins with; return block id -> name of the tier from which the block came.
 
-    def __init__(self, store: BlockStore, tiers: Sequence[Tier]) -> None:
-        self._store, self._tiers = store, tiers
-        self._allocator, self._layout = store.allocator, store.tiers.layout
-
-    def load(self, row: Wanted) -> dict[int, str]:
-        """Load the blocks that a row begins with; return block id -> name of the tier from which the block came.
-
-        No lock is held while files are read.
-        """
-        while True:
-            with self._store.lock:
-                prefix = self.missing(row)
-                found = [] if prefix is None else self._where(prefix)
-            if prefix is None:
-                return {}
+    Where there is no memory or no room, the prompt is computed.
+    """
+    with store.lock:
+        while (prefix := _missing(store, tiers, row)) is not None:
             try:
-                rows = [each.tier.load(each.kind, [*each.places.values()]) for each in found]
+                return _bring_up(store, tiers, prefix, row.namespace)
             except OSError as error:  # nothing of the file is found from here on: look what is left
                 logger.warning("PagedPrefixCache: blocks could not be read back, and are computed: %s", error)
-                continue
-            # where there is no memory, not even for what is copied at once, the prompt is computed
-            with suppress(torch.OutOfMemoryError, OutOfBlocksError), self._store.lock:
-                return self._take_in(prefix, [*zip(found, rows, strict=True)])
-            return {}
-
-    def missing(self, row: Wanted) -> _Prefix | None:
-        """Return a row's prefix as the pool and the tiers have it; None if tiers have no more than is cached."""
-        tiers = [tier for tier in self._tiers if tier.entries]
-        if not tiers or (self._store.windows.layers and not self._store.pool.layer_indices):
-            return None
-        size = self._allocator.block_size
-        chain = HashChain(row.root, size)
-        chain.extend(row.token_ids)
-
-        def is_below(kind: Kind, name: Name) -> bool:
-            return any(tier.has(kind, name) for tier in tiers)
-
-        prefix = self._reach(chain.hashes, row.namespace, row.most_tokens // size, is_below)
-        return prefix if prefix.missing or None in prefix.ids else None
-
-    def _reach(
-        self,
-        hashes: Callable[[int], Iterable[BlockHash]],
-        namespace: bytes,
-        most: int,
-        is_below: Callable[[Kind, Name], bool],
-    ) -> _Prefix:
-        """Return the longest prefix after which all layers can resume with what can be loaded, as far as there is room.
-
-        Args:
-            hashes: returns the hashes of the row's blocks, from a logical index on.
-            most: most blocks after which layers with a state may resume.
-            is_below: returns whether a content can be loaded.
-        """
-        match, has_tensors, size = self._allocator.match_prefix, self._layout.has_tensors, self._allocator.block_size
-        ids: list[int | None] = [*match(hashes(0), namespace)]
-        for block_hash in hashes(len(ids)):
-            at = match((block_hash,), namespace)
-            if not at and has_tensors and not is_below(BLOCKS, Name(block_hash, namespace)):
+            except (torch.OutOfMemoryError, OutOfBlocksError):
                 break
-            ids.append(at[0] if at else None)
-        # cached blocks that nobody holds take room, too: they could be evicted for the others
-        num_taken = accumulate(at is None or not self._allocator.ref_count(at) for at in ids)
-        ids = ids[: bisect_right([*num_taken], self._store.num_obtainable_blocks())]
-        names = [Name(block_hash, namespace) for block_hash in islice(hashes(0), len(ids))]
+    return {}
 
-        def is_held(group: Group, index: int) -> bool:
-            return (at := ids[index]) is not None and group.has(at)
 
-        def is_anywhere(group: Group, index: int) -> bool:
-            return is_held(group, index) or is_below(group.name, names[index])
+def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
+    """Return the longest prefix of a row after which all layers can resume with what tiers have, as far as there is
+    room; None if they have no more than is cached.
+    """
+    if not tiers.entries or (store.windows.layers and not store.pool.layer_indices):
+        return None
+    tiers.lay_out(store.layout.parts())
+    match, size = store.allocator.match_prefix, store.block_size
+    chain = HashChain(row.root, size)
+    chain.extend(row.token_ids)
+    has_tensors = BLOCKS in store.layout.parts()
+    ids: list[int | None] = [*match(chain.hashes(0), row.namespace)]
+    for block_hash in chain.hashes(len(ids)):
+        at = match((block_hash,), row.namespace)
+        if not at and has_tensors and tiers.place_of(BLOCKS, (block_hash, row.namespace)) is None:
+            break
+        ids.append(at[0] if at else None)
+    # cached blocks that nobody holds take room, too: they could be evicted for the others
+    num_taken = accumulate(at is None or not store.allocator.ref_count(at) for at in ids)
+    ids = ids[: bisect_right([*num_taken], store.num_obtainable_blocks())]
+    names = [(block_hash, row.namespace) for block_hash in chain.hashes_of(0, len(ids))]
 
-        groups = self._store.groups
-        end = min(len(ids), most) if self._store.states else len(ids)
-        end = resumable_where(groups, end * size, is_anywhere) // size
-        needed = [(group, index) for group in groups for index in group.seen(end * size)]
-        missing: list[tuple[Kind, int]] = [(group.name, at) for group, at in needed if not is_held(group, at)]
-        if has_tensors:
-            missing += [(BLOCKS, index) for index, at in enumerate(ids[:end]) if at is None]
-        return _Prefix(names[:end], ids[:end], missing)
+    def is_held(group: Group, index: int) -> bool:
+        return (at := ids[index]) is not None and group.has(at)
 
-    def _where(self, prefix: _Prefix) -> list[_Found]:
-        """Find each missing content in the nearest tier that has it."""
-        found: list[_Found] = []
-        for kind in dict.fromkeys(kind for kind, _ in prefix.missing):
-            names = [name for of_kind, name in prefix.contents if of_kind == kind]
-            for tier in self._tiers:
-                places = {name: place for name in names if (place := tier.place_of(kind, name)) is not None}
-                parts = tier.parts.get(kind, ())
-                if places and self._layout.is_now(kind, parts):
-                    tier.touch(kind, places)
-                    step = max(1, MOST_STAGED_BYTES // sum(part.num_bytes for part in parts))
-                    at = [*places.items()]
-                    found += [_Found(tier, kind, parts, dict(at[n : n + step])) for n in range(0, len(at), step)]
-                    names = [name for name in names if name not in places]
-        return found
+    def is_anywhere(group: Group, index: int) -> bool:
+        return is_held(group, index) or tiers.place_of(group.name, names[index]) is not None
 
-    def _take_in(self, prefix: _Prefix, read: _Read) -> dict[int, str]:
-        """Take blocks for what was read, fill them, and commit them, unless others have changed what is cached.
+    groups = store.groups
+    end = min(len(ids), row.most_tokens // size) if store.states else len(ids)
+    end = resumable_where(groups, end * size, is_anywhere) // size
+    lacking = {group.name: [at for at in group.seen(end * size) if not is_held(group, at)] for group in groups}
+    if has_tensors:
+        lacking[BLOCKS] = [index for index, at in enumerate(ids[:end]) if at is None]
+    missing = {}
+    for kind, indices in lacking.items():
+        missing[kind] = {at: place for at in indices if (place := tiers.place_of(kind, names[at])) is not None}
+    needed = {place.run.tier for places in missing.values() for place in places.values()}
+    tier = next((tier.name for tier in reversed(tiers.tiers) if tier in needed), None)
+    return _Prefix(names[:end], ids[:end], missing, tier) if needed or None in ids[:end] else None
 
-        Returns block id -> name of the tier from which the block came.
-        """
-        self._store.pool.join_streams()
-        has = {(found.kind, name) for found, _ in read for name in found.places}
-        hashes, namespace = [name.block_hash for name in prefix.names], prefix.names[0].namespace
-        now = self._reach(lambda start: hashes[start:], namespace, len(hashes), lambda *content: content in has)
-        if now != prefix:
-            return {}
-        self._make_room(prefix)
-        lease = self._store.leases.take((), namespace)
-        try:
-            return self._load_into(lease, prefix, read)
-        finally:
-            self._store.leases.give_back(lease)
 
-    def _make_room(self, prefix: _Prefix) -> None:
-        """Make room for what a prefix needs beside what is cached, or raise OutOfBlocksError."""
-        num_lacking = Counter(kind for kind, _ in prefix.missing)
-        groups = self._store.windows.groups
-        self._store.make_room(max([prefix.ids.count(None), *(num_lacking[group.name] for group in groups)]))
+def _bring_up(store: BlockStore, tiers: Tiers, prefix: _Prefix, namespace: bytes) -> dict[int, str]:
+    """Take blocks for what is missing of a prefix, and load it.
+
+    Returns block id -> name of the tier from which the block came.
+
+    Raises:
+        OSError, OutOfBlocksError, torch.OutOfMemoryError: nothing is found that was not before.
+    """
+    store.pool.join_streams()
+    for kind, places in prefix.missing.items():
+        tiers.touch(kind, [prefix.names[index] for index in places])
+    groups = store.windows.groups
+    store.make_room(max([prefix.ids.count(None), *(len(prefix.missing[group.name]) for group in groups)]))
+    for group in groups:
+        ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * store.block_size)]
+        held = [at for at in ids if at is not None and at in group.places]
+        group.require(group.num_to_take(held) + len(prefix.missing[group.name]))
+    lease = store.leases.take((), namespace)
+    try:
+        return _load_into(store, tiers, lease, prefix)
+    finally:
+        store.leases.give_back(lease)
+
+
+def _load_into(store: BlockStore, tiers: Tiers, lease: Allocation, prefix: _Prefix) -> dict[int, str]:
+    """Let `lease`, which is empty, hold a prefix, and fill its new blocks with their contents.
+
+    If interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
+    """
+    groups, missing = store.windows.groups, prefix.missing
+    with Changing(groups):
+        # holds cached blocks before it takes others
+        store.allocator.allocate_immutable(lease, [block_hash for block_hash, _ in prefix.names])
+        block_ids = lease.block_ids
+        fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
+        store.leases.resume(lease, len(block_ids) * store.block_size)
+        targets: dict[Kind, list[int]] = {BLOCKS: [block_ids[index] for index in missing.get(BLOCKS, ())]}
         for group in groups:
-            ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * self._allocator.block_size)]
-            held = [at for at in ids if at is not None and at in group.places]
-            group.require(group.num_to_take(held) + num_lacking[group.name])
+            group.drop(fresh)  # what these blocks held before
+            targets[group.name] = group.take_places(len(missing[group.name]))
+        store.offload()
+        for kind, at in targets.items():
+            _fill(store, tiers, kind, [*missing.get(kind, {}).values()], at)
+        store.allocator.mark_computed(fresh)
+        for group in groups:
+            of_group = (block_ids[index] for index in missing[group.name])
+            group.places.update(zip(of_group, targets[group.name], strict=True))
+    for run, row in missing.get(STATES, {}).values():  # one snapshot, at the end
+        read = zip(store.layout.parts()[STATES], tiers.read(STATES, run, [row]), strict=True)
+        store.states.kept.keep(block_ids[-1], states_of_row((part, fragments[0][0]) for part, fragments in read))
+    if BLOCKS in missing:
+        return {block_ids[index]: place.run.tier.name for index, place in missing[BLOCKS].items()}
+    return dict.fromkeys(fresh, prefix.tier or "")
 
-    def _load_into(self, lease: Allocation, prefix: _Prefix, read: _Read) -> dict[int, str]:
-        """Let `lease`, which is empty, hold a prefix, and fill its new blocks with their contents.
 
-        If interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
-        """
-        allocator, groups = self._allocator, self._store.windows.groups
-        with Changing(groups):
-            # holds cached blocks before it takes others
-            allocator.allocate_immutable(lease, [name.block_hash for name in prefix.names])
-            block_ids = lease.block_ids
-            fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
-            self._store.leases.resume(lease, len(block_ids) * allocator.block_size)
-            # content to load -> block, or window block
-            targets: dict[tuple[Kind, int], int] = {
-                (kind, index): block_ids[index] for kind, index in prefix.missing if kind == BLOCKS
-            }
-            for group in groups:
-                group.drop(fresh)  # what these blocks held before
-                lacking = [content for content in prefix.missing if content[0] == group.name]
-                targets |= zip(lacking, group.take_places(len(lacking)), strict=True)
-            self._store.offload()
-            self._fill(read, {(kind, prefix.names[index]): to for (kind, index), to in targets.items()})
-            allocator.mark_computed(fresh)
-            for group in groups:
-                for (kind, index), place in targets.items():
-                    if kind == group.name:
-                        group.places[block_ids[index]] = place
-        for found, rows in read:
-            if found.kind == STATES:  # one snapshot, at the end
-                states = states_of_row((part, row[0]) for part, (row,) in zip(found.parts, rows, strict=True))
-                self._store.states.kept.keep(block_ids[-1], states)
-        tier_of = {(found.kind, name): found.tier.name for found, _ in read for name in found.places}
-        if self._layout.has_tensors:
-            return {block_ids[at]: tier_of[BLOCKS, prefix.names[at]] for kind, at in prefix.missing if kind == BLOCKS}
-        return dict.fromkeys(fresh, [*tier_of.values()][-1])
-
-    def _fill(self, read: _Read, targets: Mapping[Content, int]) -> None:
-        """Copy contents into blocks and window blocks."""
-        for found, rows in read:
-            if found.kind != STATES:
-                ids = [targets[found.kind, name] for name in found.places]
-                for part, fragments in zip(found.parts, rows, strict=True):
-                    write_blocks(self._store.pool, part, ids, to_device(part, fragments))
+def _fill(store: BlockStore, tiers: Tiers, kind: Kind, places: Sequence[Place], ids: Sequence[int]) -> None:
+    """Copy contents of a kind into blocks or window blocks, those of one run at a time."""
+    pairs = zip(places, ids, strict=True)
+    for run, of_run in groupby(pairs, key=lambda pair: pair[0].run):
+        some = [*of_run]
+        read = tiers.read(kind, run, [place.row for place, _ in some])
+        for part, fragments in zip(store.layout.parts()[kind], read, strict=True):
+            write_blocks(store.pool, part, [to for _, to in some], to_device(part, fragments))

@@ -1,4 +1,4 @@
-"""Owns the format of a file of blocks, which `save` and the disk tier write, and the checks before a file is used.
+"""Owns the format of a file of blocks, which `save` and tiers write, and the checks before a file is used.
 
 A file is in the safetensors format. For each part of each kind of content it has one tensor of bytes, [N, bytes of a
 row], with a row for each block. Its manifest, JSON in the metadata, says what the rows are: see `SavedFile`.
@@ -6,12 +6,12 @@ row], with a row for each block. Its manifest, JSON in the metadata, says what t
 
 import hashlib
 import json
-import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -19,51 +19,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..blocks.hashing import BlockHash, bytes_of, digest_behind, tokens_of
+from ..blocks.hashing import TOKEN_BYTES, BlockHash, bytes_of, digest_behind, tokens_of
 from ..blocks.roots import RootFacts
 from ..errors import SavedBlocksError
 from ..kv.contents import STATES, Kind, Part, laid_out
 from ..kv.states import StateKey
+from .folder import VERSION, is_own
 
-VERSION = 2
-_OWN_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _FORMAT, _MANIFEST, _CHECKSUM = "hf_paged_cache blocks", "manifest", "xxh3_128"
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_DIGESTS = {"weights": "weights", "modules": "modules or shapes", "rope": "rotary frequencies", "code": "own code"}
 
 
 class DamagedFileError(SavedBlocksError):
     """Raised for a file that this package has written, and that is no longer what was written."""
-
-
-class Identity(Protocol):
-    """`Identity` describes a model so that the description means the same in every process; see `ModelIdentity`."""
-
-    @property
-    def facts(self) -> Mapping[str, str]: ...
-
-    @property
-    def settings(self) -> Mapping[str, str]: ...
-
-    @property
-    def digest(self) -> bytes: ...
-
-    def why_other(self, facts: Mapping[str, str], settings: Mapping[str, str]) -> str | None: ...
 
 
 class SavedContents(NamedTuple):
@@ -72,15 +40,49 @@ class SavedContents(NamedTuple):
     kind: Kind
     parts: tuple[Part, ...]  # parts of a row
     blocks: tuple[int, ...]  # for each row, the number of its block in the file
-    checksums: tuple[tuple[str, ...], ...] = ()  # for each part, the checksum of each row: XXH3, 128 bits
+    checksums: tuple[tuple[str, ...], ...]  # for each part, the checksum of each row: XXH3, 128 bits
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """`ModelIdentity` has all that keys and values depend on besides tokens, as text.
+
+    Attributes:
+        facts: name of a fact -> its text. Two models with equal facts compute the same.
+        settings: name of a setting of the config -> its value; a fact is a digest of them.
+    """
+
+    facts: Mapping[str, str]
+    settings: Mapping[str, str]
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Digest of the facts, 32 bytes."""
+        return hashlib.sha256(json.dumps(dict(self.facts), sort_keys=True).encode()).digest()
+
+    def why_other(self, other: "ModelIdentity") -> str | None:
+        """Say in one sentence what another model has otherwise; None: nothing."""
+        told: list[str] = []
+        for name in _apart(self.facts, other.facts):
+            if name == "settings":
+                names = _apart(self.settings, other.settings)[:3]
+                told += [f"{key} is {other.settings.get(key)}, here {self.settings.get(key)}" for key in names]
+            elif name in _DIGESTS:
+                told.append(f"other {_DIGESTS[name]}")
+            else:
+                told.append(f"{name} is {other.facts.get(name)}, here {self.facts.get(name)}")
+        return "it was computed by another model: " + "; ".join(told) if told else None
+
+
+def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+    return [name for name in sorted({*here, *there}) if here.get(name) != there.get(name)]
 
 
 class SavedFile(NamedTuple):
     """`SavedFile` holds what a file says of itself.
 
     Attributes:
-        facts, settings: facts and settings of the model; see `ModelIdentity`.
-        roots: roots of the file's blocks, with `facts_digest` in place of a process's digest of the model.
+        roots: roots of the file's blocks, with the model's `digest` in place of a process's own.
         blocks: blocks that the file names. A block's digest covers its parent and its tokens. The parent is one of
             these blocks, a root, or in another file.
     """
@@ -88,68 +90,55 @@ class SavedFile(NamedTuple):
     path: Path
     num_bytes: int
     block_size: int
-    facts: Mapping[str, str]
-    settings: Mapping[str, str]
+    model: ModelIdentity
     roots: tuple[RootFacts, ...]
     blocks: tuple[BlockHash, ...]
     contents: tuple[SavedContents, ...]
 
-    def why_not(self, block_size: int, identities: Sequence[Identity]) -> str | None:
-        """Return why a model with one of these identities finds nothing here; None if the file is of this model."""
-        if not any(identity.facts == self.facts for identity in identities):
-            found = (identity.why_other(self.facts, self.settings) for identity in identities[-1:])
-            return next(found, None) or "what this model computes has no name that other processes understand"
+    def why_not(self, block_size: int, models: Sequence[ModelIdentity]) -> str | None:
+        """Return why nothing of the file is for a model that is or was one of these; None if the file is for it."""
+        if all(model.facts != self.model.facts for model in models):
+            why = models[-1].why_other(self.model) if models else None
+            return why or "what this model computes has no name that other processes understand"
         if self.block_size != block_size:
             return f"its blocks have {self.block_size} tokens, and those of this store {block_size}"
         return None
 
 
-def facts_digest(facts: Mapping[str, str]) -> bytes:
-    """Return 32 bytes that are the same for models with equal facts."""
-    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).digest()
-
-
-def new_path(folder: Path) -> Path:
-    """Return the path of a file that is not there yet."""
-    return folder / f"{uuid4().hex}.safetensors"
-
-
-def saved_paths(folder: Path) -> list[Path]:
-    """Return the files that may hold saved blocks, in the order of their names."""
-    return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors" and not path.name.startswith("."))
-
-
-def own_paths(folder: Path) -> list[Path]:
-    """Return the files that are named as this package names them: others, such as weights, are never removed."""
-    return [path for path in saved_paths(folder) if _OWN_NAME.fullmatch(path.name)]
-
-
-def encoded(file: SavedFile, rows: Mapping[Kind, Sequence[Tensor]]) -> tuple[SavedFile, bytes]:
-    """Return a file with its checksums and size, which it lacks, and its bytes.
+def encoded(
+    path: Path,
+    model: ModelIdentity,
+    roots: Iterable[RootFacts],
+    rows_of: Mapping[Kind, tuple[Sequence[Part], Sequence[BlockHash], Sequence[Tensor]]],
+) -> tuple[SavedFile, bytes]:
+    """Return what a file says of itself, and its bytes.
 
     Args:
-        rows: kind -> rows of each part, [N, bytes].
+        rows_of: kind -> parts of a row, the block of each row, and for each part its rows, [N, bytes].
     """
+    numbers: dict[BlockHash, int] = {}
     tensors: dict[str, Tensor] = {}
     contents = []
-    for content in file.contents:
-        of_parts = [part_rows.cpu().contiguous() for part_rows in rows[content.kind]]
-        tensors |= {f"{content.kind}.{number}": part_rows for number, part_rows in enumerate(of_parts)}
+    for kind, (parts, blocks, rows) in rows_of.items():
+        at = tuple(numbers.setdefault(block, len(numbers)) for block in blocks)
+        of_parts = [part_rows.cpu().contiguous() for part_rows in rows]
+        tensors |= {f"{kind}.{number}": part_rows for number, part_rows in enumerate(of_parts)}
         checksums = tuple(tuple(_checksum(row) for row in part_rows) for part_rows in of_parts)
-        contents.append(content._replace(checksums=checksums))
+        contents.append(SavedContents(kind, tuple(parts), at, checksums))
+    block_size = len(next(iter(numbers)).token_bytes) // TOKEN_BYTES
     manifest = json.dumps(
         {
             "version": VERSION,
-            "block_size": file.block_size,
-            "model": {"facts": dict(file.facts), "settings": dict(file.settings)},
-            "roots": [[root.regime.hex(), *root[3:]] for root in file.roots],
-            "blocks": [[block.parent.hex(), [*tokens_of(block.token_bytes)]] for block in file.blocks],
+            "block_size": block_size,
+            "model": {"facts": dict(model.facts), "settings": dict(model.settings)},
+            "roots": [[root.regime.hex(), *root[3:]] for root in roots],
+            "blocks": [[block.parent.hex(), [*tokens_of(block.token_bytes)]] for block in numbers],
             "contents": [[each.kind, [*map(_pieces, each.parts)], each.blocks, each.checksums] for each in contents],
         }
     )
     checksum = xxhash.xxh3_128_hexdigest(manifest.encode())
     data = save(tensors, {"format": _FORMAT, _MANIFEST: manifest, _CHECKSUM: checksum})
-    return file._replace(num_bytes=len(data), contents=tuple(contents)), data
+    return SavedFile(path, len(data), block_size, model, (*roots,), (*numbers,), (*contents,)), data
 
 
 def _pieces(part: Part) -> list[Any]:
@@ -188,7 +177,7 @@ def read_saved_file(path: Path) -> SavedFile:
     except (SafetensorError, ArithmeticError, ValueError, LookupError, TypeError, AttributeError) as error:
         if not path.exists():
             raise FileNotFoundError(f"{path} has gone") from error
-        if _OWN_NAME.fullmatch(path.name):
+        if is_own(path):
             raise DamagedFileError(f"{path} is damaged: {error}") from error
         raise SavedBlocksError(f"{path} holds no saved blocks, or is damaged: {error}") from error
     return file
@@ -198,8 +187,8 @@ def _decoded(path: Path, num_bytes: int, said: Any) -> SavedFile:
     """Read a manifest. Raises an error of some kind if the manifest is not as `encoded` writes it."""
     block_size = said["block_size"]
     facts, settings = ({str(k): str(v) for k, v in said["model"][name].items()} for name in ("facts", "settings"))
-    digest, blocks, contents = facts_digest(facts), [], []
-    roots = [RootFacts(digest, b"", bytes.fromhex(regime), *of_row) for regime, *of_row in said["roots"]]
+    model, blocks, contents = ModelIdentity(facts, settings), [], []
+    roots = [RootFacts(model.digest, b"", bytes.fromhex(regime), *of_row) for regime, *of_row in said["roots"]]
     for parent_hex, tokens in said["blocks"]:
         parent, token_bytes = bytes.fromhex(parent_hex), bytes_of(array("q", tokens))
         blocks.append(BlockHash(digest_behind(parent, token_bytes), token_bytes, parent))
@@ -210,15 +199,16 @@ def _decoded(path: Path, num_bytes: int, said: Any) -> SavedFile:
         contents.append(SavedContents(kind, of_kind, tuple(numbers), tuple(map(tuple, checksums))))
         if [*map(len, checksums)] != [len(numbers)] * len(parts) or not all(0 <= at < len(blocks) for at in numbers):
             raise ValueError("its header contradicts itself")
-    return SavedFile(path, num_bytes, block_size, facts, settings, tuple(roots), tuple(blocks), tuple(contents))
+    return SavedFile(path, num_bytes, block_size, model, tuple(roots), tuple(blocks), tuple(contents))
 
 
 def _part(kind: Kind, pieces: Any) -> Part:
-    cpu = torch.device("cpu")
-    shapes = [
-        (StateKey(*key) if kind == STATES else (int(key[0]), str(key[1])), cpu, tuple(map(int, shape)), _DTYPES[dtype])
-        for key, shape, dtype in pieces
-    ]
+    shapes = []
+    for key, shape, name in pieces:
+        if not isinstance(dtype := getattr(torch, name), torch.dtype):
+            raise ValueError(f"{name} is no dtype")
+        of_tensor = StateKey(*key) if kind == STATES else (int(key[0]), str(key[1]))
+        shapes.append((of_tensor, torch.device("cpu"), tuple(map(int, shape)), dtype))
     (part,) = laid_out(kind, shapes)
     return part
 

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, saved_report
-from hf_paged_cache.tiers.saved_file import saved_paths
+from hf_paged_cache.tiers.folder import saved_paths
 
 from ..internals import zero_blocks
 from ..reference import assert_same, batch, is_same, row, run

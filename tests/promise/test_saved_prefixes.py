@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, NotPortableError, PagedPrefixCache, PrefixStore, saved_report
-from hf_paged_cache.tiers.saved_file import saved_paths
+from hf_paged_cache.tiers.folder import saved_paths
 
 from ..internals import zero_blocks, zero_states
 from ..reference import assert_same, batch, is_same, row, run

@@ -22,7 +22,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.errors import CacheArgumentError
 
 from ..conformance import zoo
-from ..internals import fail_to_bring_up, num_waiting, zero_tiers
+from ..internals import fail_to_bring_up, num_waiting, tiers_of, zero_tiers
 from ..reference import assert_same, is_same, run
 from ..tiny_models import tiny
 
@@ -234,10 +234,10 @@ def test_calls_at_once_in_two_threads_are_right(tmp_path: Path) -> None:
 def test_a_forked_child_begins_with_no_files_and_leaves_its_parents(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats()
     cache = cache_on_disk(model, tmp_path)
-    (tier,) = cache.store.blocks.tiers.tiers
-    tier.run_bytes = 2**12
+    tiers = tiers_of(cache)
+    tiers.run_bytes = 2**12
     fill(model, cache, prompts)
-    tier.join()
+    tiers.join()
     files = {file: file.read_bytes() for file in tmp_path.rglob("*.safetensors")}
     assert files
     references = [call(model, ids) for ids in prompts]

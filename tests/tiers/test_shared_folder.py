@@ -23,13 +23,14 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.tiers import folders
-from hf_paged_cache.tiers.saved_file import read_saved_file, saved_paths
+from hf_paged_cache.tiers import folder as folders
+from hf_paged_cache.tiers.folder import saved_paths
+from hf_paged_cache.tiers.saved_file import read_saved_file
 
 from .. import shared_folders
-from ..internals import zero_tiers
+from ..internals import tiers_of, zero_tiers
 from ..reference import assert_same, is_same, run
-from ..shared_folders import new_cache, tier_of
+from ..shared_folders import new_cache
 from ..tiny_models import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,7 +59,7 @@ def leave(model: PreTrainedModel, folder: Path, **sizes: Any) -> None:
     cache = new_cache(model, folder, **sizes)
     for ids in prompts():
         call(model, ids, cache)
-    tier_of(cache).join()
+    tiers_of(cache).join()
     del cache
     gc.collect()
 
@@ -93,7 +94,7 @@ def test_stores_that_run_at_the_same_time_find_what_the_others_write(tmp_path: P
     assert found(two) == [0] * 5
     for each in prompts():
         call(model, each, one)
-        tier_of(one).join()
+        tiers_of(one).join()
     assert found(two)[0] == 68
     assert_same(call(model, ids), call(two.store.model, ids, two))
     assert two.last_call.rows[0].disk_tokens == 68
@@ -109,7 +110,7 @@ def test_what_is_evicted_is_found_by_others_although_its_head_never_was(tmp_path
     cache.pin(ids[:, :32])  # as a prefix that is always in use
     for each in prompts()[1:]:
         call(model, each, cache)
-        tier_of(cache).join()
+        tiers_of(cache).join()
     assert cache.stats().num_pinned_blocks == 8
     assert found(new_cache(copy.deepcopy(model), tmp_path))[0] == 68
 
@@ -122,14 +123,14 @@ def test_files_that_have_gone_are_misses(what: str, tmp_path: Path, caplog: pyte
     if what != "before a look":
         assert found(cache)[0] == 68
     if what == "after a look":
-        tier_of(cache).look = list  # type: ignore[method-assign]  # they go right after the look
+        tiers_of(cache).look = list  # type: ignore[method-assign]  # they go right after the look
     for path in saved_paths(folder):
         path.unlink()
     if what == "the folder":
         shutil.rmtree(folder)
     for ids in prompts():
         assert_same(call(model, ids), call(cache.store.model, ids, cache))
-        tier_of(cache).join()
+        tiers_of(cache).join()
     assert cache.last_call.reused_tokens == 0
     assert folder.exists() == (what != "the folder")
     assert (caplog.text.count("cannot be read, so nothing") == 1) == (what == "the folder")
@@ -150,7 +151,7 @@ def test_a_damaged_file_is_a_miss_is_said_once_and_its_blocks_are_written_anew(
         for _ in range(2):
             for ids in prompts():
                 assert_same(call(model, ids), call(cache.store.model, ids, cache))
-                tier_of(cache).join()
+                tiers_of(cache).join()
     removed = [path for path in paths if not path.exists()]
     assert len(removed) > 1
     assert all(caplog.text.count(f"is not used: {path}") == 1 for path in removed)
@@ -170,14 +171,18 @@ def test_what_is_not_ours_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert "model.safetensors holds no saved blocks" in caplog.text
 
 
-def test_a_full_folder_makes_room_without_the_weights_that_lie_there(tmp_path: Path) -> None:
+def test_a_full_folder_makes_room_without_weights_and_files_of_other_versions(tmp_path: Path) -> None:
     model = tiny("llama")
     model.save_pretrained(tmp_path)
-    os.utime(tmp_path / "model.safetensors", (1, 1))  # the least recently used file of all
+    theirs = [tmp_path / name for name in ("model.safetensors", f"{0:032}.v3.safetensors", f"{0:032}.safetensors")]
+    for path in theirs[1:]:
+        path.write_bytes(b"of another version")
+    for path in theirs:
+        os.utime(path, (1, 1))  # the least recently used files of all
     for number in range(6):
         leave(model, tmp_path, disk_bytes=200_000)
-        assert (tmp_path / "model.safetensors").exists(), number
-    assert saved_paths(tmp_path) != [tmp_path / "model.safetensors"]
+        assert all(path.exists() for path in theirs), number
+    assert {*saved_paths(tmp_path)} > {*theirs}
 
 
 def one_value(model: Any) -> None:
@@ -227,7 +232,7 @@ def test_what_weights_computed_that_changed_later_is_not_written(
             assert_same(call(model, ids), call(model, ids, cache))
     assert cache.last_call.rows[0].disk_tokens == 0
     assert caplog.text.count("weights have changed since they were read") == 1
-    tier_of(cache).join()
+    tiers_of(cache).join()
     of_files = [block for path in saved_paths(tmp_path) for block in read_saved_file(path).blocks]
     assert len(of_files) <= 18  # of the first call alone
     assert found(new_cache(copy.deepcopy(model), tmp_path)) == [0] * 5
@@ -245,7 +250,7 @@ def test_what_has_a_salt_is_in_no_file(tmp_path: Path) -> None:
     assert tier.num_refused
     (of_salt,) = cache.stats().tiers
     assert (of_salt.num_blocks, of_salt.num_bytes, of_salt.num_refused) == (0, None, None)
-    tier_of(cache).join()
+    tiers_of(cache).join()
     assert not saved_paths(tmp_path)
 
 
@@ -261,14 +266,14 @@ def test_the_budget_is_over_the_files_of_all_and_what_is_used_stays(tmp_path: Pa
             ids = torch.randint(3, 120, (1, 70), generator=made)
             assert_same(call(model, ids), call(cache.store.model, ids, cache))
             call(cache.store.model, prompts()[0], cache)
-        tier_of(cache).join()
+        tiers_of(cache).join()
         assert sum(path.stat().st_size for path in saved_paths(tmp_path)) <= 100_000
         cache.check()
-    assert sum(tier_of(cache).num_dropped for cache in caches) > 0
+    assert sum(cache.stats().tiers[0].num_dropped for cache in caches) > 0
     nothing = new_cache(copy.deepcopy(model), tmp_path / "small", disk_bytes=1000)
     for ids in prompts():
         call(nothing.store.model, ids, nothing)
-    tier_of(nothing).join()
+    tiers_of(nothing).join()
     assert nothing.stats().tiers[0].num_refused
     assert not saved_paths(tmp_path / "small")
 
@@ -286,13 +291,13 @@ def test_a_disk_that_is_full_is_a_miss_and_said_once(
         for _ in range(2):
             for ids in prompts():
                 assert_same(call(model, ids), call(model, ids, cache))
-            tier_of(cache).join()
+            tiers_of(cache).join()
         cache.check()
         assert {path.name for path in tmp_path.iterdir()} == {".lock"}
     assert caplog.text.count("No space left") == 1
     for ids in prompts():
         call(model, ids, cache)
-    tier_of(cache).join()
+    tiers_of(cache).join()
     assert saved_paths(tmp_path)
 
 
@@ -307,7 +312,7 @@ def test_what_was_saved_by_hand_is_found_and_what_a_tier_has_written_is_loaded(t
     for ids in prompts():
         call(cache.store.model, ids, cache)
     cache.reset()
-    cache.store.blocks.tiers.tiers[0]._end()  # as when the store goes
+    tiers_of(cache)._end()  # as when the store goes
     loading = PagedPrefixCache(copy.deepcopy(model), block_size=4)
     assert loading.store.load(tmp_path).num_blocks > 30
     assert_same(call(model, prompts()[1]), call(loading.store.model, prompts()[1], loading))
@@ -327,7 +332,7 @@ def test_a_reset_finds_nothing_any_more_and_leaves_what_others_have_written(whos
     assert saved_paths(tmp_path) == files
     for ids in prompts():
         call(cache.store.model, ids, cache)
-    tier_of(cache).join()
+    tiers_of(cache).join()
     assert len(saved_paths(tmp_path)) > len(files)
     cache.reset()
     reset()
@@ -342,7 +347,7 @@ def test_where_a_look_shows_that_weights_changed_unseen_what_was_written_goes(tm
     model.model.layers[0].self_attn.k_proj.weight.detach().numpy()[:, 1:7] += 1.0  # seen by no count
     for ids in [*prompts()[1:], prompts()[4]]:
         call(model, ids, cache)
-        tier_of(cache).join()
+        tiers_of(cache).join()
     call(model, prompts()[0], cache)
     assert cache.verify().differing
     assert not saved_paths(tmp_path)

@@ -1,0 +1,106 @@
+"""Offloads what is evicted to the tiers below a store's pool.
+
+An evicted block's content stays in the pool until the next write. Evictions are noted, and contents are copied out
+before that write. The caller holds the store's lock.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+
+from ..blocks import BlockHash, PrefixCachingBlockAllocator
+from ..kv.contents import BLOCKS, STATES, Kind
+from ..kv.states import States
+from ..tiers.tiers import Name, Tiers
+from .content_layout import ContentLayout
+from .state_snapshots import StateSnapshots
+from .window_groups import WindowGroups
+
+_MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
+
+
+class Offload:
+    """`Offload` notes what is evicted, and copies it out."""
+
+    def __init__(
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        windows: WindowGroups,
+        states: StateSnapshots,
+        layout: ContentLayout,
+        tiers: Tiers,
+    ) -> None:
+        self._allocator, self._windows, self._layout, self._tiers = allocator, windows, layout, tiers
+        # kind -> name -> a block, a window block, or the states of a snapshot, where the content still is
+        self.evicted: dict[Kind, dict[Name, Any]] = {}
+        allocator.watch_evictions(_weakly(self._note_block))
+        states.kept.on_evict = _weakly(self._note_snapshot)
+        self.watch_windows()
+
+    def watch_windows(self) -> None:
+        """Note evictions in the windows' groups, which are new."""
+        for group in self._windows.groups:
+            group.on_evict = _weakly(self._note_window_block)
+
+    def _note_block(self, block_id: int, block_hash: BlockHash, namespace: bytes) -> None:
+        for kind, source in self._layout.contents_of(block_id, block_hash.digest):
+            self.evicted.setdefault(kind, {})[block_hash, namespace] = source
+
+    def _note_window_block(self, kind: Kind, place: int, block_hash: BlockHash, namespace: bytes) -> None:
+        self.evicted.setdefault(kind, {})[block_hash, namespace] = place
+
+    def _note_snapshot(self, digest: bytes, states: States) -> None:
+        if (name := self._allocator.hash_of_digest(digest)) is not None:
+            self.evicted.setdefault(STATES, {})[name] = states
+
+    def offload(self) -> None:
+        """Copy out what was evicted since the last call. Where there is no memory for the copies, it is lost."""
+        roots = {} if self._tiers.folder is None else self._roots()
+        for kind, sources in self.evicted.items():
+            self._tiers.touch(kind, sources)
+            names = [name for name in sources if self._tiers.place_of(kind, name) is None]
+            row_bytes = sum(part.num_bytes for part in self._layout.parts().get(kind, []))
+            step = max(1, _MOST_STAGED_BYTES // max(1, row_bytes))
+            with suppress(torch.OutOfMemoryError):
+                for start in range(0, len(names), step):
+                    some = names[start : start + step]
+                    if rows := self._layout.rows_of(kind, [sources[name] for name in some]):
+                        contents = [(name, roots.get(name[0].digest, b"")) for name in some]
+                        self._tiers.put(kind, self._layout.parts()[kind], contents, rows)
+        self.evicted = {}
+
+    def _roots(self) -> dict[bytes, bytes]:
+        """Return digest of a block that was evicted -> root of its sequence.
+
+        The blocks before it are offloaded, too: without them no other process finds it.
+        """
+        names = [name for sources in self.evicted.values() for name in sources if not name[1]]
+        here, blocks = {name[0].digest: name for name in names}, self.evicted.setdefault(BLOCKS, {})
+        roots: dict[bytes, bytes] = {}
+        for name in names:
+            path, parent = [name[0].digest], name[0].parent
+            while parent not in roots:
+                before = here.get(parent) or self._allocator.hash_of_digest(parent)
+                if before is None:
+                    roots[parent] = parent
+                    break
+                if before not in blocks and (at := self._allocator.match_prefix(before[:1], before[1])):
+                    blocks[before] = at[0]
+                path.append(parent)
+                parent = before[0].parent
+            roots |= dict.fromkeys(path, roots[parent])
+        return roots
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Return a function that calls a method as long as its object lives, and that does not keep the object's memory."""
+    held = WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        if (method := held()) is not None:
+            method(*args)
+
+    return call
