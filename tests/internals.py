@@ -26,15 +26,16 @@ from hf_paged_cache.integration.keeping import Keeping
 from hf_paged_cache.integration.opening import Opening
 from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import GroupTensors
-from hf_paged_cache.kv.states import LiveStates, StateKey
+from hf_paged_cache.kv.states import StateKey
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows import states as rows_states
 from hf_paged_cache.rows.graphs import Shapes
+from hf_paged_cache.rows.groups import Group
 from hf_paged_cache.rows.ids import IdsStream
-from hf_paged_cache.rows.layers import RowsLayer
+from hf_paged_cache.rows.layers import RowsLayer, WindowLayer
 from hf_paged_cache.rows.rows import Rows
-from hf_paged_cache.rows.windows import WindowLayer
+from hf_paged_cache.rows.states import RowStates
 from hf_paged_cache.store import block_store, state_snapshots, tier_load
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
@@ -149,7 +150,7 @@ def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tens
         yield from states.values()
     for current in store.currents:
         if current.rows is not None and current.rows.states is not None:
-            yield from current.rows.states.live.read().values()
+            yield from current.rows.states.read().values()
 
 
 def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
@@ -286,7 +287,8 @@ FAULT_POINTS: list[tuple[type, str]] = [
     *((Asking, name) for name in ("first", "read", "with_roots")),
     *((Opening, name) for name in ("begin_captured", "open")),
     *((Keeping, name) for name in ("keep", "keep_prompt", "keep_full", "is_same")),
-    *((Rows, name) for name in ("before_forward", "after_forward", "apply", "take", "note_look")),
+    *((Rows, name) for name in ("before_forward", "after_forward", "apply", "start_at", "note_look")),
+    (Group, "take"),
     (RowsLayer, "update"),
     (IdsStream, "note"),
     *((PrefixCachingBlockAllocator, name) for name in ("allocate", "allocate_immutable", "mark_computed", "free")),
@@ -294,7 +296,12 @@ FAULT_POINTS: list[tuple[type, str]] = [
 ]
 
 # Where a snapshot takes memory: a module, and the name of its function.
-SNAPSHOT_COPIES = [(state_snapshots, "copied"), (rows_states, "copied"), (kv_states, "to_device")]
+SNAPSHOT_COPIES = [
+    (state_snapshots, "copied"),
+    (rows_states, "copied"),
+    (kv_states, "to_device"),
+    (rows_states, "to_device"),
+]
 
 
 @contextmanager
@@ -359,14 +366,14 @@ def _is_decoder(model: Any, layers: nn.ModuleList) -> bool:
 
 def forget_to_reorder_states(patch: pytest.MonkeyPatch) -> None:
     """Rows change places, and what layers carry does not; that rows become more is heeded."""
-    select = LiveStates.select
+    select = RowStates.select
 
-    def forget(self: LiveStates, sources: Any) -> None:
+    def forget(self: RowStates, index: Tensor) -> None:
         held = self.read()
-        if held and len(sources) != len(next(iter(held.values()))):
-            select(self, sources)
+        if held and len(index) != len(next(iter(held.values()))):
+            select(self, index)
 
-    patch.setattr(LiveStates, "select", forget)
+    patch.setattr(RowStates, "select", forget)
 
 
 def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from hf_paged_cache.rows.layers import RowsLayer
-from hf_paged_cache.rows.windows import WindowLayer
+from hf_paged_cache.rows.layers import RowsLayer, WindowLayer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 

@@ -18,8 +18,8 @@ from ..blocks.image_tokens import hold_images
 from ..blocks.roots import RootFacts
 from ..errors import UnsupportedModelError
 from ..integration.side_rows import row_of
-from ..kv.states import LiveStates
-from ..kv.transfers import read_together
+from ..kv.states import read_states
+from ..kv.tensors import read_together
 from ..model.layers import has_state, streams_of
 from ..model.support import takes
 from ..model.trial import dynamic_cache, eps_computed_in, input_device, run_columns
@@ -174,8 +174,8 @@ def _look(cache: AskedCache, sequence: Sequence[BlockHash]) -> list[bool]:
                 pairs.append((old[:, :, shown], computed[name][:, :, shown], size))
     if rows.states is not None:
         layers = {i: layer for i, layer in enumerate(recomputed.layers) if has_state(layer)}
-        carried = LiveStates(layers).read()
-        states = rows.states.live.read().items()
+        carried = read_states(layers)
+        states = rows.states.read().items()
         pairs += [(state.reshape(1, 1, 1, -1), carried[key].reshape(1, 1, 1, -1), 1) for key, state in states]
     eps, least = eps_computed_in(cache.store.model), _MIN_TOLERANCE if rows.states is None else _MIN_TOLERANCE_OF_STATES
     answers = [_differ(*pair, eps, least) for pair in pairs]

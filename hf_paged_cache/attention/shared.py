@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kv.transfers import to_device
+from ..kv.tensors import to_device
 from .backends import Part, aligned, attend, can_attend, is_fused, merge
 from .lazy import KnownMasks
 from .segments import Plan

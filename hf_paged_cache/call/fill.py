@@ -4,12 +4,13 @@ What is known comes from leased blocks, from rows that ran ahead, or from the ro
 call before becomes the rows' own where they go on in it: then nothing is copied at all.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from ..blocks.window import Window
 from ..kv.states import States, row_of, stacked
 from ..rows import memory
+from ..rows.groups import Group
 from ..rows.rows import Rows
-from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
 from .find import Known
 from .request import RowInput
@@ -42,8 +43,8 @@ def fill(
     with store.lock:
         slabs = store.slabs()
     if not start:
-        if slabs:
-            rows.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted), 0)
+        rows.all.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted) if slabs else [], 0)
+        rows.start_at(0, inputs)
         return
     shared = None
     if rows.may_be_lazy and captured is None:
@@ -54,21 +55,21 @@ def fill(
         first = shared.plan.first_own
         rows.share(shared, memory.make(memory.shapes_of_slabs(slabs), len(inputs), max(start, wanted) - first), start)
     elif done:
-        rows.make_room(max(start, wanted), wanted)
+        rows.all.make_room(max(start, wanted), done, wanted)
     else:
-        elsewhere = (memory.shapes_of_rows(source.all_memory()) for row in known for source, _, _ in row.sources())
+        elsewhere = (memory.shapes_of_rows(source.all.memory) for row in known for source, _, _ in row.sources())
         shapes = memory.shapes_of_slabs(slabs) or next(elsewhere, [])
-        rows.take(make(shapes, len(inputs), max(start, wanted)), start)
+        rows.all.take(make(shapes, len(inputs), max(start, wanted)), start)
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         first = row.pad if shared is None else shared.plan.ends[number]
         _load(store, rows, number, of_row, max(done, first), start)
-    before = None if not done or known[0].previous is None else known[0].previous.rows.windows
-    if rows.windows is not None and before is not None:
-        rows.windows.take_over(before, start)
-    elif rows.windows is not None:
+    if done and known[0].previous is not None:
+        for window, group in known[0].previous.rows.windows.items():
+            rows.windows[window].take(group.memory, start, group.base)
+    elif rows.windows:
         _fill_windows(store, rows.windows, inputs, known, start, wanted)
     if rows.states is not None:
-        rows.states.live.put(
+        rows.states.put(
             stacked([_states_of(of_row, start - row.pad) for row, of_row in zip(inputs, known, strict=True)])
         )
     rows.start_at(start, inputs)
@@ -80,13 +81,13 @@ def _states_of(known: Known, num_tokens: int) -> States:
         return {}
     for source, number, num_there in known.sources():
         if num_there == num_tokens and source.states is not None:
-            return row_of(source.states.live.read(), number)
+            return row_of(source.states.read(), number)
     return known.states
 
 
 def _fill_windows(
     store: BlockStore,
-    windows: WindowColumns,
+    windows: Mapping[Window, Group],
     inputs: Sequence[RowInput],
     known: Sequence[Known],
     start: int,
@@ -95,12 +96,12 @@ def _fill_windows(
     """Let layers with a window have what is seen after column `start`, from where each row resumes."""
     with store.lock:
         slabs = store.window_slabs()
-    there = [source.windows for row in known for source, _, _ in row.sources() if source.windows is not None]
-    for window in windows.kinds:
+    there = [source.windows for row in known for source, _, _ in row.sources() if source.windows]
+    for window, group in windows.items():
         shapes = memory.shapes_of_slabs(slabs.get(window, ()))
-        elsewhere = (memory.shapes_of_rows(each.of(window)[0]) for each in there)
+        elsewhere = (memory.shapes_of_rows(each[window].memory) for each in there)
         shapes = shapes or next(filter(None, elsewhere), [])
-        windows.make(window, shapes, len(inputs), start, max(start, wanted))
+        group.make_window(shapes, len(inputs), start, max(start, wanted))
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         num_tokens = start - row.pad
         if num_tokens <= 0:
@@ -108,14 +109,15 @@ def _fill_windows(
         source = next((each for each in of_row.sources() if each[2] >= num_tokens), None)
         if source is not None:
             held, source_row, _ = source
-            if held.windows is not None:
-                held.windows.copy_row(source_row, held.prompts[source_row].pad - row.pad, windows, number, start)
+            shift = held.prompts[source_row].pad - row.pad
+            for window, group in held.windows.items():
+                group.copy_row(source_row, shift, windows[window], number, start)
         elif of_row.lease is not None:
             _load_windows(store, windows, number, row.pad, of_row.lease.block_ids, num_tokens)
 
 
 def _load_windows(
-    store: BlockStore, windows: WindowColumns, number: int, pad: int, block_ids: Sequence[int], num_tokens: int
+    store: BlockStore, windows: Mapping[Window, Group], number: int, pad: int, block_ids: Sequence[int], num_tokens: int
 ) -> None:
     """Copy what layers with a window see after `num_tokens` tokens of a row, from blocks of the row's lease."""
     size = store.block_size
@@ -127,7 +129,7 @@ def _load_windows(
             for group in store.windows.groups
         }
     for window, span in spans.items():
-        held, base = windows.of(window)
+        held, base = windows[window].memory, windows[window].base
         first, skipped = span.start * size, max(0, base - pad - span.start * size)
         column = pad + first + skipped - base
         memory.load_blocks(held, slabs[window], number, column, places[window], num_tokens - first, skipped)
@@ -146,11 +148,11 @@ def _take_over(
     lie together as these names do: they would lie apart from then on.
     """
     previous = None if known[0].previous is None else known[0].previous.rows
-    if previous is None or previous.escaped or not previous.memory or len(inputs) != previous.num_rows:
+    if previous is None or previous.escaped or not previous.all.memory or len(inputs) != previous.num_rows:
         return 0
-    if previous.base or (rows.is_exact and not previous.can_go_on_at(start)):
+    if previous.all.base or (rows.is_exact and not previous.can_go_on_at(start)):
         return 0
-    if [of_memory for _, of_memory in previous.memory] != [*names]:
+    if [of_memory for _, of_memory in previous.all.memory] != [*names]:
         return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
@@ -159,19 +161,19 @@ def _take_over(
         done = min(done, row.pad + of_row.num_common)
     if 2 * done < start or (rows.is_exact and done < start):
         return 0
-    rows.take(previous.memory, done)
+    rows.all.take(previous.all.memory, done)
     return done
 
 
 def _load(store: BlockStore, rows: Rows, number: int, known: Known, done: int, start: int) -> None:
     """Copy the known columns `[done, start)` of one row into it."""
-    size, base, pad = store.block_size, rows.base, rows.prompts[number].pad
+    size, base, pad = store.block_size, rows.all.base, rows.prompts[number].pad
     first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
     if known.lease is not None and end > first * size:
         with store.lock:
             slabs = store.slabs()
         block_ids = known.lease.block_ids[first : -(-end // size)]
-        memory.load_blocks(rows.memory, slabs, number, pad + first * size - base, block_ids, end - first * size)
+        memory.load_blocks(rows.all.memory, slabs, number, pad + first * size - base, block_ids, end - first * size)
         done = max(done, pad + end)
     for source, source_row, num_tokens in known.sources():
         done = _copy(source, source_row, rows, number, done, min(start, pad + num_tokens))
@@ -186,5 +188,5 @@ def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop:
     if stop <= start:
         return start
     shift = source.prompts[source_row].pad - rows.prompts[row].pad
-    source.copy_columns(source_row, start + shift, stop + shift, rows.memory, row, start - rows.base)
+    source.copy_columns(source_row, start + shift, stop + shift, rows.all.memory, row, start - rows.all.base)
     return stop

@@ -4,7 +4,7 @@ Keeping never raises into a call for want of blocks or memory: what does not fit
 before anybody can find it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -12,14 +12,15 @@ import torch
 from ..blocks import Allocation, BlockHash, HashChain
 from ..blocks.image_tokens import filled_up
 from ..blocks.tokens import TokenIds
+from ..blocks.window import Window
 from ..blocks.window_blocks import Changing, WindowBlocks
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import Slab
 from ..kv.states import States
 from ..rows import memory
+from ..rows.groups import Group
 from ..rows.memory import Stream
 from ..rows.rows import Rows
-from ..rows.windows import WindowColumns
 from ..store.block_store import BlockStore
 from .find import chain_of
 
@@ -128,7 +129,7 @@ def _keep_row(
             store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
             if rows.states is not None:
                 _keep_states(store, rows.states.taken[number], held)
-            if rows.windows is not None:
+            if rows.windows:
                 _keep_windows(store, rows.windows, rows.prompts[number].pad, rows.n, number, held)
     except (OutOfBlocksError, torch.OutOfMemoryError):
         pass
@@ -148,16 +149,7 @@ def _write(
     """
     for at, block_ids in fresh:
         first = start + at * size
-        memory.write_blocks(_columns(rows, number, first, first + len(block_ids) * size), slabs, block_ids)
-
-
-def _columns(rows: Rows, number: int, start: int, stop: int) -> memory.Columns:
-    """Return columns of a row, of which the last ones may not be there: a block is filled up with anything."""
-    if stop <= rows.n:
-        return rows.columns(number, start, stop)
-    made = memory.make(memory.shapes_of_rows(rows.all_memory()), 1, stop - start)
-    rows.copy_columns(number, start, rows.n, made, 0, 0)
-    return memory.Columns(made, 0, 0, stop - start)
+        memory.write_blocks(rows.columns(number, first, first + len(block_ids) * size), slabs, block_ids)
 
 
 def _keep_states(store: BlockStore, taken: dict[int, States], held: Allocation) -> None:
@@ -167,7 +159,9 @@ def _keep_states(store: BlockStore, taken: dict[int, States], held: Allocation) 
         store.states.keep(held.block_ids, place, taken.pop(place))
 
 
-def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, number: int, held: Allocation) -> None:
+def _keep_windows(
+    store: BlockStore, windows: Mapping[Window, Group], pad: int, n: int, number: int, held: Allocation
+) -> None:
     """Keep what layers with a window see at the end of the blocks that are held.
 
     What they see before that end is kept as far as there is room. The store's lock is held, so that nobody finds what
@@ -180,11 +174,11 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
     groups, block_ids = store.windows.groups, held.block_ids
     wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # (group, required logical indices, optional ones)
     for group in groups:
-        memory_of_rows, base = windows.of(group.window)
+        base = windows[group.window].base
         seen = group.seen(num_tokens)
         first = max(0, -(-(base - pad) // size))  # first block that the rows have whole
         missing = [index for index in seen if not group.has(block_ids[index])]
-        if not memory_of_rows or (missing and missing[0] < first):
+        if not windows[group.window].memory or (missing and missing[0] < first):
             return
         before = [index for index in range(first, seen.start) if not group.has(block_ids[index])]
         wanted.append((group, missing, before[::-1]))
@@ -202,7 +196,7 @@ def _keep_windows(store: BlockStore, windows: WindowColumns, pad: int, n: int, n
             tensors = store.pool.groups[group.name]
             tensors.use(1 + max(places, default=0))
             slabs = tensors.slabs()
-            memory_of_rows, base = windows.of(group.window)
+            memory_of_rows, base = windows[group.window].memory, windows[group.window].base
             for index, place in zip((*missing, *passed), places, strict=True):
                 start, stop = pad + index * size - base, n - base
                 columns = memory.Columns(memory_of_rows, number, start, start + size)
@@ -286,9 +280,9 @@ def _lies_alike(store: BlockStore, rows: Rows) -> bool:
     """
     found = [*store.slabs(), *chain.from_iterable(store.window_slabs().values())]
     slabs = {names: (held.dtype, held.device) for held, names in found}
-    lie, windows = [*rows.all_memory()], rows.windows
-    if windows is not None:
-        lie += chain.from_iterable(windows.of(window)[0] for window in windows.kinds)
+    lie = [*rows.all.memory]
+    for group in rows.windows.values():
+        lie += group.memory
     return bool(lie) and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie)
 
 

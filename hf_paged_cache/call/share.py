@@ -83,7 +83,7 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     None where it does not pay to hold that once. Columns behind those that rows share already are held once for the
     rows of one source, or lie in the tail of each row, whichever costs less.
     """
-    held = rows.all_memory()
+    held = rows.all.memory
     if not held or not rows.is_whole:
         return None
     members: list[list[int]] = [[] for _ in rows.prompts]
@@ -99,7 +99,7 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     pads = tuple(rows.prompts[source].pad for source in copies)
     launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads), looks)
     behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
-    apart = len(copies) * (rows.n - rows.base)  # columns read where each row has its own
+    apart = len(copies) * (rows.n - rows.all.base)  # columns read where each row has its own
     once = sum(rows.n - first + launch for first in behind if first < rows.n)
     is_once = old is None or once < apart
     for source, first in enumerate(behind) if is_once else ():
@@ -107,7 +107,7 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
             segments.append(Segment(tuple(members[source]), first - rows.prompts[source].pad, (source,)))
             lies.append(
                 [
-                    Streams(tensor[:, source : source + 1, :, first - rows.base : rows.n - rows.base], names)
+                    Streams(tensor[:, source : source + 1, :, first - rows.all.base : rows.n - rows.all.base], names)
                     for tensor, names in held
                 ]
             )
@@ -119,7 +119,7 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     if cost >= len(copies) * (rows.n - min(pads)):
         return None
     # without the rows whose tails begin there, all others' may begin behind what the memory begins with
-    plan = Plan(tuple(segments), pads, ends, rows.n if is_once else rows.base)
+    plan = Plan(tuple(segments), pads, ends, rows.n if is_once else rows.all.base)
     leases, num_pool_blocks = ((), 0) if old is None else (old.leases, old.num_pool_blocks)
     return SharedColumns(plan, lies, leases, looks, num_pool_blocks)
 
@@ -162,9 +162,10 @@ def _where(
         if ahead is not None and ahead[2] >= segment.start + num * size:
             source, number, _ = ahead
             column = source.prompts[number].pad + segment.start
-            if column >= (source.base if source.shared is None else source.shared.plan.ends[number]):
-                part = slice(column - source.base, column - source.base + num * size)
+            base = source.all.base
+            if column >= (base if source.shared is None else source.shared.plan.ends[number]):
+                part = slice(column - base, column - base + num * size)
                 return [
-                    Streams(held[:, number : number + 1, :, part], names) for held, names in source.all_memory()
+                    Streams(held[:, number : number + 1, :, part], names) for held, names in source.all.memory
                 ], None
     return None

@@ -24,13 +24,11 @@ from ..call.keep import lay_out
 from ..call.request import UNLIMITED, ForwardRequest
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
-from ..kv.transfers import to_device
+from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
 from ..model.support import cache_argument
-from ..rows import memory
-from ..rows.columns import Prompt
 from ..rows.layers import SPARE
-from ..rows.rows import Rows
+from ..rows.rows import Prompt, Rows
 from ..rows.shared import SharedColumns
 from .asking import GRADIENTS, running_rows
 from .begin import (
@@ -104,7 +102,7 @@ class Calls:
 
     def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
         """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
-        index = memory.as_index(sources)
+        index = torch.tensor(sources, dtype=torch.int64, device="cpu")
         if rows.why_bypassed is None:
             shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
             forked = rows.forked(index, shared)
@@ -177,7 +175,7 @@ class Calls:
     def close(self, rows: Rows) -> None:
         """End a call, however it ended, and keep what is complete."""
         rows.roll_back()
-        rows.give_up_previous()
+        rows.previous = None
         rows.in_generate, rows.common_columns = False, 0
         rows.must_confirm = True  # a forward may go on with the rows
         try:
@@ -195,7 +193,7 @@ class Calls:
         """Count a `generate` that ran no forward on the rows it was passed, and give up the rows of the call before."""
         if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
-        rows.give_up_previous()
+        rows.previous = None
         mask, num_rows, shown = given.passed.get("attention_mask"), max(1, given.limits.num_rows), [given.num_given]
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             shown = mask.sum(dim=1).tolist()
@@ -348,12 +346,12 @@ class Calls:
 
     def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
         """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
-        n, index, most = rows.n, memory.as_index(copies), rows.state.limits.max_columns
+        n, index, most = rows.n, torch.tensor(copies, device="cpu"), rows.state.limits.max_columns
         spare = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
         own = rows.selected(index, shared.plan.first_own, spare)
         rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
-        if rows.windows is not None:
-            rows.windows.select(index, n)
+        for group in rows.windows.values():
+            group.select(index, n, 0)
         if rows.states is not None:
             rows.states.select(index)
         rows.ids.select(index)

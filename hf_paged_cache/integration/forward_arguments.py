@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..call.request import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
-from ..kv.transfers import read_arrays, to_device
+from ..kv.tensors import read_arrays, to_device
 from ..model.fingerprint import OUTPUT_FLAGS
 from ..model.support import default_arguments, numbers_columns, takes
 

@@ -196,7 +196,7 @@ class Opening:
 
     def bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str) -> Mapping[str, Any]:
         """Let rows run on transformers' own layers from here on; return the arguments of their forward."""
-        rows.give_up_previous()
+        rows.previous = None
         rows.bypass(why, list(cache_layers(self.fingerprint.model)))
         images, rows.state.images = rows.state.images, None
         if images is None:
@@ -257,7 +257,7 @@ class Opening:
                     counts = count_prompt(request, found.known, num_found, numbers, numbers, column, {})
                     _note_begun(rows.state, counts, found.known)
                     rows.seen.dense = READ_IN_CHUNKS if len(inputs) > 1 else ""
-                    rows.give_up_previous()
+                    rows.previous = None
                     rows.reads_next = True
                     rows.prompt_end = int(rows.state.limits.num_prompt_columns)
         except torch.OutOfMemoryError:  # the first forward opens the rows, and gives way to them

@@ -151,9 +151,7 @@ class SharedPrefill:
         last = None
         for step in found.steps:
             # rows with windows would give up what is seen at their end before it is kept
-            goes_on = (
-                last is not None and (last.rows, last.stop) == (step.rows, step.start) and made[-1].windows is None
-            )
+            goes_on = last is not None and (last.rows, last.stop) == (step.rows, step.start) and not made[-1].windows
             some = [inputs[number] for number in step.rows]
             forward(some, step.rows, step.start, step.stop, made[-1] if goes_on else None)
             last = step

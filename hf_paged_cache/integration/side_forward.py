@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call.request import RowInput
-from ..kv.transfers import to_device
+from ..kv.tensors import to_device
 from ..model.support import cache_argument
 from ..model.trial import input_device
 from ..rows.rows import Rows

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..blocks.window import Window
 from ..blocks.window_blocks import WindowBlocks
-from .streams import StreamOrder
-from .zeroed import zeros
+from .tensors import zeros
 
 _HOST = torch.device("cpu")
 _WITHOUT_STREAMS = ("cpu", "meta")
@@ -38,6 +37,40 @@ class Slab(NamedTuple):
         """Bytes of a block in the tensor, which may hold no block."""
         streams, heads, _, size, head_dim = self.tensor.shape
         return streams * heads * size * head_dim * self.tensor.dtype.itemsize
+
+
+class StreamOrder:
+    """`StreamOrder` orders the streams of each accelerator on which a store's calls launch.
+
+    What one call has launched on its stream must be done before another call reads or writes the same block, or uses a
+    tensor that was made or has grown meanwhile. The host waits for nothing, nor does anybody where there is one stream.
+
+    Attributes:
+        accelerators: accelerators that hold tensors of the store, or have held some.
+    """
+
+    def __init__(self) -> None:
+        self.accelerators: set[torch.device] = set()
+        self._streams: dict[torch.device, set[torch.Stream]] = {}
+
+    def join(self, devices: Iterable[torch.device]) -> None:
+        """Let what this thread launches from now on come after all that was launched for the store on these devices.
+
+        Only devices among the store's accelerators are joined.
+        """
+        for device in self.accelerators.intersection(devices):
+            current = torch.accelerator.current_stream(device)
+            used = self._streams.setdefault(device, set())
+            for stream in used - {current}:
+                current.wait_stream(stream)
+            used.add(current)
+
+    def release(self, tensor: Tensor) -> None:
+        """Prepare to release a tensor: whoever gets its memory waits for what other streams do with it."""
+        used = self._streams.get(tensor.device, set())
+        if len(used) > 1:
+            for stream in used:
+                tensor.record_stream(stream)
 
 
 class GroupTensors:

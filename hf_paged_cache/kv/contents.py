@@ -12,8 +12,8 @@ from torch import Tensor
 
 from .block_pool import BlockPool, GroupTensors
 from .states import StateKey, States
-from .transfers import UNPINNED
-from .transfers import to_device as numbers_on
+from .tensors import UNPINNED
+from .tensors import to_device as numbers_on
 
 BLOCKS, STATES = "blocks", "states"
 Kind = str | int

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..kv.transfers import read_bytes
+from ..kv.tensors import read_bytes
 
 _BY_LENGTH = ("dynamic", "longrope")
 _Place = tuple[nn.Module, str]  # a module, and the prefix of its frequencies' names: "", or that of a layer type

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ..kv.transfers import read_bytes
+from ..kv.tensors import read_bytes
 
 _VALUES_PER_TENSOR = 8
 _Layout = tuple[int, int, tuple[int, ...]]  # address, number of elements, strides

@@ -118,7 +118,7 @@ class CapturedCall:
         """
         rows, arena, held, n, said = self._rows, self._arena, self._memory, self._rows.n, self.said
         shapes = shapes_over(arena, self._digest)
-        lies_there = held is not None and rows.memory is held and not any(layer.is_own for layer in rows.layers)
+        lies_there = held is not None and rows.all.memory is held
         room = held[0].tensor.shape[3] if lies_there and held is not None else 0
         if n + tokens > room:
             lies_there, room = False, arena.room(rows.num_rows, room_wanted(n, tokens, self._max_columns))
@@ -147,14 +147,10 @@ class CapturedCall:
         if not written:
             self.said.why_not = "which layers keep what is known after the first forward"
             return False
-        if rows.shared is not None or rows.base or any(layer.n != n for layer in written):
+        if rows.shared is not None or rows.all.base or any(layer.n != n for layer in written):
             self.said.why_not = "rows share columns, or layers have skipped some"
             return False
-        are_own = all(layer.is_own for layer in written)
-        source = [streams for layer in written for streams in layer.streams()] if are_own else rows.memory
-        if not are_own and any(layer.is_own for layer in written):
-            self.said.why_not = "some layers have memory of their own"
-            return False
+        source = rows.all.memory
         shapes = together(memory.shapes_of_rows(source))
         if self._arena.holds(source) and self._arena.fits(shapes, rows.num_rows, room):
             # the new memory begins at the same place
@@ -216,8 +212,8 @@ class CapturedCall:
         return output
 
     def _now(self) -> float:
-        if self._rows.memory[0].tensor.device.type == "cuda":
-            torch.cuda.synchronize(self._rows.memory[0].tensor.device)
+        if self._rows.all.memory[0].tensor.device.type == "cuda":
+            torch.cuda.synchronize(self._rows.all.memory[0].tensor.device)
         return perf_counter()
 
     def close(self) -> None:
@@ -225,11 +221,11 @@ class CapturedCall:
         rows = self._rows
         self._memory = rows.captured = None
         try:
-            if rows.is_open and self._arena.holds(rows.all_memory()):
+            if rows.is_open and self._arena.holds(rows.all.memory):
                 rows.is_whole = rows.is_whole and not rows.is_edited  # their memory is another one from here on
                 try:
                     index = torch.arange(rows.num_rows, device="cpu")
-                    rows.take(memory.selected(rows.all_memory(), index, rows.n, max(1, rows.n)), rows.n)
+                    rows.take(memory.selected(rows.all.memory, index, rows.n, max(1, rows.n)), rows.n)
                 except torch.OutOfMemoryError:
                     if rows.escaped:
                         self._arena.drop()  # the memory belongs to whoever holds the rows from here on
@@ -296,7 +292,7 @@ def why_eager(arguments: Mapping[str, Any], rows: Rows) -> str:
 
 def tolerance(dtype: torch.dtype, rows: Rows) -> float:
     """Return how far logits of a graph may be from the eager forward's, as a share of their scale."""
-    held = [tensor.dtype for tensor, _ in rows.memory]
+    held = [tensor.dtype for tensor, _ in rows.all.memory]
     eps = max(torch.finfo(each).eps for each in (dtype, *held))
     if eps <= torch.finfo(torch.float32).eps:
         return _TOLERANCE

@@ -5,11 +5,11 @@ So what is kept has the name of what ran, whoever generates: beams, loops of one
 
 from array import array
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..blocks.image_tokens import hold_images
 from ..blocks.tokens import TokenIds
 
 
@@ -21,21 +21,16 @@ class IdsStream:
 
     def __init__(self) -> None:
         self._ids: Tensor | None = None
-        self._named: list[TokenIds] = []  # per row: the prompt's tokens if it has images, which they name; else none
+        self.named: dict[int, TokenIds] = {}  # row -> tokens of its prompt, for rows with images, which tokens name
 
-    def begin(self, prompts: Sequence[TokenIds]) -> None:
-        """Begin rows with these prompts."""
-        named = [tokens if hold_images(tokens) else tokens[:0] for tokens in prompts]
-        self._named = named if any(named) else []
-
-    def start(self, prompts: Sequence[TokenIds], pads: Sequence[int], num_columns: int) -> None:
-        """Start with the tokens that are known: those in the first `num_columns` columns, after each row's padding."""
+    def start(self, inputs: Sequence[Any], num_columns: int) -> None:
+        """Start with the tokens that are known of each row, a `RowInput`: those in the first `num_columns` columns."""
         with torch.inference_mode(False):
-            ids = self._ids = torch.zeros((len(pads), num_columns + 64), dtype=torch.int64, device="cpu")
-        for number, (tokens, pad) in enumerate(zip(prompts, pads, strict=True)):
-            if pad < num_columns:
-                known = torch.frombuffer(tokens, dtype=torch.int64, count=num_columns - pad)
-                ids[number, pad:num_columns] = known
+            ids = self._ids = torch.zeros((len(inputs), num_columns + 64), dtype=torch.int64, device="cpu")
+        for number, row in enumerate(inputs):
+            if row.pad < num_columns:
+                known = torch.frombuffer(row.token_ids, dtype=torch.int64, count=num_columns - row.pad)
+                ids[number, row.pad : num_columns] = known
 
     def note(self, ids: Tensor, num_before: int) -> None:
         """Note the ids of a forward, [R, T], which follow the first `num_before` columns."""
@@ -54,26 +49,28 @@ class IdsStream:
 
     def select(self, index: Tensor) -> None:
         """Let row `i` continue as row `index[i]`."""
-        if self._named:
-            self._named = [self._named[number] for number in index.tolist()]
+        if self.named:
+            self.named = {row: self.named[of] for row, of in enumerate(index.tolist()) if of in self.named}
         if self._ids is not None:
             with torch.inference_mode(False):
                 self._ids = self._ids.index_select(0, index.to(self._ids.device, copy=index.is_inference()))
 
     def rows(self, pads: Sequence[int], stop: int) -> list[TokenIds]:
         """Return the tokens of each row before column `stop`, without padding.  Cost: waits for their device."""
+        rows = [array("q") for _ in pads]
         if self._ids is None:
-            return [array("q") for _ in pads]
-        ids = self._ids[:, :stop].cpu()
-        rows = [array("q", ids[row, pad:].contiguous().numpy().tobytes()) for row, pad in enumerate(pads)]
-        for row, named in zip(rows, self._named, strict=False):
-            num = min(len(row), len(named))
-            row[:num] = named[:num]
+            return rows
+        ids = self._ids[:, :stop].cpu().numpy()
+        for row, pad in enumerate(pads):
+            rows[row].frombytes(ids[row, pad:].tobytes())
+        for row, named in self.named.items():
+            num = min(len(rows[row]), len(named))
+            rows[row][:num] = named[:num]
         return rows
 
     def copy(self) -> "IdsStream":
         copied = IdsStream()
-        copied._named = [*self._named]
+        copied.named = {**self.named}
         with torch.inference_mode(False):
             copied._ids = None if self._ids is None else self._ids.clone()
         return copied

@@ -6,10 +6,8 @@ from typing import Any, NamedTuple
 
 from ..blocks.window import Window
 from ..model.layers import has_index, has_keys, has_state, holds_nothing
-from .indexed import IndexedLayer
-from .layers import PlaceholderLayer, RowsLayer
+from .layers import IndexedLayer, PlaceholderLayer, RowsLayer, WindowLayer
 from .states import StatePlaces, StatesAndColumnsLayer, StatesAndWindowLayer, states_alone
-from .windows import WindowLayer
 
 
 class LayerKinds(NamedTuple):

@@ -1,6 +1,8 @@
-"""Implements a layer of a call's rows, as transformers sees it: columns are appended in place, and read where they lie.
+"""Implements the layers of a call's rows, as transformers sees them: columns are appended in place, and read there.
 
-A layer owns its place in the rows' memory, or memory of its own before the shapes of all layers are known.
+A layer owns its place in the rows' memory, or, until the forward has ended, memory of its own.
+
+columns: [0, base) are shared by rows, or passed and gone | [base, n) lie in `held`, from its first column on
 """
 
 from collections.abc import Callable, Mapping
@@ -9,21 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import cache_utils
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from ..attention.lazy import as_dense
+from ..blocks.window import Window
 from ..errors import ForwardMismatchError
-from ..kv.zeroed import zeros
-from ..model.layers import put_streams
+from ..kv.tensors import zeros
+from ..model.layers import INDEX, put_streams
 from .memory import Streams
 
 SPARE = 64  # columns of room beyond those needed, where it is not known how many come
+_LEAST_SPARE, _MOST_SPARE = (
+    64,
+    1024,
+)  # room behind a window's columns; when it is full, they move to the front
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
     """`RowsLayer` holds the keys and values of one layer, [R, H, columns, D].
-
-    columns: [0, base) are shared by rows | [base, n) lie in `held`, from its first column on
 
     Args:
         owner: reference to the rows that the layer belongs to.
@@ -31,6 +36,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     is_compileable = False
     is_sliding = False
+    window: Window | None = None
 
     def __init__(self, layer_idx: int, owner: Callable[[], Any]) -> None:
         self.layer_idx, self._owner = layer_idx, owner
@@ -96,23 +102,22 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
             if stop <= self.room and dtypes == (old[0].dtype, old[1].dtype) and old[0].device == key_states.device:
                 return old
         room, (old_keys, old_values) = room_for(stop, self._owner().wanted - self.base), old or (None, None)
-        keys = grown(old_keys, num_held, room, key_states, dtypes[0])
-        values = grown(old_values, num_held, room, value_states, dtypes[1])
-        self._hold(keys, values, self.base)
+        keys = _grown(old_keys, num_held, room, key_states, dtypes[0])
+        values = _grown(old_values, num_held, room, value_states, dtypes[1])
+        self.lie_in({"key": keys, "value": values}, self.n, self.base)
         self.is_own = True
         return keys, values
 
-    def _hold(self, keys: Tensor, values: Tensor, base: int) -> None:
-        """Lie in these tensors from here on; their first column is the column `base`."""
-        self.held, self.base, self.room, self.is_own = (keys, values), base, keys.shape[2], False
-        self.dtype, self.device = keys.dtype, keys.device
+    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int) -> None:
+        """Let the layer lie in these tensors, [R, H, room, D], by name: their first columns are those from `base` on.
 
-    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int = 0) -> None:
-        """Let the layer lie in these tensors, [R, H, room, D], by name: their first columns are the columns `[base,
-        n)`.
+        A layer that holds nothing yet then has the columns `[base, n)`.
         """
-        self._hold(tensors["key"], tensors["value"], base)
-        self.n = n
+        if self.held is None:
+            self.n = n
+        keys = tensors["key"]
+        self.held, self.base, self.room, self.is_own = (keys, tensors["value"]), base, keys.shape[2], False
+        self.dtype, self.device = keys.dtype, keys.device
 
     def named(self) -> list[tuple[str, Tensor]]:
         return [] if self.held is None else [("key", self.held[0]), ("value", self.held[1])]
@@ -125,6 +130,14 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         """Let a layer of transformers that holds nothing go on with these columns."""
         keys, values = self.columns()
         put_streams(layer, {"key": keys, "value": values}, self.n)
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of all columns, where they lie."""
+        if self.base and (owner := self._owner()) is not None:
+            owner.make_dense()
+        assert self.held is not None
+        keys, values = self.held
+        return keys.narrow(2, 0, self.n - self.base), values.narrow(2, 0, self.n - self.base)
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -158,14 +171,6 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
             owner.note_shown()
         return self.columns()[name == "values"]
 
-    def columns(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all columns, where they lie."""
-        if self.base and (owner := self._owner()) is not None:
-            owner.make_dense()
-        assert self.held is not None
-        keys, values = self.held
-        return keys.narrow(2, 0, self.n - self.base), values.narrow(2, 0, self.n - self.base)
-
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: memory is made when keys and values come, and what is held stays."""
 
@@ -181,6 +186,170 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
     def reset(self) -> None:
         self.held = None
         self.n = self.base = self.room = self.filled = 0
+
+
+class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]
+    """`WindowLayer` holds the last columns of a layer with a window: as many as attention reads, and some before them.
+
+    Args:
+        margin: number of columns that stay as well, before those that the next token sees. So a block's end lies among
+            the columns that are held, and drafts can be taken back.
+    """
+
+    is_sliding = True
+    window: Window
+
+    def __init__(self, layer_idx: int, owner: Callable[[], Any], window: Window, margin: int) -> None:
+        super().__init__(layer_idx, owner)
+        self.window, self.sliding_window, self.most_kept = window, window.size, window.most_needed + margin
+
+    def room_for(self, num_columns: int) -> int:
+        """Return how many columns to make room for where `num_columns` will come."""
+        spare = min(max(_LEAST_SPARE, self.window.size), _MOST_SPARE)
+        return max(1, min(num_columns, self.most_kept + spare))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append new keys and values, [R, H, T, D]; return what attention reads, which later forwards write over."""
+        if torch.compiler.is_compiling():
+            return super().update(key_states, value_states)
+        key_states, value_states = self._checked(key_states, value_states)
+        n, length, held = self.n, key_states.shape[2], self.held
+        first, at, stop = self.window.handed_from(n), n - self.base, n + length - self.base
+        if held is None or not self._takes(held, key_states, value_states, stop):
+            return self._move(key_states, value_states, first)
+        keys, values = held
+        keys.narrow(2, at, length).copy_(key_states)
+        values.narrow(2, at, length).copy_(value_states)
+        self.n, first = n + length, first - self.base
+        return keys.narrow(2, first, stop - first), values.narrow(2, first, stop - first)
+
+    def _move(self, key_states: Tensor, value_states: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        """Append where there is no room behind what is held: the last columns become the first ones of the memory.
+
+        Attention reads from column `first` on.
+        """
+        n, stop, old = self.n, self.n + key_states.shape[2], self.held
+        lowest = n if old is None else self.base
+        room = self.room_for(max(self._owner().wanted, stop + _LEAST_SPARE))
+        num_kept = min(stop - lowest, room) if n == 0 or stop - lowest <= room else self.most_kept
+        start = min(first, stop - num_kept)
+        is_own, read, made = self.is_own, [], []
+        for place, new in enumerate((key_states, value_states)):
+            held = None if old is None else old[place]
+            if held is not None and n > self.filled:  # promote as concatenation does, unless all is filled
+                new = new.to(torch.promote_types(held.dtype, new.dtype))
+            whole = new
+            if held is not None and start < n:
+                whole = torch.cat([held[:, :, start - self.base : n - self.base].to(new), new], dim=2)
+            if held is None or held.shape[2] < room or held.dtype != new.dtype or held.device != new.device:
+                held, is_own = zeros((*new.shape[:2], room, new.shape[3]), new.dtype, new.device), True
+            held[:, :, :num_kept] = whole[:, :, whole.shape[2] - num_kept :]
+            made.append(held)
+            read.append(whole[:, :, first - start :])
+        self.lie_in({"key": made[0], "value": made[1]}, stop, stop - num_kept)
+        self.n, self.is_own = stop, is_own
+        return read[0], read[1]
+
+    def columns(self) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of the columns that the next token sees, where they lie."""
+        assert self.held is not None
+        first = max(0, self.window.needed(self.n).start - self.base)
+        keys, values = self.held
+        return keys.narrow(2, first, self.n - self.base - first), values.narrow(2, first, self.n - self.base - first)
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        return self.n
+
+    def get_max_length(self) -> int:
+        return self.window.size
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        first = self.window.handed_from(self.n)
+        return self.n + query_length - first, first
+
+    def activate_past_recording(self) -> None:
+        """Do nothing: a margin before the window is held in any case."""
+
+
+class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-call]
+    """`IndexedLayer` holds index keys, too, [R, columns, D], by which sparse attention chooses its keys.
+
+    A layer has none where it uses another layer's. In layers of this class, columns that rows share are never held
+    once.
+    """
+
+    _index: Tensor | None = None  # [R, 1, room, D]
+    _num_indexed = 0  # columns of `_index` that are written
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Append new index keys, [R, T, D]; return the index keys of all columns."""
+        new = indexer_key_states.detach().unsqueeze(1)
+        at = self._num_indexed
+        stop, held = at + new.shape[2], self._index
+        if held is None or stop > held.shape[2] or held.dtype != new.dtype or held.device != new.device:
+            self._index = held = _grown(held, at, room_for(stop, self._owner().wanted), new, new.dtype)
+            self.indexer_dtype, self.indexer_device, self.is_own = new.dtype, new.device, True
+        held.narrow(2, at, new.shape[2]).copy_(new)
+        self._num_indexed = stop
+        return held.narrow(2, 0, stop).squeeze(1)
+
+    def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int) -> None:
+        super().lie_in(tensors, n, base)
+        index = tensors.get(INDEX)
+        if index is not None:
+            self._index, self._num_indexed = index, self.n
+            self.indexer_dtype, self.indexer_device = index.dtype, index.device
+
+    def named(self) -> list[tuple[str, Tensor]]:
+        return super().named() + ([] if self._index is None else [(INDEX, self._index)])
+
+    def put_into(self, layer: Any) -> None:
+        super().put_into(layer)
+        if self._index is not None:
+            layer.update_indexer(self._index[:, 0, : self.n])
+            layer.indexer_position_ids = self.indexer_position_ids
+
+    @property
+    def is_indexer_initialized(self) -> bool:  # type: ignore[override]
+        return self._index is not None and self.n > 0
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """Index keys of all columns, [R, columns, D]; None where there are none."""
+        return None if self._index is None or not self.n else self._index[:, 0, : self.n]
+
+    @indexer_keys.setter
+    def indexer_keys(self, states: Tensor | None) -> None:
+        self._owner().give(self.layer_idx, "indexer_keys", states)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions of all columns so far, [3, R, columns], as of plain tokens, by which one model weighs index keys.
+
+        None without rows.
+        """
+        owner = self._owner()
+        if owner is None or self._index is None or not owner.n:
+            return None
+        columns = torch.arange(owner.n, device=self._index.device)
+        rows = [(columns - row.pad).clamp_(min=0) + row.first_position for row in owner.prompts]
+        return torch.stack(rows).expand(3, -1, -1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        """Ignore positions: they follow from the rows, which may have begun with what was known."""
+
+    def lazy_initialization_indexer(self, indexer_key_states: Tensor) -> None:
+        """Do nothing: memory is made when index keys come."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        RowsLayer.crop(self, tokens_to_remove)
+        self._num_indexed = min(self._num_indexed, self.n)
+
+    def reset(self) -> None:
+        RowsLayer.reset(self)
+        self._index, self._num_indexed = None, 0
 
 
 class PlaceholderLayer(getattr(cache_utils, "DummyLayer", object)):  # type: ignore[misc]  # 5.17 has none
@@ -201,7 +370,7 @@ def _write_outside_graphs(layer: RowsLayer, keys: Tensor, values: Tensor) -> tup
     return as_dense(read_keys), as_dense(read_values)
 
 
-def grown(held: Tensor | None, num_columns: int, room: int, new: Tensor, dtype: torch.dtype) -> Tensor:
+def _grown(held: Tensor | None, num_columns: int, room: int, new: Tensor, dtype: torch.dtype) -> Tensor:
     """Make room for the columns of a layer, [R, H, room, D], with those that are held, for `new` ones."""
     made = zeros((*new.shape[:2], room, new.shape[3]), dtype, new.device)
     if held is not None and num_columns:

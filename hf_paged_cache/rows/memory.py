@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..kv.block_pool import Slab
-from ..kv.zeroed import zeros
+from ..kv.tensors import zeros
 
 Stream: TypeAlias = tuple[int, str]  # layer index, "key", "value" or "indexer_key"
 _Together: TypeAlias = tuple[Tensor, tuple[Stream, ...]]  # of rows or of the pool: a tensor, and its streams
@@ -163,11 +163,6 @@ def _alike(left: Sequence[_Together], right: Sequence[_Together]) -> Iterator[tu
         for name, part in zip(names, torch.split(tensor, 1), strict=True):
             if name in apart:
                 yield part, apart[name]
-
-
-def as_index(numbers: Sequence[int] | Tensor) -> Tensor:
-    """Return numbers as a tensor, [N] int64."""
-    return numbers if isinstance(numbers, Tensor) else torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def copy_rows(source: Sequence[Streams], to: Sequence[Streams], num_columns: int) -> None:

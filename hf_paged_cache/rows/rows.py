@@ -1,7 +1,7 @@
 """Defines `Rows`, on which transformers runs one call: its keys and values are tensors of this call alone.
 
 Owns what a forward and a caller may do with rows, and whatever moves rows. It does not decide what is known or kept,
-but asks `calls`.
+but asks `calls`. The columns lie in memory of these rows alone; before it may come segments that rows have in common.
 """
 
 import copy
@@ -9,32 +9,52 @@ import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
+from ..attention import causal
 from ..blocks.image_tokens import end_of_image, hold_images
 from ..blocks.tokens import TokenIds
+from ..blocks.window import Window
 from ..errors import CacheArgumentError, ForwardMismatchError
-from ..kv.states import LiveStates
-from ..model.layers import cache_layers, has_keys
+from ..kv.states import put_states, read_states
+from ..model.layers import cache_layers, has_keys, streams_of
 from . import memory
-from .columns import Prompt, RowsColumns
+from .groups import Group
 from .ids import IdsStream
 from .kinds import LayerKinds
-from .layers import SPARE, RowsLayer
-from .memory import Streams
-from .shared import Looks, SharedColumns
+from .layers import SPARE, RowsLayer, room_for
+from .memory import Columns, Streams
+from .shared import Looks, Seen, SharedColumns
+from .states import RowStates
 
 _VERSION = attrgetter("_version")
 
 
-class Rows(RowsColumns):
-    """`Rows` runs one call, or one loop of forwards; `RowsColumns` has where its columns lie.
+@dataclass(slots=True)
+class Prompt:
+    """`Prompt` says what one row began with."""
+
+    root: bytes  # the row's prefix key: a digest of all that shapes its keys and values besides tokens
+    pad: int  # columns of left padding
+    first_position: int  # position of the first token
+    shift: int | None  # how far images have moved the positions of the text after them; None: not known
+    kept: int = 0  # leading tokens whose blocks need not be kept any more
+    most_kept: int | None = None  # most leading tokens that may be kept, where those after them only fill the row up
+    image_end: int | None = None  # tokens up to the end of the last image, if its block is to be kept up to there
+
+
+class Rows(Cache):
+    """`Rows` runs one call, or one loop of forwards.
+
+    columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
 
     Args:
         calls: `Calls` of the cache, which open the rows at their first forward, and keep what they compute.
@@ -43,9 +63,11 @@ class Rows(RowsColumns):
     """
 
     is_paged_prefix_cache = True
+    layers: list[Any]
 
     def __init__(self, calls: Any, kinds: LayerKinds, looks: Looks) -> None:
-        self.calls = calls
+        super().__init__(layers=[])
+        self.calls, self.kinds, self.looks, self._itself = calls, kinds, looks, ref(self)
         self.state: Any = None  # what `calls` remember of the rows
         self.thread = threading.get_ident()  # that ran the rows last
         self.in_generate = False  # `generate` runs the rows; it passes what it must
@@ -58,12 +80,21 @@ class Rows(RowsColumns):
         self.is_behind_handle = False  # forwards are passed the handle in place of the rows, and return the handle
         self.captured: Any = None  # runs the forwards by graphs, and has the rows lie in the arena
         self.chunks: Any = None  # sizes of the forwards that the prompt must come in; what comes in others is not kept
-        super().__init__(kinds, looks)
+        self.may_be_lazy = False  # attention may be given keys and values that it reads lazily
+        self.reset()
 
     def reset(self) -> None:
-        super().reset()
+        """Drop all that the rows hold; others may begin."""
+        self._make_layers()
         self.ids = IdsStream()  # token ids that ran
+        self.prompts: list[Prompt] = []  # what each row began with; empty before the first forward
+        self.n = 0  # columns
+        self.wanted = 0  # columns that the rows will have; 0: not known
+        self.why_bypassed: str | None = None  # why the rows run on transformers' own layers, and nothing is kept
         self.is_open = False
+        self.is_running = False  # a forward has begun and not returned
+        self.is_whole = True  # every stream has all columns; if not, nothing more is kept
+        self.is_broken = False  # what the next token needs is lost: a forward, or a change of rows, has died half way
         self.must_confirm = True  # `calls` are told of the next forward that returns
         self.num_forwards = self.num_new = 0  # forwards that have returned; columns of the last one
         self.copies: list[int] | None = None  # batch row -> row that runs for it, in the first forward alone
@@ -73,8 +104,38 @@ class Rows(RowsColumns):
         # First column that is never kept, nor read by other rows: from it on columns are not what their tokens and
         # prefix keys say.
         self.keep_end = math.inf
+        self.seen = Seen()  # how attention has read the rows
+        self.shared: SharedColumns | None = None  # segments that several rows have in common, held once
+        self.reads: Any = None  # `SharedColumns` or `CausalSquare` that layers read in place of their columns
+        self._tensors: list[Tensor] = []  # all tensors in which the rows lie
+        self._versions: tuple[int, ...] = ()  # versions of these tensors after our own last write
         if self.records_drafts:
             self.activate_past_recording()
+
+    def _make_layers(self) -> None:
+        """Put new layers that hold nothing into the same list of layers; the old ones hold nothing more either."""
+        kinds, itself = self.kinds, self._itself
+        for layer in self.layers:
+            layer.reset()
+        self.layers[:] = layers = kinds.make(itself)
+        self.all, self.windows = Group(itself), dict[Window, Group]()  # columns of layers without, and with a window
+        self.first: Any = None  # first layer with columns; None: no layer has any, or the rows are bypassed
+        for layer_idx, layer in enumerate(layers):
+            if isinstance(layer, RowsLayer):
+                self.first = self.first or layer
+                group = self.all
+                if layer.window is not None:
+                    group = self.windows.setdefault(layer.window, Group(itself, layer.window))
+                group.layers[layer_idx] = layer
+        self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
+        # rows can go on only after certain columns, because layers have windows or carry states
+        self.is_exact = bool(kinds.windows) or self.states is not None
+        self.layer_class_to_replicate = partial(_another_layer, itself)  # type: ignore[assignment]
+
+    def add_layers(self, num_layers: int) -> None:
+        """Have so many layers, of which the model's config names fewer."""
+        while len(self.layers) < num_layers:
+            self.layers.append(_another_layer(self._itself))
 
     # Called by a `generate` that is passed rows which an earlier call has returned.
 
@@ -107,7 +168,7 @@ class Rows(RowsColumns):
             self._heed()
         if self.is_running and self.thread != threading.get_ident():
             self.calls.require_not_running(self)
-        if not self.num_forwards:
+        if self.is_running and not self.num_forwards:
             self.roll_back()
         if not self.is_open:
             arguments = self.calls.open(self, arguments)
@@ -131,7 +192,7 @@ class Rows(RowsColumns):
             return arguments
         if self.prompt_end and self.n >= self.prompt_end:
             self.calls.keeping.keep_prompt(self)
-        if self.is_edited:
+        if self._versions != tuple(map(_VERSION, self._tensors)):
             self.is_whole = False
         self.num_new, self.is_running = num_new, True
         if self.chunks is not None:
@@ -141,8 +202,10 @@ class Rows(RowsColumns):
                 self.keep_less(self.n)  # what is computed so differs from what a prompt computes
             self.states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
         self.ids.note(ids, self.n)
-        if self.n + num_new > self._room_end:
-            self.make_room(self.n + num_new, 0)
+        if self.n + num_new > self.all.room_end:
+            self.wanted = 0
+            self.all.make_room(self.n + num_new, self.n, 0)
+            self.note_writes()
         if num_new > 1 or self.reads is not None:
             self._start_reads(self.n, self.n + num_new)
         return arguments
@@ -158,13 +221,30 @@ class Rows(RowsColumns):
         if self.states is not None:
             self.states.end_forward([prompt.pad for prompt in self.prompts], n)
         if have_own:
-            self.gather()
+            self._gather()
         else:
             self._versions = tuple(map(_VERSION, self._tensors))
         self.num_forwards += 1
         if self.must_confirm and self.state is not None:
             output = self.calls.confirm(self, output)
         return output
+
+    def _start_reads(self, start: int, stop: int) -> None:
+        """Choose what the layers read in a forward of the columns `[start, stop)`."""
+        if self.shared is not None and self.seen.dense:
+            self.make_dense()
+        self.reads = self.shared
+        if self.shared is not None:
+            self.shared.start_forward(start, stop)
+        elif self.may_be_lazy and causal.pays(start, stop):
+            self.reads = causal.CausalSquare(start, stop, self.looks)
+
+    @property
+    def is_written(self) -> bool:
+        """True if a forward has written any layer."""
+        if any(has_keys(layer) and layer.get_seq_length() for layer in self.layers):
+            return True
+        return any(any(self.layers[at].has_previous_state.values()) for at in self.kinds.num_states)
 
     def note_shown(self) -> None:
         """Note that somebody gets keys or values, and may write to them unseen: nothing is kept after that."""
@@ -187,15 +267,12 @@ class Rows(RowsColumns):
         first = self.first
         if first is not None and first.n != self.n and first.held is not None and not self.is_running:
             self.n, self.is_whole = first.n, False
-            self.gather()
+            self._gather()
 
     def is_lost(self, idents: Collection[int]) -> bool:
         """Return whether a call or a loop on the rows ran in one of these threads, which ended with a fork."""
         is_loop = self.state is not None and self.state.kind == "forward"
         return self.thread in idents and (self.in_generate or self.is_running or is_loop)
-
-    def give_up_previous(self) -> None:
-        self.previous = None
 
     def roll_back(self) -> None:
         """Take back a forward that died; if it was the first one, the rows begin again."""
@@ -211,9 +288,9 @@ class Rows(RowsColumns):
         for layer in self.layers:
             if isinstance(layer, RowsLayer):
                 layer.crop(self.n - layer.n)
-        self.gather()
+        self._gather()
         # of states, and of windows, what the next token needs may have been written over
-        if self.windows is not None and not self.windows.can_go_on_at(self.n):
+        if not self._windows_go_on_at(self.n):
             self.is_whole, self.is_broken = False, True
         self.is_broken = bool(self.n) and (self.is_broken or self.states is not None)
 
@@ -221,12 +298,13 @@ class Rows(RowsColumns):
 
     def begin(self, inputs: Sequence[Any], wanted: int) -> None:
         """Begin rows of these tokens, a `RowInput` each; they will have `wanted` columns, if that is not 0."""
-        self.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
-        self.ids.begin([row.token_ids for row in inputs])
-        for prompt, row in zip(self.prompts, inputs, strict=True):
+        self.is_open, self.wanted, self.prompts = True, wanted, []
+        for row in inputs:
+            prompt = Prompt(row.root, row.pad, row.first_position, row.shift)
             if hold_images(row.token_ids):
                 prompt.image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
-        self.is_open, self.wanted = True, wanted
+                self.ids.named[len(self.prompts)] = row.token_ids
+            self.prompts.append(prompt)
         if self.states is not None:
             self.states.begin(len(inputs))
 
@@ -236,8 +314,107 @@ class Rows(RowsColumns):
         for layer in self.layers:
             if layer.held is not None:
                 layer.n = layer.filled = n
-        self.ids.start([row.token_ids for row in inputs], [row.pad for row in inputs], n)
+        self.ids.start(inputs, n)
         self.note_writes()
+
+    def take(self, held: list[Streams], n: int, base: int = 0) -> None:
+        """Let the layers without a window lie in this memory: its first columns are the columns `[base, n)`."""
+        self.n = n
+        self.all.take(held, n, base)
+        self.note_writes()
+
+    def _gather(self) -> None:
+        """Let layers that got memory of their own lie in the memory of the rows, without a copy."""
+        for group in (self.all, *self.windows.values()):
+            group.gather()
+        self.note_writes()
+
+    def note_writes(self) -> None:
+        """Note that everything written to the rows until here was written by us."""
+        self._tensors = [tensor for tensor, _ in self.all.memory]
+        for group in self.windows.values():
+            self._tensors += [tensor for tensor, _ in group.memory]
+        self._versions = tuple(map(_VERSION, self._tensors))
+
+    @property
+    def is_edited(self) -> bool:
+        """True if somebody else has written to the rows."""
+        return self._versions != tuple(map(_VERSION, self._tensors))
+
+    def can_go_on_at(self, n: int) -> bool:
+        """Return whether the rows hold all that the token after the first `n` columns needs."""
+        if self.states is not None and (n != self.n or self.is_broken or self.is_running):
+            return False
+        return self._windows_go_on_at(n)
+
+    def _windows_go_on_at(self, n: int) -> bool:
+        return all(group.can_go_on_at(n) for group in self.windows.values())
+
+    def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
+        """Copy the columns `[start, stop)` of a row, wherever they lie, to row `to_row` of other memory, from `column`
+        on.
+        """
+        for at, part in self._parts(row, start, stop):
+            memory.copy_columns(part, to, to_row, column + at - start)
+
+    def _parts(self, row: int, start: int, stop: int) -> Iterator[tuple[int, Columns]]:
+        """Yield the columns `[start, stop)` of a row part by part, each with the column at which it begins."""
+        for first, part in () if self.shared is None else self.shared.parts(row, start, stop):
+            yield first, part
+            start = first + part.stop - part.start
+        if start < stop:
+            base = self.all.base
+            yield start, Columns(self.all.memory, row, start - base, stop - base)
+
+    def columns(self, row: int, start: int, stop: int) -> Columns:
+        """Return the columns `[start, stop)` of a row side by side: where they lie, or as copies.
+
+        The last ones may not be there; a copy has anything in their place.
+        """
+        parts = [*self._parts(row, start, min(stop, self.n))]
+        if len(parts) == 1 and stop <= self.n:
+            return parts[0][1]
+        made = memory.make(memory.shapes_of_rows(self.all.memory), 1, stop - start)
+        for at, part in parts:
+            memory.copy_columns(part, made, 0, at - start)
+        return Columns(made, 0, 0, stop - start)
+
+    def make_dense(self) -> None:
+        """Give each row all of its columns, in memory of its own."""
+        if self.shared is None:
+            return
+        if not self.is_running and self.is_edited:
+            self.is_whole = False
+        self._gather()
+        stop = max(self.n, *(layer.n for layer in self.layers))  # in a forward some layers have more columns
+        whole = self._dense(range(self.num_rows), stop, room_for(stop, self.wanted))
+        self.shared = self.reads = None
+        self.take(whole, self.n)
+
+    def _dense(self, sources: Sequence[int], stop: int, room: int) -> list[Streams]:
+        """Make memory in which row `i` has all columns of row `sources[i]` before column `stop`."""
+        made = memory.make(memory.shapes_of_rows(self.all.memory), len(sources), room)
+        for row, source in enumerate(sources):
+            pad = self.prompts[source].pad
+            self.copy_columns(source, pad, stop, made, row, pad)
+        return made
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of all that the rows hold: segments, columns and states."""
+        if self.why_bypassed is not None:
+            return sum(states.nbytes for states in self._held_in_layers())
+        num_bytes = 0 if self.shared is None else self.shared.num_bytes
+        for group in (self.all, *self.windows.values()):
+            num_bytes += memory.num_bytes(group.memory, self.n - group.base)
+        return num_bytes + (0 if self.states is None else self.states.num_bytes)
+
+    def _held_in_layers(self) -> Iterator[Tensor]:
+        """Yield the tensors that the layers of a bypassed call hold."""
+        for layer in self.layers:
+            if has_keys(layer) and layer.is_initialized:
+                yield from streams_of(layer).values()
+        yield from read_states({at: self.layers[at] for at in self.kinds.num_states}).values()
 
     def bypass(self, why: str, layers: list[Any]) -> None:
         """Run the rows on these empty transformers layers from here on, and keep nothing more; `last_call` says why."""
@@ -250,15 +427,14 @@ class Rows(RowsColumns):
                 layers += [DynamicLayer() for _ in range(len(layers), number + 1)]  # type: ignore[no-untyped-call]
                 layer.put_into(layers[number])
         if self.states is not None:
-            LiveStates({at: layers[at] for at in self.kinds.num_states}).put(self.states.live.read())
+            put_states({at: layers[at] for at in self.kinds.num_states}, self.states.read())
         self.why_bypassed, self.is_open = why, True
         self._run_on(layers)
 
     def _run_on(self, layers: list[Any]) -> None:
         """Have these layers of transformers, which hold what the rows hold, and nothing besides."""
-        self.windows = self.states = self.first = None
-        self.is_exact = False
-        self.memory, self._tensors, self._versions = [], [], ()
+        self.all, self.windows, self.states, self.first = Group(self._itself), {}, None, None
+        self.is_exact, self._tensors, self._versions = False, [], ()
         self.layers[:] = layers  # the same list: whoever holds it sees these layers
         self.layer_class_to_replicate = DynamicLayer
 
@@ -281,12 +457,21 @@ class Rows(RowsColumns):
     @property
     def is_source(self) -> bool:
         """True if other rows may begin with columns of these rows."""
-        is_ours = self.is_open and self.is_whole and self.why_bypassed is None and not self.is_edited
-        return is_ours and self.num_true_columns > 0
+        return (
+            self.is_open
+            and self.is_whole
+            and self.why_bypassed is None
+            and min(self.n, self.keep_end) > 0
+            and self._versions == tuple(map(_VERSION, self._tensors))
+        )
 
     def token_ids(self) -> list[TokenIds]:
         """Return the token ids that ran in each row, without padding, as far as the columns are what these say."""
-        return self.ids.rows([prompt.pad for prompt in self.prompts], self.num_true_columns)
+        return self.ids.rows([prompt.pad for prompt in self.prompts], int(min(self.n, self.keep_end)))
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompts)
 
     # Ways to move rows.
 
@@ -298,7 +483,7 @@ class Rows(RowsColumns):
         """
         self.roll_back()
         self._heed()
-        at = memory.as_index(index)
+        at = index if isinstance(index, Tensor) else torch.tensor(index, dtype=torch.int64, device="cpu")
         if not self.in_generate:
             self._require_rows(at)
         if self.why_bypassed is not None:
@@ -309,14 +494,8 @@ class Rows(RowsColumns):
         self.is_whole, self.is_broken = False, True  # interrupted: some streams have changed
         if not start:
             self.make_dense()
-        held, first, num_own = self.all_memory(), max(start, self.base), self.n - self.base
-        if at.shape[0] == self.num_rows and first:
-            memory.change_places(held, at, first - self.base, num_own)
-        elif held:
-            room = max(tensor.shape[3] for tensor, _ in held)
-            self.take(memory.selected(held, at, num_own, room), self.n, self.base)
-        if self.windows is not None:
-            self.windows.select(at, self.n, first)
+        for group in (self.all, *self.windows.values()):
+            group.select(at, self.n, start)
         if self.states is not None:
             self.states.select(at)
         self.ids.select(at)
@@ -349,7 +528,7 @@ class Rows(RowsColumns):
     def batch(self) -> int:
         if self.why_bypassed is None:
             return self.num_rows
-        return next((states.shape[0] for states in self.held_in_layers()), 0)
+        return next((states.shape[0] for states in self._held_in_layers()), 0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
@@ -392,9 +571,9 @@ class Rows(RowsColumns):
 
     def _can_crop(self, num: int) -> bool:
         """Return whether layers with windows and states can go on without the last `num` columns."""
-        if self.states is not None and (self.is_broken or (num < self.n and not self.states.live.can_crop(num))):
+        if self.states is not None and (self.is_broken or (num < self.n and not self.states.can_crop(num))):
             return False
-        return self.windows is None or self.windows.can_go_on_at(self.n - num)
+        return self._windows_go_on_at(self.n - num)
 
     def activate_past_recording(self) -> None:
         """Get ready to take drafts back: a model that cannot say which logits it needs computes all of them."""
@@ -402,13 +581,13 @@ class Rows(RowsColumns):
         if self.why_bypassed is not None:
             super().activate_past_recording()  # type: ignore[no-untyped-call]
         elif self.states is not None:
-            self.states.live.record_past()
+            self.states.record_past()
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
         """Update a convolution's state as transformers does, and record what is wanted of the convolution's inputs."""
         inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
         if self.states is not None:
-            self.states.live.record(layer_idx, state_idx, inputs)
+            self.states.record(layer_idx, state_idx, inputs)
         return inputs
 
     # Called by transformers and by users.
@@ -475,10 +654,10 @@ class Rows(RowsColumns):
         elif self.shared is not None:
             copied.take(self._dense(index.tolist(), n, n + SPARE), n)
         elif n:
-            copied.take(self.selected(index, self.base, SPARE), n, self.base)
-        if self.windows is not None and copied.windows is not None:
-            copied.windows.select(index, n, source=self.windows)
-            copied.note_writes()
+            copied.take(self.selected(index, self.all.base, SPARE), n, self.all.base)
+        for window, group in self.windows.items():
+            copied.windows[window].take(group.selected(index, n), n, group.base)
+        copied.note_writes()
         if self.states is not None and copied.states is not None:
             self.states.copy_to(copied.states, index)
         for layer, of in zip(copied.layers, self.layers, strict=True):
@@ -486,9 +665,11 @@ class Rows(RowsColumns):
         return copied
 
     def selected(self, index: Tensor, first: int, spare: int) -> list[Streams]:
-        """Make memory in which row `i` has the columns from `first`, which is `base` or `n`, on of row `index[i]`."""
+        """Make memory in which row `i` has the columns from `first`, which is the first one that lies in the memory or
+        `n`, on of row `index[i]`.
+        """
         num = self.n - first
-        return memory.selected(self.all_memory(), index, num, num + spare)
+        return memory.selected(self.all.memory, index, num, num + spare)
 
     def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
         """Let the rows, of `n` columns, have these segments in common; in `held` their own columns follow."""
@@ -502,3 +683,13 @@ _COPIED = (
     *("n", "seen_same", "keep_end", "is_open", "in_generate", "is_broken", "why_bypassed", "num_forwards"),
     *("records_drafts", "may_be_lazy", "chunks"),
 )
+
+
+def _another_layer(owner: "ref[Rows]") -> RowsLayer:
+    """Make one layer more than the model's config names."""
+    rows = owner()
+    assert rows is not None
+    layer = RowsLayer(len(rows.layers), owner)
+    rows.all.layers[layer.layer_idx] = layer
+    rows.first = rows.first or layer
+    return layer

@@ -17,9 +17,21 @@ from transformers.cache_utils import (
 )
 
 from ..blocks.window import Window
-from ..kv.states import LiveStates, StateLayer, States, copied, row_of, select_rows
-from .layers import RowsLayer
-from .windows import WindowLayer
+from ..kv.states import (
+    StateKey,
+    StateLayer,
+    States,
+    clear_states,
+    copied,
+    held_states,
+    put_states,
+    read_states,
+    row_of,
+    select_rows,
+    without_past,
+)
+from ..kv.tensors import to_device
+from .layers import RowsLayer, WindowLayer
 
 
 class StatePlaces(NamedTuple):
@@ -76,11 +88,16 @@ class RowStates:
     """`RowStates` has the states of one call's rows, which lie in these layers, by index."""
 
     def __init__(self, layers: Mapping[int, StateLayer], places: StatePlaces) -> None:
-        self.live, self._places = LiveStates(layers), places
+        self._layers, self._places = layers, places
         # For each row, number of tokens -> what layers carried after these, where that is to be kept with its blocks.
         self.taken: list[dict[int, States]] = []
         self._next = 0  # first number of columns after which the states of some row may be taken
         self._is_step = False
+        # What convolutions show of the running forward: after which tokens of which row, and after how many columns.
+        self._marks: list[tuple[int, int]] = []
+        self._marked_columns: list[int] = []
+        self._num_columns = 0
+        self._recorded: dict[StateKey, Tensor] = {}  # tensors [marks, ...]
 
     def num_needed(self, num_columns: int, *, is_padding: bool) -> int:
         """Return how many of a prompt's last columns run in the forward over all rows.
@@ -92,33 +109,58 @@ class RowStates:
     @property
     def num_bytes(self) -> int:
         """Bytes of what layers carry, and of the states that were taken."""
-        held = [self.live.read(), *(states for taken in self.taken for states in taken.values())]
+        held = [self.read(), *(states for taken in self.taken for states in taken.values())]
         return sum(each.nbytes for states in held for each in states.values())
+
+    def read(self) -> dict[StateKey, Tensor]:
+        """Return the states that the layers carry now, uncopied: the next forward overwrites them."""
+        return read_states(self._layers)
+
+    def put(self, states: States) -> None:
+        """Let the rows resume from these states, which nobody else has; without any, from no state."""
+        put_states(self._layers, states)
 
     def begin(self, num_rows: int) -> None:
         self.taken, self._next = [{} for _ in range(num_rows)], 0
 
     def start_forward(self, pads: Sequence[int], start: int, stop: int) -> None:
         """Begin a forward of the columns `[start, stop)`."""
-        self._is_step = start > 0 and stop - start == 1
-        align, recorder = self._places.align, self.live.recorder
+        align, self._is_step = self._places.align, start > 0 and stop - start == 1
+        self._marks, self._marked_columns, self._recorded, self._num_columns = [], [], {}, stop - start
         if not self._places.are_recorded or stop - start < align:
-            recorder.start_forward()
             return
-        found = [
-            (row, num_tokens)
-            for row, pad in enumerate(pads)
-            for num_tokens in range(align, stop - pad, align)
-            if num_tokens + pad > start
-        ][-self._places.most :]
-        recorder.start_forward(stop - start, found, [num_tokens + pads[row] - start for row, num_tokens in found])
+        for row, pad in enumerate(pads):
+            first = max(1, (start - pad) // align + 1) * align  # first place behind the columns that are there
+            self._marks += [(row, num_tokens) for num_tokens in range(first, stop - pad, align)]
+        self._marks = self._marks[-self._places.most :]
+        self._marked_columns = [num_tokens + pads[row] - start for row, num_tokens in self._marks]
+
+    def record(self, layer_idx: int, state_idx: int, inputs: Tensor) -> None:
+        """Record the states that are wanted of a convolution that has run over `inputs`.
+
+        Shapes: inputs [R, ..., past + columns of the forward]. Where there is no memory for these states, nothing is
+        recorded of the forward.
+        """
+        if not self._marks:
+            return
+        width = self._layers[layer_idx].conv_kernel_size[state_idx] or 0
+        past = inputs.shape[-1] - self._num_columns
+        try:
+            if missing := max(0, width - past):
+                inputs, past = torch.nn.functional.pad(inputs, (missing, 0)), past + missing
+            first = past - width  # where the state at the forward's first column begins
+            rows = to_device([row for row, _ in self._marks], inputs.device)
+            starts = to_device([column + first for column in self._marked_columns], inputs.device)
+            windows = inputs.unfold(-1, width, 1).movedim(-2, 1)  # [R, places, ..., width]
+            self._recorded[StateKey(layer_idx, "conv", state_idx)] = windows[rows, starts].detach()
+        except torch.OutOfMemoryError:
+            self._marks, self._recorded = [], {}
 
     def end_forward(self, pads: Sequence[int], n: int) -> None:
         """End a forward that has returned, and take the states that are wanted."""
-        recorder = self.live.recorder
-        for at, (row, num_tokens) in enumerate(recorder.places if recorder.recorded else ()):
-            self.taken[row][num_tokens] = {key: held[at : at + 1] for key, held in recorder.recorded.items()}
-        recorder.start_forward()
+        for at, (row, num_tokens) in enumerate(self._marks if self._recorded else ()):
+            self.taken[row][num_tokens] = {key: held[at : at + 1] for key, held in self._recorded.items()}
+        self._marks, self._recorded = [], {}
         if n >= self._next:
             self._take(pads, n)
 
@@ -132,7 +174,7 @@ class RowStates:
         at = [row for row, pad in enumerate(pads) if n > pad and (n - pad) % align == 0]
         if not at or (self._is_step and self._places.clamps_one_token):
             return
-        held = self.live.read()
+        held = self.read()
         with suppress(torch.OutOfMemoryError):  # without them, a prompt that would resume there is computed
             for row in at:
                 states = copied(row_of(held, row))
@@ -142,16 +184,39 @@ class RowStates:
 
     def select(self, index: Tensor) -> None:
         """Let row `i` continue as row `index[i]`."""
-        sources = index.tolist()
-        self.live.select(sources)
+        sources, held = index.tolist(), dict(held_states(self._layers))
+        if held and sources != [*range(len(next(iter(held.values()))))]:
+            self._replace(select_rows(held, sources))
         self.taken = [{**self.taken[source]} for source in sources] if self.taken else []
 
+    def _replace(self, states: States) -> None:
+        """Put tensors of other rows, or of fewer inputs, in place of those held."""
+        for (layer_idx, name, state_idx), tensor in states.items():
+            layer = self._layers[layer_idx]
+            (layer.conv_states if name == "conv" else layer.recurrent_states)[state_idx] = tensor
+
+    def record_past(self) -> None:
+        """Let convolutions keep all their inputs until `crop`."""
+        for layer in self._layers.values():
+            layer.record_past = True
+
+    def can_crop(self, num_columns: int) -> bool:
+        """Return whether the last columns can be taken back: of convolutions alone that have kept their inputs."""
+        is_held = False
+        for (layer_idx, name, state_idx), held in held_states(self._layers):
+            layer, is_held = self._layers[layer_idx], True
+            width = layer.conv_kernel_size[state_idx] or 0
+            if name != "conv" or not layer.record_past or held.shape[-1] - num_columns < width:
+                return False
+        return is_held
+
     def crop(self, num_columns: int, n: int, pads: Sequence[int]) -> None:
-        """Take back columns; `n` are left, 0 or as many as there were unless `live.can_crop` allows others."""
+        """Take back columns; `n` are left, 0 or as many as there were unless `can_crop` allows others."""
         if not n:
-            self.live.clear()
+            clear_states(self._layers)
         elif num_columns:
-            self.live.crop(num_columns)
+            kept = {key: held[..., : held.shape[-1] - num_columns] for key, held in held_states(self._layers)}
+            self._replace({key: without_past(self._layers, key, held).contiguous() for key, held in kept.items()})
         for pad, taken in zip(pads, self.taken, strict=False):
             for num_tokens in [each for each in taken if each > n - pad]:
                 del taken[num_tokens]
@@ -161,5 +226,5 @@ class RowStates:
         """Give row `i` of other rows the states of row `index[i]`, in memory of its own."""
         sources = index.tolist()
         other.begin(len(sources))
-        other.live.put(select_rows(self.live.read(), sources))
+        other.put(select_rows(self.read(), sources))
         other.taken = [{**self.taken[source]} for source in sources]

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from ..kv.zeroed import zeros
+from ..kv.tensors import zeros
 from ..locks import new_lock
 from .memory import Shape, Stream, Streams
 
