@@ -1,7 +1,4 @@
-"""Defines `PagedPrefixCache`, which users pass to `generate`: a handle on a store, and on the rows of its last call.
-
-Each call runs on a `Rows` of its own, so calls of several threads on one cache do not disturb each other.
-"""
+"""Defines `PagedPrefixCache`, which users pass to `generate`: a handle on a store, and on the rows of its last call."""
 
 import contextlib
 import copy
@@ -23,7 +20,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.begin import how_to_run, require_continues, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current, begin_to_forget, bytes_of_rows
+from .integration.current import Current, bytes_of_rows, forget
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.ranks import Ranks
@@ -45,8 +42,7 @@ class PagedPrefixCache(Cache):
     resets the cache at its end.
 
     Args:
-        model_or_store: a model, for which a store is made with `block_size`, `num_blocks`, `max_bytes`, `host_bytes`,
-            `disk_folder`, `disk_bytes` and `eviction`, see `PrefixStore`; or a store.
+        model_or_store: a model, for which a store is made with the options of a `PrefixStore`; or a store.
         cache_salt: a tenant's name, not empty. Caches with different salts never share a block, so no tenant can probe
             another's prompts. A cache with a salt sees, counts and resets only the blocks of that salt
             (docs/security.md). A cache without a salt belongs to the store's owner: its `stats()` and its refusals
@@ -89,12 +85,11 @@ class PagedPrefixCache(Cache):
         self._counters = PromptCounters(store.blocks.call_totals)
         self._ranks = Ranks(store.fingerprint, store.blocks)
         takes_positions = store.argument_reader.takes_positions
+        self._capture = capture
         self._capturing = Capturing(store.fingerprint, capture, store.arena, takes_positions=takes_positions)
         self._calls = Calls(store, self.cache_salt, self._counters, self._ranks, self._capturing)
         self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt, capture=False))
-        # the rows of the last call, or of the running loop
         self._current = Current(store.blocks, self.cache_salt, self._calls.close)
-        self._capture = capture
         self._records_past = False  # whether rows record past columns from a loop's first forward on
         if capture:
             self._capturing.attach()
@@ -105,35 +100,31 @@ class PagedPrefixCache(Cache):
     # Methods that the hooks call.
 
     def begin_rows(self, model: Any, given: GenerateArguments) -> Rows:
-        """Begin a `generate`, and return the rows that it runs on.
-
-        Raises:
-            CacheArgumentError: the call may not begin so, or its tokens do not continue the rows.
-        """
+        """Begin a `generate`, and return the rows that it runs on."""
         try:
             require_may_begin(self.store.model, model, given)
-            num_before = given.num_masked - given.num_given if given.only_new_tokens else 0
-            self._calls.opening.asking.require_filled(given.passed, num_before)
-            return self._resume_rows(given) if given.only_new_tokens else self._new_rows(given)
+            if given.only_new_tokens:
+                return self._resume_rows(given)
+            self._calls.opening.asking.require_filled(given.passed, 0)
+            if self.store.blocks.windows.may_change:
+                self._follow_windows()
+            if self._capture:
+                self._capturing.attach()
+            previous = self._current.take_previous()
+            if previous is not None and previous.is_exact:  # of others, the new rows keep what they take over
+                self._calls.close(previous)
+            self._ranks.is_settled = False
+            rows = self._calls.begin(given, previous)
         except PagedCacheError as error:
             self._ranks.tell_refusal(error, always=True)
             raise
-
-    def _new_rows(self, given: GenerateArguments) -> Rows:
-        self._follow_model()
-        if self._capture:
-            self._capturing.attach()
-        previous = self._current.take_previous()
-        if previous is not None and previous.is_exact:  # of other previous rows, the new rows keep what they take over
-            self._calls.close(previous)
-        self._ranks.is_settled = False
-        rows = self._calls.begin(given, previous)
         rows.handle = ref(self)
         return rows
 
     def _resume_rows(self, given: GenerateArguments) -> Rows:
         """Return the rows of the call before, which a `generate` of new tokens alone continues."""
-        require_continues(given, 0 if self._rows is None else self._rows.get_seq_length())
+        self._calls.opening.asking.require_filled(given.passed, given.num_masked - given.num_given)
+        require_continues(given, self.get_seq_length())
         rows = self._current.take()  # no other call goes on with these rows meanwhile
         if rows is None:
             require_continues(given, 0)
@@ -176,20 +167,17 @@ class PagedPrefixCache(Cache):
 
     @contextlib.contextmanager
     def around(self, model: Any, given: GenerateArguments) -> Iterator[None]:
-        """Enclose a function in the place of `generate`, which may call transformers' `generate` once, often or never.
-
-        Raises:
-            CacheBusyError: another call is running on this cache.
-        """
+        """Enclose a function in the place of `generate`; it may call transformers' `generate` once, often or never."""
         require_may_begin(self.store.model, model, given)
         with self._current.around():
             yield
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let a forward that was passed this cache itself run on the rows of the running loop, or begin a loop."""
-        rows = self._rows
+        rows = self._current.rows
         if rows is None:
-            self._follow_model()
+            if self.store.blocks.windows.may_change:
+                self._follow_windows()
             rows = self._calls.begin_unseen(self._current, arguments)
         if self._records_past:
             rows.activate_past_recording()
@@ -205,16 +193,15 @@ class PagedPrefixCache(Cache):
         """Rows of the last call, or of the running loop; None: there are none."""
         return self._current.rows
 
-    def _follow_model(self) -> None:
-        """Fit the store to the model as rows begin: windows may be others."""
-        blocks = self.store.blocks
-        if blocks.windows.may_change and not self._ranks.are_several:
-            with blocks.lock:
-                blocks.follow_windows(self.store.fingerprint.windows_now())
+    def _follow_windows(self) -> None:
+        """Fit the store to the windows that the model has now."""
+        if not self._ranks.are_several:
+            with self.store.blocks.lock:
+                self.store.blocks.follow_windows(self.store.fingerprint.windows_now())
 
     def adopt(self, rows: Rows, before: Rows) -> None:
         """Take the rows that a `generate` ran on which was passed the rows `before`, if these are this cache's."""
-        if self._rows is before:
+        if self._current.rows is before:
             self._current.rows = rows
 
     # Methods that `generate` and the model call.
@@ -256,19 +243,15 @@ class PagedPrefixCache(Cache):
     update_conv_state = update_recurrent_state = update_indexer = update
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """Return an iterator over each layer's keys, values and window, if any, as a `DynamicCache` does."""
         return iter(self._held())
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of columns of the rows, padding included.
-
-        It is the same for all layers, but 0 for layers that never write columns.
-        """
-        return 0 if self._rows is None else self._rows.get_seq_length(layer_idx)
+        """Return the number of columns of the rows, padding included; 0 for layers that never write columns."""
+        rows = self._current.rows
+        return 0 if rows is None else rows.get_seq_length(layer_idx)
 
     @property
     def is_initialized(self) -> bool:
-        """True if there are rows, and they are initialized."""
         return self._rows is not None and self._rows.is_initialized
 
     def activate_past_recording(self) -> None:
@@ -319,22 +302,17 @@ class PagedPrefixCache(Cache):
         With a `cache_salt`, only blocks of that salt are counted, and what would tell of other salts is None. Without
         a salt, all blocks of the store are. `PrefixStore.stats()` counts the calls of all caches.
         """
-        blocks = self.store.blocks
+        blocks, counters = self.store.blocks, self._counters
         with blocks.lock:
             blocks.settle()
             running = [each for each in [*blocks.running] if each.handle() is self]
-            of_rows = bytes_of_rows([self._current.rows], running)
-            arena, backend, counters = self.store.arena, name_of(blocks.first_device().type), self._counters
-            peak = counters.peak_kv_bytes
-            return stats_of(blocks, counters.totals, self.cache_salt, arena, of_rows, peak, backend)
+            of_rows, backend = bytes_of_rows([self._current.rows], running), name_of(blocks.first_device().type)
+            of_caches = (self.store.arena, of_rows, counters.peak_kv_bytes, backend)
+            return stats_of(blocks, counters.totals, self.cache_salt, *of_caches)
 
     @property
     def last_call(self) -> CallStats:
-        """Counts of the last call alone, and for each row how far it matched, and why no further.
-
-        The last call is the last `generate`, plain forward, `score` or `prefill` that computed something;
-        `last_call.kind` says which.
-        """
+        """Counts of the last `generate`, plain forward, `score` or `prefill`, and why each row matched no further."""
         with self.store.blocks.lock:
             return self._counters.last_call()
 
@@ -347,19 +325,12 @@ class PagedPrefixCache(Cache):
         Raises:
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
         """
-        blocks = self.store.blocks
-        currents = begin_to_forget(blocks, self.cache_salt)
-        with blocks.lock:
-            blocks.settle()
-            blocks.begin_to_forget(self.cache_salt)
-            blocks.forget(self.cache_salt)
-        for each in currents:
-            each.end()
+        forget(self.store.blocks, self.cache_salt)
 
     def warm_up(self, rows: int, tokens: int) -> str:
         """Capture the graphs of so many rows of at most so many tokens, ahead of the calls that need them.
 
-        Effects: the store's arena takes memory for such rows; nothing is cached.
+        The store's arena takes memory for such rows; nothing is cached.
 
         Args:
             rows: rows of a batch, beams and samples counted.
@@ -382,7 +353,6 @@ class PagedPrefixCache(Cache):
         """Return why steps of this model, as it is now, could not run as CUDA graphs; "": they could.
 
         The answer is for a model on a CUDA device; this machine is not looked at.
-        Steps that can run as graphs do so where that pays.
 
         Examples:
             >>> cache.why_not_captured()
@@ -425,8 +395,7 @@ class PagedPrefixCache(Cache):
         threads by `asyncio.to_thread`. It does not count in a `threading.Thread` or an executor's thread; see
         `in_all_threads`. While this cache is busy, a call runs on another cache of the same store. A call with a
         `cache_implementation` or `use_cache=False`, or one that drafts for another model, does not run on it. Blocks
-        nest, the innermost one counts, and they may end in any order and any thread. A block that a generator holds
-        open across `yield` is open for its caller, too, as with `decimal.localcontext`.
+        nest, the innermost one counts, and they may end in any order and any thread.
         """
         attach(self.store.model)
         open_scope(AmbientScope(self.store.model, self))
@@ -436,7 +405,8 @@ class PagedPrefixCache(Cache):
         scope = scope_to_close(self)
         if scope is not None:
             close_scope(scope)
-        self._reset_if_free()
+        if not self._current.is_around:  # the rows of a call that runs stay
+            self.reset()
 
     @contextlib.contextmanager
     def in_all_threads(self) -> "Iterator[PagedPrefixCache]":
@@ -463,10 +433,11 @@ class PagedPrefixCache(Cache):
             yield self
         finally:
             close_scope(scope)
-            self._reset_if_free()
+            if not self._current.is_around:
+                self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
-        """Make a second cache on the same store. Its rows hold the same columns, and go on by themselves."""
+        """Make a second cache on the same store, whose rows hold the same columns, and go on by themselves."""
         sibling = self.sibling()
         memo[id(self)] = sibling
         if self._rows is not None:
@@ -483,11 +454,6 @@ class PagedPrefixCache(Cache):
     def is_generating(self) -> bool:
         """True if a function in the place of `generate` runs on this cache."""
         return self._current.is_around
-
-    def _reset_if_free(self) -> None:
-        """Reset the cache at the end of a `with` block, unless a call runs on it: that call keeps its rows."""
-        if not self._current.is_around:
-            self.reset()
 
     def sibling(self) -> "PagedPrefixCache":
         """Make another cache on the same store, with the same salt and the same `capture`."""

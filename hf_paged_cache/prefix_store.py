@@ -1,7 +1,4 @@
-"""Owns `PrefixStore`: the long-lived blocks of one model, and what is read of that model once for all its caches.
-
-It owns the sizes that a user gives, and refuses models that cannot be held. It runs no call.
-"""
+"""Owns `PrefixStore`: the long-lived blocks of one model, and what is read of that model once for all its caches."""
 
 import math
 import sys
@@ -18,7 +15,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.current import begin_to_forget, bytes_of_rows
+from .integration.current import bytes_of_rows, forget
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.hooks import attach
 from .integration.images import ImageInputs
@@ -63,18 +60,15 @@ class PrefixStore:
             where its structure leaves a doubt (it takes no `position_ids`, for example, or routes tokens to experts),
             or transformers is not the tested version.
         block_size: tokens of a block, at least 1. Prefixes are shared in whole blocks.
-        num_blocks: most blocks, one of which is reserved. Layers with a window have as many blocks, apart from the
-            other layers' blocks.
+        num_blocks: most blocks, one of which is reserved. Layers with a window have as many blocks of their own.
         max_bytes: instead of `num_blocks`, the most bytes of keys, values, snapshots and static rows, as a number or as
-            "4GB" or "4GiB"; a forward of one token measures what a block needs. Without either, blocks take at most
-            half of the memory that is free on each device with layers of the model (on a host: available, or left of
-            the container's limit), less what other stores of this process may still take. That is read after the first
-            forward.
+            "4GB" or "4GiB". Without either, blocks take at most half of the memory that is free on each device with
+            layers of the model (on a host: available, or left of the container's limit), less what other stores of this
+            process may still take; that is read after the first forward.
         host_bytes: bytes of pinned host memory, into which evicted blocks go and from which they come back; for models
-            on an accelerator. 0: none.
-        disk_folder: folder for evicted blocks that host memory does not keep, or for all of them. A folder in shared
-            memory (/dev/shm) is host memory for a model on a CPU. Blocks with a salt are not written. None: no folder.
-            See docs/save_and_load.md.
+            on an accelerator.
+        disk_folder: folder for evicted blocks that host memory does not keep; in shared memory (/dev/shm), it is host
+            memory for a model on a CPU. Blocks with a salt are not written. See docs/save_and_load.md.
         disk_bytes: most bytes of files there, also of other processes' files; None: half of what is free when the store
             is made.
         trust_hooks: True if hooks and wrappers on the model's modules that are neither its own nor a known library's
@@ -100,7 +94,6 @@ class PrefixStore:
     @shows_store_options
     def __init__(self, model: PreTrainedModel, **sizes: Unpack[StoreSizes]) -> None:
         options = store_options(**sizes)
-        block_size, num_blocks = options.block_size, options.num_blocks
         model = unwrapped(model)
         require_supported(model)
         in_doubt = leaves_doubt(model)
@@ -109,11 +102,11 @@ class PrefixStore:
         self.fingerprint = fingerprint = Fingerprint(model, state_traits(model), trusts_hooks=options.trust_hooks)
         window_of = {} if fingerprint.rank_groups else fingerprint.windows  # no windows with ranks: see `Ranks`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
-        window_share = 1.0 if num_blocks is not None else SHARE_OF_A_BUDGET
-        shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
-        states, bytes_per_block = read_rules(model, fingerprint.state_traits), 0
+        num_blocks, window_share = options.num_blocks, 1.0 if options.num_blocks is not None else SHARE_OF_A_BUDGET
+        states, bytes_per_block = _state_rules(model, fingerprint.state_traits), 0
         if states is not None or options.max_bytes is not None:
-            bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * block_size)
+            shares = dict.fromkeys(window_of, window_share if layers - window_of.keys() else 1.0)
+            bytes_per_block = math.ceil(measure_bytes_per_token(model, shares) * options.block_size)
         if options.max_bytes is not None:
             num_bytes = bytes_per_block
             if states is not None:  # as many bytes for snapshots
@@ -121,13 +114,12 @@ class PrefixStore:
             num_blocks = options.max_bytes // num_bytes
             if num_blocks < 2:
                 raise CacheArgumentError(
-                    f"max_bytes is {sizes['max_bytes']}, but two blocks of {block_size} tokens need {2 * num_bytes} "
-                    "bytes"
+                    f"max_bytes is {sizes['max_bytes']}, but two blocks of {options.block_size} tokens need "
+                    f"{2 * num_bytes} bytes"
                 )
-        tiers = make_tiers(model, fingerprint, options)
         self.model = model
         self.blocks = BlockStore(
-            block_size,
+            options.block_size,
             num_blocks,
             lambda: input_device(model),
             window_of,
@@ -136,7 +128,7 @@ class PrefixStore:
             states,
             bytes_per_block,
             has_budget=options.max_bytes is not None,
-            tiers=tiers,
+            tiers=_tiers(model, fingerprint, options),
             eviction=options.eviction,
         )
         self.placeholders = Placeholders(model)
@@ -157,14 +149,7 @@ class PrefixStore:
         Raises:
             CacheBusyError: a `generate` is running, or rows of plain forwards may resume; nothing has changed.
         """
-        blocks = self.blocks
-        currents = begin_to_forget(blocks, None)
-        with blocks.lock:
-            blocks.settle()
-            blocks.begin_to_forget()
-            blocks.reset_prefix_cache()
-        for each in currents:
-            each.end()
+        forget(self.blocks, None)
 
     def save(
         self,
@@ -179,9 +164,9 @@ class PrefixStore:
         What the folder has is read to its end and not written again; damaged files are removed. Each file is whole or
         not there, and holds what was computed from prompts, with their token ids: see docs/security.md. Blocks with a
         salt are not written, nor blocks that only a lower tier has: bring those up first, by `lookup` and a call.
+        Calls may run meanwhile.
 
-        Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks, or reading those that
-        are there. Calls may run meanwhile.
+        Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks.
 
         Args:
             folder: folder of the files; it is made if it is not there.
@@ -214,30 +199,19 @@ class PrefixStore:
                 f"prefixes is {prefixes[:40]!r}; give token ids of prefixes, such as tokenizer(text).input_ids, "
                 "'pinned', or None for all"
             )
-        permissions = file_mode("mode", mode)
+        permissions, is_pinned = file_mode("mode", mode), isinstance(prefixes, str)
         with _bar("saving", progress) as show:
             return save_blocks(
-                self.blocks,
-                self._model(),
-                folder_of(folder),
-                wanted,
-                pinned=prefixes == "pinned",
-                mode=permissions,
-                progress=show,
+                self.blocks, self._model(), folder_of(folder), wanted, pinned=is_pinned, mode=permissions, progress=show
             )
 
     def load(self, folder: str | PathLike[str], *, progress: bool = True) -> Loaded:
         """Read what `save` has written, so that the next call finds it.
 
         Only blocks are read that a model with the same weights, dtype, settings and code has computed, under the same
-        versions of transformers and torch. All of them are checked first. Blocks that are cached already are not read
-        again.
+        versions of transformers and torch, and that are not cached already. All of them are checked first.
 
-        Cost: as `save`.
-
-        Args:
-            folder: folder that `save` was given.
-            progress: show a bar on a terminal.
+        Cost and arguments: those of `save`.
 
         Returns:
             The blocks that came, and why others did not; see `Loaded`.
@@ -265,10 +239,9 @@ class PrefixStore:
         return Model(self.fingerprint.digest(), identity, self.fingerprint.roots)
 
     def stats(self) -> CacheStats:
-        """Return the tokens of all calls on this store, collected caches included, and all blocks now.
+        """Return counts of all calls on this store, collected caches included, and of all blocks now.
 
-        They print as a table. They are for whoever owns the store: they count what all tenants do. `kv_bytes` has the
-        rows of all caches. Only a cache knows the most bytes that there were.
+        They are for whoever owns the store: they count what all tenants do.
         """
         blocks = self.blocks
         with blocks.lock:
@@ -288,10 +261,7 @@ class PrefixStore:
 
 @contextmanager
 def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show how much is done, on a terminal.
-
-    Elsewhere there is no bar at all, since a bar's lock would be shared with forked children.
-    """
+    """Show how much is done, on a terminal; elsewhere no bar is made, whose lock forked children would share."""
     if not progress or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -304,11 +274,8 @@ def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
         yield show
 
 
-def read_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None:
-    """Return what the store must know of the states that layers carry; None if no layer carries one.
-
-    Cost: a forward of one token.
-    """
+def _state_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None:
+    """Return what the store must know of the states that layers carry; None if no layer carries one."""
     if not any(map(has_state, cache_layers(model))):
         return None
     carriers = [layer for layer in layers_after_a_token(model) if has_state(layer)]
@@ -323,13 +290,8 @@ def read_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None
     )
 
 
-def make_tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreOptions) -> Tiers | None:
-    """Make the tiers below the pool, if there are to be any.
-
-    Raises:
-        CacheArgumentError: host memory is given for a pool in host memory, the folder cannot be written, or tiers are
-            given for a model that other processes share.
-    """
+def _tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreOptions) -> Tiers | None:
+    """Make the tiers below the pool, if there are to be any."""
     host_bytes, disk_folder = options.host_bytes, options.disk_folder
     if not host_bytes and disk_folder is None:
         return None
@@ -349,11 +311,7 @@ def make_tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreO
 
 
 def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:
-    """Return the store that is given, or make one of these sizes for the model.
-
-    Raises:
-        CacheArgumentError: sizes are given beside a store; and see `PrefixStore`.
-    """
+    """Return the store that is given, or make one of these sizes for the model."""
     if not isinstance(model_or_store, PrefixStore):
         return PrefixStore(model_or_store, **sizes)
     if given := given_sizes(sizes):

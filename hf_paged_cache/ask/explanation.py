@@ -1,7 +1,4 @@
-"""Says what is known of a prompt, and why no more. Changes nothing.
-
-`cache.lookup` gives numbers; `cache.explain` gives words, with the text round the place where the known part stops.
-"""
+"""Says what is known of a prompt (`cache.lookup`), and where it parts from what is cached (`cache.explain`)."""
 
 from array import array
 from collections.abc import Mapping, Sequence
@@ -12,7 +9,6 @@ from torch import Tensor
 
 from ..blocks.hashing import bytes_of
 from ..blocks.image_tokens import num_common, said_image, shown_ids
-from ..blocks.tokens import TokenIds
 from ..call.find import PreviousRow, previous_rows
 from ..call.look_up import Found, continuation, look_up
 from ..errors import CacheArgumentError
@@ -20,17 +16,22 @@ from ..wording import counted
 from .prompts import AskedCache, AskedPrompt, asked_prompt
 
 _NUM_SHOWN = 16  # tokens that are shown before the place where prompts part, and after it
+_ELSEWHERE = (
+    "its first tokens are cached, but after others, as without a special token at the beginning, or under "
+    "other conditions: another adapter, other weights or settings, "
+    "or padding before them where the model counts columns"
+)
 
 
 class Lookup(NamedTuple):
     """`Lookup` says what `cache.lookup` has found of a prompt.
 
     Attributes:
-        num_tokens: number of known tokens, which a call would show as `last_call.rows[i].matched_tokens`.
-        num_blocks: number of full blocks of known tokens.
+        num_tokens: known tokens, which a call would show as `last_call.rows[i].matched_tokens`.
+        num_blocks: full blocks of known tokens.
         stopped: why no more tokens are known, in the words of `last_call.rows[i].stopped`.
-        tier: place of the known blocks that lie furthest from the model: "device" is the pool; a call loads blocks from
-            "host" or "disk"; None: no token is known.
+        tier: where the known blocks lie that lie furthest from the model: in the pool ("device"), or on "host" or
+            "disk", from which a call loads them; None: no token is known.
 
     Examples:
         >>> _ = cache.prefill(inputs["input_ids"])
@@ -50,8 +51,8 @@ class Explanation:
     """`Explanation` says what `cache.explain` has found of a prompt. `print` shows it in a few lines.
 
     Attributes:
-        num_tokens: number of tokens of the prompt.
-        num_known: number of tokens that a call of this prompt would find now; the last token is computed in any case.
+        num_tokens: tokens of the prompt.
+        num_known: tokens that a call of this prompt would find now; the last token is computed in any case.
         stopped: why no more tokens are known.
         parts_at: first token at which the prompt differs from the closest cached prompt; `num_tokens` where the prompt
             is the beginning of that one; `num_known` where no cached prompt continues.
@@ -80,27 +81,19 @@ class Explanation:
     advice: str = ""
 
     def __str__(self) -> str:
-        num_computed = max(1, self.num_tokens - self.num_known)
-        percent = 100 * self.num_known // max(1, self.num_tokens)
-        lines = [
-            f"{self.num_known:,} of {self.num_tokens:,} tokens are known ({percent}%); "
-            f"{num_computed:,} would be computed",
-            f"why no more: {self.stopped}",
-        ]
-        if self.cached is not None and self.parts_at == self.num_tokens:
-            lines += [
-                f"the prompt ends at token {self.num_tokens:,}, after   {self.before!r}",
-                f"  what is cached continues with   {self.cached!r}",
-            ]
+        num_known, num_tokens = self.num_known, self.num_tokens
+        said = (
+            f"{num_known:,} of {num_tokens:,} tokens are known ({100 * num_known // max(1, num_tokens)}%); "
+            f"{max(1, num_tokens - num_known):,} would be computed\nwhy no more: {self.stopped}"
+        )
+        if self.cached is not None and self.parts_at == num_tokens:
+            said += f"\nthe prompt ends at token {num_tokens:,}, after   {self.before!r}"
+            said += f"\n  what is cached continues with   {self.cached!r}"
         elif self.cached is not None:
-            lines += [
-                f"from token {self.parts_at} on they part, after   {self.before!r}",
-                f"  the prompt continues with   {self.after!r}",
-                f"  what is cached with       {self.cached!r}",
-            ]
-        if self.advice:
-            lines.append(self.advice)
-        return "\n".join(lines)
+            said += f"\nfrom token {self.parts_at} on they part, after   {self.before!r}"
+            said += f"\n  the prompt continues with   {self.after!r}"
+            said += f"\n  what is cached with       {self.cached!r}"
+        return f"{said}\n{self.advice}" if self.advice else said
 
 
 def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> Lookup:
@@ -110,7 +103,7 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
     that has room: in a tight pool a call may resume from less, to fit. Any call computes at least one token. While a
     call runs on this cache, only the blocks that this call has committed count.
 
-    Effects: none; nothing is computed, held or made more recent.
+    Nothing is computed, held or made more recent.
 
     Args:
         token_ids: token ids of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a
@@ -149,11 +142,8 @@ def explain(
     `print` the answer. It is that of `lookup`, and how the closest cached prompt of this `cache_salt` continues from
     there.
 
-    Effects: none.  Cost: hashes the tokens of each cached block, 1 us a block.
-
     Args:
-        token_ids: token ids of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a
-            processor returns, with images.
+        token_ids: see `lookup`.
         tokenizer: shows tokens as text; None: as token ids.
 
     Raises:
@@ -182,13 +172,20 @@ def explain(
     with blocks.lock:
         blocks.settle()
         goes_on = continuation(blocks, asked.row, found.num_tokens, last)
-        first = bytes_of(tokens[: blocks.block_size])
-        is_elsewhere = not found.num_tokens and any(
-            block_hash.token_bytes == first for block_hash in blocks.allocator.hashes(cache.cache_salt).values()
-        )
+        hashes = blocks.allocator.hashes(cache.cache_salt).values()
     num_agreed = num_common(goes_on, tokens[found.num_tokens :])
     parts_at = found.num_tokens + num_agreed
     rest = goes_on[num_agreed : num_agreed + _NUM_SHOWN]
+    advice, first = "", bytes_of(tokens[: blocks.block_size])
+    if not found.num_tokens and any(block_hash.token_bytes == first for block_hash in hashes):
+        advice = _ELSEWHERE
+    elif image := said_image(tokens, parts_at, parts_at + 1):
+        advice = f"{image} is another one, or stands otherwise, than what is cached there"
+    elif num_agreed and parts_at < len(tokens):
+        advice = (
+            f"blocks are shared whole, so {counted(num_agreed, 'token')} from token {found.num_tokens} on that the two "
+            f"have in common {'is' if num_agreed == 1 else 'are'} computed, too"
+        )
     return Explanation(
         num_tokens=len(tokens),
         num_known=found.num_tokens,
@@ -197,32 +194,7 @@ def explain(
         before=_shown(tokens[max(0, parts_at - _NUM_SHOWN) : parts_at], tokenizer),
         after=_shown(tokens[parts_at : parts_at + _NUM_SHOWN], tokenizer),
         cached=_shown(rest, tokenizer) if rest else None,
-        advice=_advice(tokens, found.num_tokens, parts_at, is_elsewhere=is_elsewhere),
-    )
-
-
-def _advice(tokens: TokenIds, num_known: int, parts_at: int, *, is_elsewhere: bool) -> str:
-    """Say the probable reason why no more is known; "" where nothing can be said.
-
-    Args:
-        parts_at: first token at which the prompt differs from the closest cached prompt.
-        is_elsewhere: whether nothing is known, though a cached block has the prompt's first tokens.
-    """
-    if is_elsewhere:
-        return (
-            "its first tokens are cached, but after others, as without a special token at the beginning, or under "
-            "other conditions: another adapter, other weights or settings, "
-            "or padding before them where the model counts columns"
-        )
-    if image := said_image(tokens, parts_at, parts_at + 1):
-        return f"{image} is another one, or stands otherwise, than what is cached there"
-    if not num_known < parts_at < len(tokens):
-        return ""
-    agreed = counted(parts_at - num_known, "token")
-    is_computed = "is" if parts_at - num_known == 1 else "are"
-    return (
-        f"blocks are shared whole, so {agreed} from token {num_known} on that the two have in common {is_computed} "
-        "computed, too"
+        advice=advice,
     )
 
 

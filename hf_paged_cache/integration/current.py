@@ -139,13 +139,11 @@ def bytes_of_rows(held: Sequence[Rows | None], running: Sequence[Rows]) -> int:
     return num_bytes + sum(rows.kv_bytes for rows in ended)
 
 
-def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
-    """Begin to forget blocks: rows of calls that are over hold none from here on.
-
-    Return the `Current` of each cache of this salt, or of all salts if it is None. Its rows end once all is forgotten.
+def forget(store: BlockStore, salt: bytes | None) -> None:
+    """Forget the blocks and pins of a salt, or of all if it is None, and end the rows of its calls that are over.
 
     Raises:
-        CacheBusyError: rows of one of these caches are those of a loop, which may go on; nothing has changed.
+        CacheBusyError: a call is running on one of these caches, or its rows may resume; nothing has changed.
     """
     with store.lock:
         currents = [each for each in store.currents if salt in (None, each.salt)]
@@ -159,4 +157,11 @@ def begin_to_forget(store: BlockStore, salt: bytes | None) -> Sequence[Current]:
         for rows in sharing:  # also rows that a call has returned
             if not (rows.in_generate or rows.is_running or rows.is_lent):
                 rows.make_dense()
-    return currents
+        store.settle()
+        store.begin_to_forget(salt)
+        if salt is None:
+            store.reset_prefix_cache()
+        else:
+            store.forget(salt)
+    for each in currents:
+        each.end()
