@@ -307,7 +307,7 @@ def _tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreOptio
         )
     folder = None if disk_folder is None else writable_folder(disk_folder, options.disk_bytes)
     fingerprint.is_shared = folder is not None
-    return Tiers(fingerprint.roots, fingerprint.shared_identities, host_bytes, folder)
+    return Tiers(fingerprint.roots, fingerprint.identities.all, host_bytes, folder)
 
 
 def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:

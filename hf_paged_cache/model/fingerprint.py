@@ -4,7 +4,6 @@ The digest is part of each row's root. When it changes, blocks that were compute
 reset a cache.
 """
 
-import logging
 import sys
 import threading
 from typing import Any
@@ -15,32 +14,28 @@ from torch import nn
 from ..blocks import root_hash
 from ..blocks.roots import Roots
 from ..blocks.window import Window
-from ..errors import NotPortableError
 from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
-from .distributed import rank_groups, world
-from .foreign_code import Numbers, foreign_function, foreign_layer, functions_of, own_forward, peft_hooks
-from .identity import Look, Settings, adapter_state, digest_of_weights, identify
+from .distributed import rank_groups
+from .foreign_code import Numbers, foreign_layer, full_name, functions_of, passed_by_peft
+from .identity import Identities, Look, Settings, adapter_state
 from .layers import cache_layers, windows_of
 from .rope import RopeRegime
 from .support import StateTraits, attention_of, is_foreign, read_state_traits
-from .weights import Listing, WeightFingerprint
-
-logger = logging.getLogger("hf_paged_cache")
+from .weights import Listing, watch_optimizers
 
 _NOISE = ("drop", "jitter", "noise")  # parts of the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
 OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
-_MOST_REMEMBERED = 256  # most digests whose meaning to other processes is remembered
 _PLAIN = (bool, int, float, str, list, tuple)
 _OF_WEIGHTS = 16  # first bytes of a digest, which depend on weights alone
 
 
 class Fingerprint:
-    """`Fingerprint` computes the digest of one model, anew for every call, in any thread.
+    """`Fingerprint` looks at one model, anew for every call, in any thread.
 
-    It holds the model, and never changes it. All attributes but `roots` are as of the last digest.
+    It holds the model, and never changes it. Attributes are as of the last look, but for `roots` and `is_shared`.
 
     Args:
         tried: what a trial has shown of the model's states; None for a model without any.
@@ -48,55 +43,43 @@ class Fingerprint:
 
     Attributes:
         roots: roots of the rows that were computed under these digests, with which the hashes of blocks begin.
-        outputs: outputs that the config asks for in all calls.
         is_shared: True if blocks leave this process by themselves, so that digests mean the same in other processes
             where they can. Weights are read once: what they compute after a change stays in this process.
+        listing: the model's modules and weights.
+        num_steps: number of steps of optimizers on these weights.
+        outputs: outputs that the config asks for in all calls.
+        windows: layer index -> window, for the layers that have one by the model's config.
         rank_groups: groups of processes over which the weights are split.
         foreign_code: code in forwards that is neither the model's nor that of a library that treats all tokens alike,
             in words. It may heed columns, calls or a state of its own.
         own_forward: forward of a class that neither transformers nor such a library has written, in words. It is the
             model's, and may change the model from forward to forward.
+        adapter_names: the adapter of each row, where PEFT was given `adapter_names`; else None.
     """
 
     def __init__(self, model: Any, tried: StateTraits | None = None, *, trusts_hooks: bool = False) -> None:
         self.model, self.trusts_hooks, self._tried = model, trusts_hooks, tried
-        self.roots = Roots()
-        self.is_shared = False
+        self.roots, self.is_shared, self.identities = Roots(), False, Identities(self._look)
         self.state_traits = tried or StateTraits()
-        self.attention = self._attention_tried = attention_of(model)
-        self.foreign_code: str | None = None
-        self.own_forward: str | None = None
-        self._peft_hooks: list[tuple[str, dict[str, Any]]] = []
-        self._num_suspicions = 0
-        self._lock = new_lock()  # under it, values are fetched only of weights that have moved
-        self._numbers, self._numbers_known = Numbers(), list[int]()
-        self._runs_foreign_code = False  # hooks, replaced forwards, layers of others, or weights in files
-        self._windows: tuple[Settings | None, dict[int, Window]] = (None, {})  # settings, and the windows they gave
-        self._identifying = new_lock()
-        self._identities: dict[bytes, ModelIdentity | None] = {}  # digest -> what it means elsewhere, if anything
-        self._weights_read: tuple[bytes, str] | None = None  # part of the digest of weights, digest of their values
-        self._told = set[str]()
+        self.num_steps = self._num_suspicions = 0
+        self._attention_tried = attention_of(model)
+        self._numbers = Numbers()
+        self._lock = new_lock()  # held while the model is looked at
+        self._settings: Settings | None = None
+        self._facts: tuple[object, ...] = ()
         self._read_config()
-        self._weights = WeightFingerprint(model)
-        self._follow(self._weights.listing(), world())
+        self._follow(Listing(model))
+        self._look()
+        watch_optimizers(self)
 
     def digest(self) -> bytes:
         """Return a digest of all that every row of a forward depends on now.
 
-        Cost: 0.4 to 1.2 ms for 290 weights on a CPU, as far as its caches have the lists of them; one wait for each
-        accelerator. Where blocks are shared, the first digest reads all weights.
+        Cost: a pass over lists of all weights, and one wait for each accelerator. Where blocks are shared, the first
+        digest reads all weights.
         """
         look = self._look()
-        if not self.is_shared:
-            return look.digest
-        if look.digest not in self._identities:
-            self._share(look)
-        identity = self._identities.get(look.digest)
-        return look.digest if identity is None else identity.digest
-
-    def shared_identities(self) -> list[ModelIdentity]:
-        """Return the identities that rows were computed under."""
-        return [identity for identity in [*self._identities.values()] if identity is not None]
+        return self.identities.shared_digest(look) if self.is_shared else look.digest
 
     def identity(self) -> ModelIdentity:
         """Return what the model is now, for other processes.
@@ -104,7 +87,7 @@ class Fingerprint:
         Raises:
             NotPortableError: what the model is cannot be described.
         """
-        return self._identify(self._look())
+        return self.identities.of(self._look())
 
     def roots_of_other_weights(self, digest: bytes) -> set[bytes]:
         """Return the roots of rows that were computed under other weights; none where digests are shared."""
@@ -122,56 +105,22 @@ class Fingerprint:
             return True
         return threading.active_count() > 1 and sum(not _draws_progress(thread) for thread in threading.enumerate()) > 1
 
-    @property
-    def windows(self) -> dict[int, Window]:
-        """Return layer index -> window, for the layers that have one by the model's config as of the last digest."""
-        if self._windows[0] != self._settings:
-            self._windows = self._settings, windows_of(cache_layers(self.model))
-        return self._windows[1]
-
     def windows_now(self) -> dict[int, Window]:
         """Return layer index -> window, for the layers that have one by the model's config as it is now."""
         self._read_config()
         return self.windows
 
     def bypass(self) -> str | None:
-        """Return why a forward may neither reuse nor commit blocks, as of the last `digest`; None if it may."""
+        """Return why a forward may neither reuse nor commit blocks, as of the last look; None if it may."""
         for module in self._droppers:
             if module.training:
                 return "a dropout or noise is active; call model.eval()"
         for module in self._checkpointed:
             if module.training and module.gradient_checkpointing:  # the forward is refused when it has returned
                 return "gradient checkpointing drops the cache; call model.eval(), or disable it"
-        embeddings = self.model.get_input_embeddings()
-        if getattr(embeddings, "training", False) and getattr(embeddings, "neftune_noise_alpha", None):
+        if getattr(self._embeddings, "training", False) and getattr(self._embeddings, "neftune_noise_alpha", None):
             return "NEFTune adds noise to embeddings; call model.eval()"
-        if not self._is_causal:
-            return "keys and values depend on what follows them (config.is_causal is False)"
-        if is_foreign(attention := self.attention) and attention != self._attention_tried:
-            return (
-                f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; "
-                "build another cache"
-            )
-        for name in self.outputs:
-            return f"the config asks for {name}"
-        if self.foreign_code is not None and not self.trusts_hooks:
-            return f"{self.foreign_code} (trust_hooks=True says that it treats each token alike, whatever its call)"
-        if (unwatched := self._listing.unwatched) is not None:
-            return f"the weight {unwatched} is kept where changes of it cannot be seen"
-        for source, passed in self._peft_hooks:
-            if "alora_offsets" in passed:
-                return "activated LoRA changes keys and values at an offset of each row"
-            if passed.keys() - {"adapter_names"}:
-                return f"PEFT passes arguments of the call to its layers ({source})"
-        return None
-
-    @property
-    def adapter_names(self) -> list[str] | None:
-        """Return the adapter of each row if PEFT was given `adapter_names`, as of the last `digest`; else None."""
-        for _, passed in self._peft_hooks:
-            if (names := passed.get("adapter_names")) is not None:
-                return list(names)
-        return None
+        return self._why_unfit
 
     def suspect(self) -> None:
         """Forget all blocks: the model has changed in a way that `digest` does not see."""
@@ -180,46 +129,85 @@ class Fingerprint:
     def _look(self) -> Look:
         """Look at the model as it is now; numbers of objects mean something in this process alone."""
         with self._lock:
-            listing, processes = self._weights.listing(), world()
-            if self._listing is not listing or self._processes != processes:
-                self._follow(listing, processes)
-            rope, adapters = self.rope, self._adapters
-            functions = functions_of(listing)
-            modules, _, called = zip(*functions, strict=True)
-            numbers = self._numbers.of(called)
-        self.foreign_code = foreign_function(listing.modules, functions) or self._layer_of_others
-        self._runs_foreign_code = bool(listing.files or self.foreign_code or functions[0][1])
-        if numbers != self._numbers_known:
-            self.own_forward, self._numbers_known = own_forward(functions), numbers
-        self._peft_hooks = peft_hooks((self.model, *adapters[:1]))  # all layers have the same hooks
-        settings = self._read_config()
-        on = [*filter(torch.is_autocast_enabled, listing.device_types)]
-        autocast = [*zip(on, map(torch.get_autocast_dtype, on), strict=True)]
-        switches = [*map(adapter_state, adapters)], autocast
-        state = repr((modules, numbers, switches, settings, self._num_suspicions)).encode()
-        weights = root_hash(*listing.state(rope.static()), str(self._weights.num_steps).encode())
-        digest = weights[:_OF_WEIGHTS] + root_hash(rope.scales(), state)[_OF_WEIGHTS:]
-        return Look(digest, listing, functions, settings, switches)
+            if not self.listing.is_as_found():
+                self._follow(Listing(self.model, self.listing))
+            if self.model.config is not self._config or self._configs != self._configs_read:
+                self._read_config()
+            listing = self.listing
+            on = [*filter(torch.is_autocast_enabled, listing.device_types)]
+            switches = [*map(adapter_state, self._adapters)], [*zip(on, map(torch.get_autocast_dtype, on), strict=True)]
+            weights = listing.number, listing.values(), self.num_steps, self._num_suspicions
+            facts = weights, listing.functions(), listing.scales(), repr(switches), self._settings, self.outputs
+            if facts != self._facts:
+                self._found = self._look_closely(weights, switches)
+                self._facts = facts  # set last: after an interrupt all of this is done again
+            return self._found
 
-    def _read_config(self) -> Settings:
-        """Read the model's config and that of its text; return what forwards may read: numbers, flags, words, lists."""
+    def _look_closely(self, weights: tuple[object, ...], switches: tuple[object, ...]) -> Look:
+        """Say what the model is, where anything is not as at the last look."""
+        listing, settings = self.listing, self._settings or []
+        functions = functions_of(listing.modules)
+        others = [each for each in functions if each.where]
+        self.foreign_code = next(
+            (
+                f"{full_name(each.code)} hooks or replaces the forward of a {each.where}"
+                for each in others
+                if not each.is_uniform
+            ),
+            self._layer_of_others,
+        )
+        own = [each for each in functions if not each.where and not each.is_uniform]
+        self.own_forward = full_name(own[0].code) if own else None
+        self._runs_foreign_code = bool(listing.files or self.foreign_code or others)
+        # all layers of PEFT have the same hooks
+        self.adapter_names, why = passed_by_peft((self.model, *self._adapters[:1]))
+        self._why_unfit = self._why_unfit_now(why)
+        numbers = [(each.number, *self._numbers.of(each.code)) for each in functions]
+        of_weights = root_hash(repr(weights).encode())[:_OF_WEIGHTS]
+        of_all = root_hash(of_weights, repr((numbers, listing.scales(), switches, settings)).encode())
+        return Look(of_weights + of_all[_OF_WEIGHTS:], of_weights, listing, functions, settings, switches)
+
+    def _why_unfit_now(self, why_by_peft: str | None) -> str | None:
+        attention, unwatched = self.attention, self.listing.unwatched
+        if not self._is_causal:
+            return "keys and values depend on what follows them (config.is_causal is False)"
+        if is_foreign(attention) and attention != self._attention_tried:
+            return (
+                f"the attention {attention!r} was chosen after the cache was built, so nobody has tried it; "
+                "build another cache"
+            )
+        if self.outputs:
+            return f"the config asks for {self.outputs[0]}"
+        if self.foreign_code is not None and not self.trusts_hooks:
+            return f"{self.foreign_code} (trust_hooks=True says that it treats each token alike, whatever its call)"
+        if unwatched is not None:
+            return f"the weight {unwatched} is kept where changes of it cannot be seen"
+        return why_by_peft
+
+    def _read_config(self) -> None:
+        """Read the model's config and that of its text: numbers, flags, words and lists that forwards may read."""
         config = self.model.config
         of_text = config.get_text_config(decoder=True)
-        configs = (config,) if of_text is config else (config, of_text)
+        configs = [config] if of_text is config else [config, of_text]
+        held = [each.__dict__ for each in configs]
+        # a list may change
+        read = [{k: [*v] if isinstance(v, list) else v for k, v in dict(each).items()} for each in held]
         settings: Settings = [
-            (name, tuple(value) if isinstance(value, list) else value)  # a list may change
-            for each in configs
-            for name, value in each.__dict__.items()
+            (name, tuple(value) if isinstance(value, list) else value)
+            for each in read
+            for name, value in each.items()
             if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION)
         ]
-        self._settings = settings
         self._is_causal = getattr(of_text, "is_causal", None) is not False
-        self.attention = getattr(of_text, "_attn_implementation", None)
+        self.attention = attention_of(self.model)
         self.outputs = sorted({name for each in configs for name in OUTPUT_FLAGS if getattr(each, name, None)})
-        return settings
+        if settings != self._settings:
+            self.windows = windows_of(cache_layers(self.model))
+            self._settings = settings
+        self._config, self._configs, self._configs_read = config, held, read
 
-    def _follow(self, listing: Listing, processes: Any) -> None:
-        """Follow the model: these are its modules now, and the processes beside this one; None: it is alone."""
+    def _follow(self, listing: Listing) -> None:
+        """Follow the model: these are its modules and weights now."""
         modules = listing.modules
         self.rope = RopeRegime(modules)
         if self._tried is not None:
@@ -228,42 +216,10 @@ class Fingerprint:
         self._droppers = [module for module in modules if _drops(module)]
         self._layer_of_others = foreign_layer(modules)
         self._checkpointed: list[Any] = [module for module in modules if hasattr(module, "gradient_checkpointing")]
+        self._embeddings = self.model.get_input_embeddings()
         self.rank_groups = rank_groups(self.model)
-        self._listing, self._processes = listing, processes  # set last: after an interrupt all of this is done again
-
-    def _share(self, look: Look) -> None:
-        """Find what a digest means to other processes, or say once why it means nothing there."""
-        try:
-            if self._num_suspicions:
-                raise NotPortableError("a look at a cached block has shown that weights had changed unseen")
-            if self._weights_read is not None and self._weights_read[0] != look.digest[:_OF_WEIGHTS]:
-                raise NotPortableError(
-                    "weights have changed since they were read; build a new store to share blocks again"
-                )
-            self._identify(look)
-        except NotPortableError as error:
-            self._remember(look, None)
-            if str(error) not in self._told:
-                self._told.add(str(error))
-                logger.warning("PagedPrefixCache: what is computed now is not shared with other processes: %s", error)
-
-    def _identify(self, look: Look) -> ModelIdentity:
-        with self._identifying:
-            found = self._identities.get(look.digest)
-            if found is None:
-                weights = look.digest[:_OF_WEIGHTS]
-                if self._weights_read is None or self._weights_read[0] != weights:
-                    self._weights_read = weights, digest_of_weights(weight.tensor for weight in look.listing.weights)
-                found = identify(look, self.rope, self._weights_read[1])
-                if self._look().digest != look.digest:
-                    raise NotPortableError("the model has changed while its weights were read")
-                self._remember(look, found)
-            return found
-
-    def _remember(self, look: Look, identity: ModelIdentity | None) -> None:
-        if len(self._identities) >= _MOST_REMEMBERED:
-            self._identities.pop(next(iter(self._identities)), None)
-        self._identities[look.digest] = identity
+        self.listing = listing  # set last: after an interrupt all of this is done again
+        self._facts = ()
 
 
 def _draws_progress(thread: threading.Thread) -> bool:

@@ -1,17 +1,15 @@
 """Finds functions that compute a model's forward, and says whose they are: transformers', a library's, or others'."""
 
 import sys
-from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import count, repeat
-from operator import attrgetter
-from typing import Any
+from collections.abc import Iterable
+from itertools import count
+from typing import Any, NamedTuple
 from weakref import ref
 
 from torch import nn
 from torch.nn.modules import module as everywhere
 
-from .weights import REPLACED, Listing
+from .weights import REPLACED
 
 # Hooks and replaced forwards of these packages do not change what a layer computes: they move tensors or record. From
 # accelerate only hooks count, since its mixed precision replaces a forward, too. What PEFT's hooks carry is read apart.
@@ -25,43 +23,38 @@ _UNIFORM_PACKAGES = (
     *("torchaudio.", "torchvision.", "xformers."),
     *("awq.", "bitsandbytes.", "compressed_tensors.", "gptqmodel.", "hqq.", "torchao."),
 )
-_REPLACED = sorted(REPLACED)
-_FORWARD = attrgetter("forward")
-# A function that may change what a module computes: number of the module, name of the module's class, and the function.
-# Hooks of all modules have number -2. The forward of a class has number -1, and "" for a name.
-Function = tuple[int, str, Any]
 
 
-def functions_of(listing: Listing) -> list[Function]:
-    """List every function that may change what a module computes: functions on modules, then each class's forward."""
-    modules, found = listing.modules, list[Function]()
-    for number in listing.with_functions():
-        module = modules[number]
-        attributes = module.__dict__
-        hooks = *attributes["_forward_hooks"].values(), *attributes["_forward_pre_hooks"].values()
-        for each in (*hooks, *map(attributes.get, _REPLACED)):
-            if each is not None and not _is_from(_NEUTRAL_PACKAGES, each, module):
-                found.append((number, type(module).__name__, each))  # most modules have none
-    of_all = *everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()
-    found.extend(zip(repeat(-2), repeat(type(modules[0]).__name__), of_all))
-    found.extend(zip(repeat(-1), repeat(""), map(_FORWARD, dict.fromkeys(map(type, modules)))))
-    return found
+class Function(NamedTuple):
+    """`Function` is one that may change what a module computes.
+
+    Attributes:
+        number: number of the module that it is on; -1: it is the forward of a class; -2: it is a hook of all modules.
+        where: name of the module's class; "" for the forward of a class.
+        is_uniform: True if it is of a package that treats all tokens alike, as is all that it wraps.
+    """
+
+    number: int
+    where: str
+    code: Any
+    is_uniform: bool
 
 
-def foreign_function(modules: list[nn.Module], functions: Iterable[Function]) -> str | None:
-    """Name the first function on a module whose package is not known to treat all tokens alike; None: there is none."""
-    for number, where, function in functions:
-        if where and not _is_from(_UNIFORM_PACKAGES, function, modules[max(number, 0)]):
-            return f"{name_of(function)} ({module_name(function)}) hooks or replaces the forward of a {where}"
-    return None
-
-
-def own_forward(functions: Iterable[Function]) -> str | None:
-    """Name the first forward of a class that no library known here has written; None: there is none."""
-    for _, where, function in functions:
-        if not where and not f"{module_name(function)}.".startswith(_UNIFORM_PACKAGES):
-            return f"{name_of(function)} ({module_name(function)})"
-    return None
+def functions_of(modules: list[nn.Module]) -> list[Function]:
+    """List functions on modules that may change what these compute, then the forward of each class."""
+    found = [
+        Function(-2, type(modules[0]).__name__, each, _is_from(_UNIFORM_PACKAGES, each, modules[0]))
+        for each in (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values())
+    ]
+    for number, module in enumerate(modules):
+        replaced = [module.__dict__[name] for name in REPLACED if name in module.__dict__]
+        for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *replaced):
+            if not _is_from(_NEUTRAL_PACKAGES, each, module):
+                is_uniform = _is_from(_UNIFORM_PACKAGES, each, module)
+                found.append(Function(number, type(module).__name__, each, is_uniform))
+    kinds: list[Any] = [*dict.fromkeys(map(type, modules))]
+    forwards = [kind.forward for kind in kinds]
+    return found + [Function(-1, "", each, f"{module_name(each)}.".startswith(_UNIFORM_PACKAGES)) for each in forwards]
 
 
 def foreign_layer(modules: list[nn.Module]) -> str | None:
@@ -79,16 +72,26 @@ def foreign_layer(modules: list[nn.Module]) -> str | None:
     return None
 
 
-def peft_hooks(modules: Iterable[nn.Module]) -> list[tuple[str, dict[str, Any]]]:
-    """List PEFT's hooks on modules: the module that defines each, and the arguments of a call that it passes on."""
+def passed_by_peft(modules: Iterable[nn.Module]) -> tuple[list[str] | None, str | None]:
+    """Return the adapter of each row that PEFT's hooks name, if they do; and why nothing can be reused under them."""
+    names: list[str] | None = None
     if "peft" not in sys.modules:
-        return []
-    return [
-        (name, getattr(hook, "keywords", {"": None}))
-        for module in modules
-        for hook in module._forward_pre_hooks.values()
-        if (name := module_name(hook)).startswith("peft.")
-    ]
+        return None, None
+    for hook in [hook for module in modules for hook in module._forward_pre_hooks.values()]:
+        if not (source := module_name(hook)).startswith("peft."):
+            continue
+        passed = getattr(hook, "keywords", {"": None})
+        if "alora_offsets" in passed:
+            return None, "activated LoRA changes keys and values at an offset of each row"
+        if passed.keys() - {"adapter_names"}:
+            return None, f"PEFT passes arguments of the call to its layers ({source})"
+        names = names or passed.get("adapter_names")
+    return None if names is None else list(names), None
+
+
+def full_name(function: Any) -> str:
+    """Return the name of a function and of the module that defines it."""
+    return f"{module_name(function)}.{name_of(function)}"
 
 
 def module_name(function: Any) -> str:
@@ -120,30 +123,21 @@ class Numbers:
     """
 
     def __init__(self) -> None:
-        self.known: dict[tuple[int, int], tuple[int, Any]] = {}  # ids of a function and its owner -> number, references
+        self._known: dict[int, tuple[Any, int]] = {}  # id -> reference, number
         self._next = count(1)
 
-    def of(self, functions: Iterable[Any]) -> list[int]:
-        """Return the number of each function."""
-        found = []
-        for each in functions:
-            # a bound method is another object each time it is read
-            function, owner = getattr(each, "__func__", each), getattr(each, "__self__", None)
-            key = id(function), id(owner)
-            if key not in self.known:
-                forget = partial(_forget, self.known, key)
-                self.known[key] = next(self._next), [_watched(part, forget) for part in (function, owner)]
-            found.append(self.known[key][0])
-        return found
+    def of(self, function: Any) -> tuple[int, int]:
+        """Return the numbers of a function and of its owner: a bound method is another object each time it is read."""
+        owner = getattr(function, "__self__", None)
+        return self._of(getattr(function, "__func__", function)), self._of(owner)
 
-
-def _forget(known: dict[tuple[int, int], Any], key: tuple[int, int], _: object) -> None:
-    known.pop(key, None)
-
-
-def _watched(thing: Any, on_end: Callable[[Any], Any]) -> Any:
-    """Return a weak reference that calls `on_end` at the end; `thing` itself if its type has no weak references."""
-    try:
-        return ref(thing, on_end)
-    except TypeError:
-        return thing
+    def _of(self, thing: Any) -> int:
+        reference, number = self._known.get(id(thing), (None, 0))
+        if not number or (reference() if type(reference) is ref else reference) is not thing:
+            try:
+                reference = ref(thing)
+            except TypeError:  # its type has no weak references
+                reference = thing
+            number = next(self._next)
+            self._known[id(thing)] = reference, number
+        return number

@@ -9,7 +9,8 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NotPortableError
+from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
-from .foreign_code import Function, module_name, name_of
-from .rope import RopeRegime
-from .weights import Listing, WeightFingerprint, plain_tensors
+from .foreign_code import Function, full_name, module_name, name_of
+from .weights import Listing, plain_tensors
 
+logger = logging.getLogger("hf_paged_cache")
+
+_MOST_REMEMBERED = 256  # most identities that are remembered
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
 _THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile
 _NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
@@ -31,33 +35,84 @@ _PACKAGES = ("torch", "transformers")  # packages whose versions are part of an 
 
 
 class Look(NamedTuple):
-    """`Look` describes a model as it is now; `digest` is the digest of all the rest, for this process.
+    """`Look` is what a look at a model has found.
 
     Attributes:
+        digest: digest of all the rest, for this process.
+        of_weights: the first bytes of `digest`, which depend on weights alone.
         switches: state of adapters and autocast, numbers and names alone.
     """
 
     digest: bytes
+    of_weights: bytes
     listing: Listing
     functions: list[Function]
     settings: Settings
     switches: tuple[object, ...]
 
 
-def identify(look: Look, rope: RopeRegime, weights_digest: str) -> ModelIdentity:
-    """Describe what a model is.
+class Identities:
+    """`Identities` remembers which identities a model has had: what its digests mean to other processes.
+
+    Weights are read once, and again where `of` is asked after a change of them.
 
     Args:
-        weights_digest: see `digest_of_weights`.
-
-    Raises:
-        NotPortableError: there is a hook, or a forward that is a closure: nobody could name it elsewhere.
+        look: looks at the model as it is now.
     """
+
+    def __init__(self, look: Callable[[], Look]) -> None:
+        self._look, self._lock = look, new_lock()
+        self._known: dict[bytes, ModelIdentity] = {}
+        self._weights_read: tuple[bytes, str] | None = None  # part of a digest of weights, digest of their values
+        self._told = set[str]()
+
+    def all(self) -> list[ModelIdentity]:
+        """Return the identities that rows were computed under."""
+        return [*self._known.values()]
+
+    def shared_digest(self, look: Look) -> bytes:
+        """Return the digest of an identity, or that of this process, with a warning that says why it has no other."""
+        try:
+            if self._weights_read is not None and self._weights_read[0] != look.of_weights:
+                raise NotPortableError(
+                    "weights have changed since they were read; build a new store to share blocks again"
+                )
+            return self.of(look).digest
+        except NotPortableError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                logger.warning("PagedPrefixCache: what is computed now is not shared with other processes: %s", error)
+            return look.digest
+
+    def of(self, look: Look) -> ModelIdentity:
+        """Return what a model is.
+
+        Raises:
+            NotPortableError: there is a hook, or a forward that is a closure: nobody could name it elsewhere; or the
+                model changes meanwhile.
+        """
+        with self._lock:
+            found = self._known.get(look.digest)
+            if found is None:
+                code = {name for function in look.functions for name in _code_of(function)}
+                if self._weights_read is None or self._weights_read[0] != look.of_weights:
+                    self._weights_read = look.of_weights, digest_of_weights(each for _, each in look.listing.weights)
+                found = _identify(look, code, self._weights_read[1])
+                if self._look().digest != look.digest:
+                    raise NotPortableError("the model has changed while its weights were read")
+                if len(self._known) >= _MOST_REMEMBERED:
+                    self._known.pop(next(iter(self._known)))
+                self._known[look.digest] = found
+            return found
+
+
+def _identify(look: Look, code: set[str], weights_digest: str) -> ModelIdentity:
+    """Describe what a model is, given names of the code of its forwards and the digest of its weights."""
     modules, weights = look.listing.modules, look.listing.weights
-    code = {name for function in look.functions for name in _code_of(function)}
     kinds = [type(module).__qualname__ for module in modules]
-    shapes = [f"{weight.key}{tuple(weight.tensor.shape)}{weight.tensor.dtype}" for weight in weights]
-    dtypes = {weight.tensor.dtype for weight in weights if weight.tensor.is_floating_point()}
+    shapes = [f"{key}{tuple(tensor.shape)}{tensor.dtype}" for key, tensor in weights]
+    dtypes = {tensor.dtype for _, tensor in weights if tensor.is_floating_point()}
+    rope = b"".join([_bytes_of(each.detach().flatten()) for each in look.listing.frequencies])
     named = {name: repr(value) for name, value in look.settings}
     first = type(modules[0])
     facts = {
@@ -65,7 +120,7 @@ def identify(look: Look, rope: RopeRegime, weights_digest: str) -> ModelIdentity
         "dtype": ", ".join(sorted(map(str, dtypes))),
         "modules": _sha256("\n".join([*kinds, *shapes]).encode()),
         "weights": weights_digest,
-        "rope": _sha256(b"".join(map(_bytes_of, rope.static())) + rope.scales()),
+        "rope": _sha256(rope + repr(look.listing.scales()).encode()),
         "settings": _sha256(json.dumps(named, sort_keys=True).encode()),
         "adapters and autocast": repr(look.switches),
         "code": _sha256("\n".join(sorted(code)).encode()),
@@ -80,12 +135,11 @@ def sampled_digest(model: Any) -> str:
 
     It is cheap, and so no proof: a model in which a few values have changed may have the same digest.
     """
-    listing = WeightFingerprint(model).listing()
+    listing = Listing(model)
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
     adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
-    weights = [(weight.key, tuple(weight.tensor.shape), weight.tensor.dtype) for weight in listing.weights]
-    values = [_bytes_of(sample) for weight in listing.weights for sample in weight.samples]
-    return _sha256(repr((sorted(settings.items()), adapters, weights)).encode() + b"".join(values))
+    weights = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in listing.weights]
+    return _sha256(repr((sorted(settings.items()), adapters, weights, listing.values()[0])).encode())
 
 
 def adapter_state(module: nn.Module) -> list[object]:
@@ -129,31 +183,26 @@ def _code_of(function: Function) -> Iterator[str]:
 
     Code of packages whose versions are in the identity is left out.
     """
-    code: Any
-    _, where, code = function
-    if where:
+    if function.where:
         raise NotPortableError(
-            f"{_full_name(code)} hooks or replaces the forward of a {where}, and what it does cannot be named for "
-            "another process; take it off"
+            f"{full_name(function.code)} hooks or replaces the forward of a {function.where}, and what it does cannot "
+            "be named for another process; take it off"
         )
+    code = function.code
     while code is not None:
         code = getattr(code, "__func__", code)
         if module_name(code).partition(".")[0] not in _PACKAGES:
             if "<locals>" in name_of(code):
                 raise NotPortableError(
-                    f"{_full_name(code)} computes a forward, and is defined inside another function, so that it cannot "
+                    f"{full_name(code)} computes a forward, and is defined inside another function, so that it cannot "
                     "be named for another process"
                 )
             try:
                 source = Path(inspect.getfile(code)).read_bytes()
             except (OSError, TypeError) as error:
-                raise NotPortableError(f"the source of {_full_name(code)} cannot be read: {error}") from error
+                raise NotPortableError(f"the source of {full_name(code)} cannot be read: {error}") from error
             yield f"{name_of(code)} {_sha256(source)}"
         code = getattr(code, "__wrapped__", None)
-
-
-def _full_name(function: Any) -> str:
-    return f"{module_name(function)}.{name_of(function)}"
 
 
 def _version(package: str) -> str:

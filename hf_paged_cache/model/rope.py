@@ -13,46 +13,33 @@ from torch import Tensor, nn
 from ..kv.tensors import read_bytes
 
 _BY_LENGTH = ("dynamic", "longrope")
-_Place = tuple[nn.Module, str]  # a module, and the prefix of its frequencies' names: "", or that of a layer type
+
+
+def _prefixes_by_length(module: nn.Module) -> list[str]:
+    """Return the prefixes of the names of frequencies that depend on length: "", or that of a layer type."""
+    kinds = getattr(module, "rope_type", None)
+    by_layer = kinds.items() if isinstance(kinds, dict) else [("", kinds)]
+    return [f"{layer}_" if layer else "" for layer, kind in by_layer if any(name in str(kind) for name in _BY_LENGTH)]
+
+
+def static_frequencies(module: nn.Module) -> list[str]:
+    """Return the names of a module's buffers of frequencies that are the same at every length."""
+    names = [name for name in module._buffers if name.endswith("inv_freq")]
+    return names if names and not _prefixes_by_length(module) else []
 
 
 class RopeRegime:
-    """`RopeRegime` reads the rotary frequencies of one model, given all its modules.
-
-    Attributes:
-        depends_on_length: True if any frequencies depend on the sequence's length.
-    """
+    """`RopeRegime` reads the rotary frequencies of one model that depend on length, given all its modules."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._by_length: list[_Place] = []
-        self._static: list[_Place] = []  # places of frequencies that are the same at every length
-        for module in modules:
-            kinds = getattr(module, "rope_type", None)
-            by_layer = kinds if isinstance(kinds, dict) else {"": kinds}
-            prefixes = [
-                f"{layer}_" if layer else ""
-                for layer, kind in by_layer.items()
-                if any(name in str(kind) for name in _BY_LENGTH)
-            ]
-            self._by_length += [(module, prefix) for prefix in prefixes]
-            if not prefixes:
-                names = [name for name in module._buffers if name.endswith("inv_freq")]
-                self._static += [(module, name.removesuffix("inv_freq")) for name in names]
-        self.depends_on_length = bool(self._by_length)
-
-    def static(self) -> list[Tensor]:
-        """Return the frequencies that do not depend on length, as they are now, each [N] on its device."""
-        return _frequencies(self._static)
-
-    def scales(self) -> bytes:
-        """Return the factors of the cosines and sines of the frequencies that do not depend on length, as bytes."""
-        return _scales(self._static)
+        self._places = [(module, prefix) for module in modules for prefix in _prefixes_by_length(module)]
+        self.depends_on_length = bool(self._places)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Give the model back, at the end, the frequencies that depend on length. No other forward may run."""
         saved = []
-        for module in {module for module, _ in self._by_length}:
+        for module in {module for module, _ in self._places}:
             buffers = [(name, buffer, buffer.clone()) for name, buffer in module._buffers.items() if buffer is not None]
             saved.append((module, dict(module.__dict__), buffers))
         try:
@@ -70,30 +57,22 @@ class RopeRegime:
 
         Effects: the model updates its frequencies, as that forward would.
         """
-        for module, prefix in self._by_length:
+        for module, prefix in self._places:
             x = torch.zeros(1, device=getattr(module, f"{prefix}inv_freq").device)
             positions = torch.full((1, 1), max_position, device=x.device)
             module(x, positions, **({"layer_type": prefix.removesuffix("_")} if prefix else {}))
         return self.now()
 
     def now(self) -> bytes:
-        """Return the frequencies that depend on length, and their scales; b"": none do.  Cost: one wait."""
-        if not self._by_length:
+        """Return the frequencies, and the factors of their cosines and sines; b"": none depend on length."""
+        if not self._places:
             return b""
         values: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for frequencies in _frequencies(self._by_length):
-            values.setdefault((frequencies.device, frequencies.dtype), []).append(frequencies)
-        return read_bytes(values) + _scales(self._by_length)
-
-
-def _frequencies(places: list[_Place]) -> list[Tensor]:
-    """Return the frequencies that have values, each [N]."""
-    found = [getattr(module, f"{prefix}inv_freq") for module, prefix in places]
-    return [values.detach().flatten() for values in found if values is not None and not values.is_meta]
-
-
-def _scales(places: list[_Place]) -> bytes:
-    return repr([getattr(module, f"{prefix}attention_scaling", None) for module, prefix in places]).encode()
+        for module, prefix in self._places:
+            frequencies = getattr(module, f"{prefix}inv_freq")
+            values.setdefault((frequencies.device, frequencies.dtype), []).append(frequencies.detach().flatten())
+        scales = [getattr(module, f"{prefix}attention_scaling", None) for module, prefix in self._places]
+        return read_bytes(values) + repr(scales).encode()
 
 
 class RopeDeltas:
@@ -108,12 +87,11 @@ class RopeDeltas:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Let the modules keep, at the end, what they keep now."""
-        saved = [module.rope_deltas for module in self._modules]
+        """Let the modules keep, at the end, what they kept when this was made."""
         try:
             yield
         finally:
-            for module, deltas in zip(self._modules, saved, strict=True):
+            for module, deltas in zip(self._modules, self._held, strict=True):
                 module.rope_deltas = deltas
 
     def put_back(self, sources: list[int], num_rows: int) -> None:

@@ -86,7 +86,7 @@ def test_an_adapter_added_after_the_cache_reuses_nothing(model: PreTrainedModel,
     wrapped = peft.get_peft_model(model, lora(1)).eval()
     assert not is_same(before, check(wrapped, cache, 0))
     assert_same(before, run(wrapped.unload(), cache, input_ids=IDS))
-    assert cache.last_call.reused_tokens == 48
+    check(model, cache, 49)
 
 
 # Adapters that take turns.
