@@ -14,6 +14,7 @@ from operator import attrgetter, is_, itemgetter
 from typing import Any, Protocol
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as everywhere
@@ -25,8 +26,10 @@ from .rope import static_frequencies
 _VALUES_PER_TENSOR = 8
 # Names of functions that others put on a module in place of its class's.
 REPLACED = ("forward", "get_image_features", "get_video_features")
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # size in bytes -> dtype
 _CHILDREN = itemgetter("_modules")
-_HOOKS = itemgetter("_forward_hooks", "_forward_pre_hooks")
+_HOOKS = itemgetter("_forward_hooks")
+_PRE_HOOKS = itemgetter("_forward_pre_hooks")
 _FORWARD = attrgetter("forward")
 _VERSION = attrgetter("_version")
 _numbers = count(1)
@@ -73,9 +76,13 @@ class Listing:
         self._laid = [part for part in self._parts if part.layout == torch.strided]
         self._layout = _layout(self._laid)
         self._counted = [part for part in self._parts if not part.is_inference()]  # the others have no versions
-        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        self._on_host: list[np.ndarray] = []  # samples in host memory, as integers
+        self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # the others
         for sample in map(_sample, self._laid):
-            self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
+            if sample.device.type == "cpu" and (integers := _INTEGERS.get(sample.dtype.itemsize)) is not None:
+                self._on_host.append(sample.view(integers).numpy())
+            else:
+                self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
         self.device_types = sorted({"cpu", *(device.type for device, _ in self._samples)})
         self.number: int = next(_numbers)
         if before is not None and self._description() == before._description():
@@ -92,15 +99,17 @@ class Listing:
 
     def functions(self) -> tuple[object, ...]:
         """Return what differs where other functions compute the model: hooks' numbers, and forwards."""
-        hooks = chain.from_iterable(chain.from_iterable(map(_HOOKS, self._attributes)))
+        hooks = chain(map(_HOOKS, self._attributes), map(_PRE_HOOKS, self._attributes))  # most are empty
         replaced = [[*map(dict.get, self._attributes, repeat(name))] for name in REPLACED]
         of_all = *everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks
-        return [*hooks], replaced, of_all, [*map(_FORWARD, self._classes)]
+        return [*chain.from_iterable(filter(None, hooks))], replaced, of_all, [*map(_FORWARD, self._classes)]
 
     def values(self) -> tuple[bytes, object, list[int]]:
         """Return what changes with the weights in place.  Cost: one wait for each accelerator."""
         files = [_file_state(path) for path in self.files] if self.files else None
-        return read_bytes(self._samples), files, [*map(_VERSION, self._counted)]
+        on_host = np.concatenate(self._on_host).tobytes() if self._on_host else b""
+        elsewhere = read_bytes(self._samples) if self._samples else b""
+        return on_host + elsewhere, files, [*map(_VERSION, self._counted)]
 
     def scales(self) -> list[object]:
         """Return the factors of the cosines and sines of `frequencies`."""
