@@ -165,7 +165,7 @@ class Fingerprint:
         numbers = [(each.number, *self._numbers.of(each.code)) for each in functions]
         of_weights = root_hash(repr(weights).encode())[:_OF_WEIGHTS]
         of_all = root_hash(of_weights, repr((numbers, listing.scales(), switches, settings)).encode())
-        return Look(of_weights + of_all[_OF_WEIGHTS:], of_weights, listing, functions, settings, switches)
+        return Look(of_weights + of_all[_OF_WEIGHTS:], of_weights, listing, settings, switches)
 
     def _why_unfit_now(self, why_by_peft: str | None) -> str | None:
         attention, unwatched = self.attention, self.listing.unwatched

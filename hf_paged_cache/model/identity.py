@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..errors import NotPortableError
 from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
-from .foreign_code import Function, full_name, module_name, name_of
+from .foreign_code import Function, full_name, functions_of, module_name, name_of
 from .weights import Listing, plain_tensors
 
 logger = logging.getLogger("hf_paged_cache")
@@ -35,7 +35,7 @@ _PACKAGES = ("torch", "transformers")  # packages whose versions are part of an 
 
 
 class Look(NamedTuple):
-    """`Look` is what a look at a model has found.
+    """`Look` is what a look at a model has found. It keeps no hook alive.
 
     Attributes:
         digest: digest of all the rest, for this process.
@@ -46,7 +46,6 @@ class Look(NamedTuple):
     digest: bytes
     of_weights: bytes
     listing: Listing
-    functions: list[Function]
     settings: Settings
     switches: tuple[object, ...]
 
@@ -94,7 +93,7 @@ class Identities:
         with self._lock:
             found = self._known.get(look.digest)
             if found is None:
-                code = {name for function in look.functions for name in _code_of(function)}
+                code = {name for function in functions_of(look.listing.modules) for name in _code_of(function)}
                 if self._weights_read is None or self._weights_read[0] != look.of_weights:
                     self._weights_read = look.of_weights, digest_of_weights(each for _, each in look.listing.weights)
                 found = _identify(look, code, self._weights_read[1])
