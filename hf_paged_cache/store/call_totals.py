@@ -23,8 +23,8 @@ class CallTotals:
         self.metrics = PrefixCacheMetrics(window=_WINDOW)
         self.num_calls = 0
         self.num_bypassed_calls = 0
-        self._because: Counter[str] = Counter()  # reason, with {} in place of its numbers -> tokens
-        self._numbers: dict[str, list[list[int]]] = {}  # reason -> least and most values of its numbers
+        # reason, with {} in place of its numbers -> tokens computed, and the least and most values of its numbers
+        self._because: dict[str, tuple[int, list[int], list[int]]] = {}
 
     def record(self, num_tokens: int, num_computed: int, num_reused: int, *, num_calls: int) -> None:
         """Count a forward of prompts, which begins `num_calls` calls: 0 or 1."""
@@ -39,9 +39,9 @@ class CallTotals:
                 numbers = [int(number) for number in _NUMBER.findall(said)]
                 why = _NUMBER.sub("{}", said.replace("{", "{{").replace("}", "}}"))
                 if why in self._because or len(self._because) < _MOST_REASONS:
-                    self._because[why] += num_computed
-                    before = self._numbers.get(why, [numbers, numbers])
-                    self._numbers[why] = [[*map(min, before[0], numbers)], [*map(max, before[1], numbers)]]
+                    before, least, most = self._because.get(why, (0, numbers, numbers))
+                    at_once = before + num_computed, [*map(min, least, numbers)], [*map(max, most, numbers)]
+                    self._because[why] = at_once  # an interrupt comes before all of it or after
 
     @property
     def computed_because(self) -> Counter[str]:
@@ -50,7 +50,7 @@ class CallTotals:
         A number in a reason is given as a range if it was not always the same.
         """
         told: Counter[str] = Counter()
-        for why, num_computed in self._because.items():
-            ranges = zip(*self._numbers[why], strict=True)
-            told[why.format(*(str(a) if a == b else f"{a}-{b}" for a, b in ranges))] += num_computed
+        for why, (num_computed, *ranges) in self._because.items():
+            of_numbers = zip(*ranges, strict=True)
+            told[why.format(*(str(a) if a == b else f"{a}-{b}" for a, b in of_numbers))] += num_computed
         return told
