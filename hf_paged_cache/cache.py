@@ -17,6 +17,7 @@ from .attention.backends import name_of
 from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
+from .integration.asking import require_filled
 from .integration.begin import how_to_run, require_continues, require_may_begin
 from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
@@ -105,7 +106,7 @@ class PagedPrefixCache(Cache):
             require_may_begin(self.store.model, model, given)
             if given.only_new_tokens:
                 return self._resume_rows(given)
-            self._calls.opening.asking.require_filled(given.passed, 0)
+            require_filled(self._calls, given.passed, 0)
             if self.store.blocks.windows.may_change:
                 self._follow_windows()
             if self._capture:
@@ -147,7 +148,7 @@ class PagedPrefixCache(Cache):
             yield
         except torch.OutOfMemoryError:
             rows.reset()
-            self._calls.opening.give_way(rows)
+            self._calls.give_way(rows)
             raise
         except Exception as error:
             self._ranks.tell_refusal(error)
@@ -231,7 +232,7 @@ class PagedPrefixCache(Cache):
 
     def _held(self) -> Rows:
         """Return the rows; if there are none, new rows that hold nothing."""
-        return self._calls.opening.new_rows() if self._rows is None else self._rows
+        return self._calls.new_rows() if self._rows is None else self._rows
 
     def update(self, *states: Any, **kwargs: Any) -> NoReturn:
         """Raise ForwardMismatchError: only a forward that was not announced writes here; others write to rows."""

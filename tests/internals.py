@@ -19,11 +19,8 @@ from hf_paged_cache.ask.scoring import score_contexts as score_contexts
 from hf_paged_cache.attention import causal, launches
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
 from hf_paged_cache.call import fill
-from hf_paged_cache.integration import ambient, chunked_prompt, shared_prefill
-from hf_paged_cache.integration.asking import Asking
+from hf_paged_cache.integration import ambient, asking, chunked_prompt, keeping, opening, shared_prefill
 from hf_paged_cache.integration.calls import Calls
-from hf_paged_cache.integration.keeping import Keeping
-from hf_paged_cache.integration.opening import Opening
 from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.kv.block_pool import GroupTensors
 from hf_paged_cache.kv.states import StateKey
@@ -281,12 +278,12 @@ def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
     return (WindowLayer if have_windows else RowsLayer), "update"
 
 
-# Where a call is made to fail: methods.
-FAULT_POINTS: list[tuple[type, str]] = [
-    *((Calls, name) for name in ("begin", "open", "confirm", "close")),
-    *((Asking, name) for name in ("first", "read", "with_roots")),
-    *((Opening, name) for name in ("begin_captured", "open")),
-    *((Keeping, name) for name in ("keep", "keep_prompt", "keep_full", "is_same")),
+# Where a call is made to fail: functions of modules, and methods.
+FAULT_POINTS: list[tuple[Any, str]] = [
+    *((Calls, name) for name in ("begin", "open", "confirm", "close", "keep")),
+    *((asking, name) for name in ("read", "with_roots")),
+    *((opening, name) for name in ("read_first", "run_ahead", "fill")),
+    (keeping, "is_same"),
     *((Rows, name) for name in ("before_forward", "after_forward", "apply", "start_at", "note_look")),
     (Group, "take"),
     (RowsLayer, "update"),

@@ -10,6 +10,7 @@ from ..blocks.roots import RootFacts
 from ..call.counters import PromptCounters
 from ..call.request import RowInput
 from ..errors import CacheArgumentError, CacheBusyError
+from ..integration.asking import why_in_general
 from ..integration.calls import Calls
 from ..integration.current import Current
 from ..integration.ranks import Ranks
@@ -69,16 +70,16 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
     if mask is not None and any(one == 0 for one in one_sequence(f"the attention_mask of {what}", mask)):
         raise CacheArgumentError(f"{what} has padding; give one row without it")
     root = _root_of(cache, len(tokens))  # looks at the model; refuses where asking would change frequencies
-    why_in_general = cache._calls.opening.asking.why_in_general()
+    why_whole = why_in_general(cache._calls)
     is_text = inputs is not given or not cache.store.placeholders
     if is_text and not inputs.keys() - {"input_ids", "attention_mask"}:
-        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_in_general)
+        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_whole)
     if not isinstance(inputs["input_ids"], Tensor) or inputs["input_ids"].dim() != 2:
         raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
     with cache.store.fingerprint.rope.put_back():
         request = cache._side_rows.request_of(inputs)
     (row,) = request.rows
-    return AskedPrompt(row, inputs, request.bypass or why_in_general)
+    return AskedPrompt(row, inputs, request.bypass or why_whole)
 
 
 def _root_of(cache: AskedCache, num_tokens: int) -> bytes:

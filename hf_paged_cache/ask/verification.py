@@ -17,6 +17,7 @@ from ..blocks.hashing import tokens_of
 from ..blocks.image_tokens import hold_images
 from ..blocks.roots import RootFacts
 from ..errors import UnsupportedModelError
+from ..integration.asking import why_in_general
 from ..integration.side_rows import row_of
 from ..kv.states import read_states
 from ..kv.tensors import read_together
@@ -115,7 +116,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
 
 
 def _require_comparable(cache: AskedCache) -> None:
-    why = cache._calls.opening.asking.why_in_general()
+    why = why_in_general(cache._calls)
     if cache.store.fingerprint.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
     elif cache._ranks.are_several:

@@ -18,6 +18,7 @@ class CallState:
     beams: bool = False
     digest: bytes = b""  # of the model, as the call's rows began
     regime: bytes = b""  # rotary frequencies of the prompt, where they depend on length
+    adapters: list[str] | None = None  # adapter of each row, if PEFT was given any
     is_in_step: bool = False  # other processes run as many forwards
     resets: tuple[int, int] = (0, 0)  # what `BlockStore.resets_of` gave as the call's rows began
     was_alone: bool = False  # nobody could change the model as the call's rows began
@@ -30,9 +31,7 @@ class CallState:
     seen: Seen | None = None  # how attention read the call's rows, from its first forward on
     captured: object = ""  # how the call's forwards ran, as text
     is_custom: bool = False  # a function of the caller's own runs the forwards
-    calls_back: bool = (
-        True  # code of the caller, or a forward of the model's own, may change the model between forwards
-    )
+    calls_back: bool = True  # code of the caller, or a forward of the model's own, may change the model in between
     chunked: Any = None  # the call's prompt, where it comes in chunks
     images: Any = None  # images that the first forward is to run, taken from its arguments
     deltas: Any = None  # how far images have moved positions, as modules keep it; None: no module does
@@ -40,16 +39,7 @@ class CallState:
     def copy(self) -> "CallState":
         """Return the state of rows that go on beside these."""
         return CallState(
-            self.kind,
-            self.limits,
-            self.beams,
-            digest=self.digest,
+            *(self.kind, self.limits, self.beams, self.digest, self.regime, self.adapters),
             resets=self.resets,
-            regime=self.regime,
             deltas=self.deltas,
         )
-
-    def note_bytes(self, in_use: int, of_rows: int) -> None:
-        """Note how many bytes blocks in use and the rows take now."""
-        self.kv_bytes = of_rows
-        self.peak_kv_bytes = max(self.peak_kv_bytes, in_use + of_rows)

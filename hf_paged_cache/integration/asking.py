@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks.roots import RootFacts
-from ..blocks.window import Window
 from ..call.call_state import CallState
 from ..call.request import ForwardRequest, RequestRead, RowInput
 from ..errors import CacheArgumentError
@@ -15,164 +14,150 @@ from ..rows.rows import Rows
 from .chunked_prompt import IN_CHUNKS
 from .forward_arguments import RunningRow, RunningRows
 from .images import PromptImages, Seen
-from .ranks import Ranks
-from .store_parts import StoreParts
+from .parts import CallParts
 
 GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
+_FIRST = RunningRows()
 
 
 class FirstForward(NamedTuple):
-    """`FirstForward` says what the first forward of rows asks for.
-
-    Attributes:
-        request: what the forward asks for.
-        images: images that begin with it; None: there are none.
-        why_bypassed: why it reuses and keeps nothing; the attributes below are then empty. None: it may.
-        running: rows that run; equal rows of the batch run as one.
-        members: row that runs -> the row of the batch that it is.
-        copies: row of the batch -> the row that runs for it.
-    """
+    """`FirstForward` says what the first forward of rows asks for."""
 
     request: ForwardRequest
-    images: PromptImages | None
-    why_bypassed: str | None = None
-    running: Sequence[RowInput] = ()
-    members: Sequence[int] = ()
-    copies: Sequence[int] = ()
+    images: PromptImages | None  # images that begin with it
+    why_bypassed: str | None = None  # why it reuses and keeps nothing; the fields below are then empty
+    running: Sequence[RowInput] = ()  # rows that run; equal rows of the batch run as one
+    members: Sequence[int] = ()  # row that runs -> the row of the batch that it is
+    copies: Sequence[int] = ()  # row of the batch -> the row that runs for it
 
 
-class Asking:
-    """`Asking` reads the forwards of one cache: see `Calls` for what it is made of.
+def read_first(calls: CallParts, rows: Rows, arguments: Mapping[str, Any]) -> FirstForward:
+    """Return what a first forward asks for under the model as it is, which the rows' state notes."""
+    state, fingerprint, store = rows.state, calls.fingerprint, calls.store
+    state.seen = rows.seen
+    state.digest = fingerprint.digest()
+    with store.lock:
+        state.resets = store.resets_of(calls.salt)
+    state.was_alone = not fingerprint.may_change_in_a_forward()
+    state.calls_back = state.calls_back or fingerprint.own_forward is not None
+    state.adapters = fingerprint.adapter_names
+    rows.escaped = rows.escaped or fingerprint.foreign_code is not None  # a hook of others may keep the rows
+    request, why, seen = read(calls, rows, arguments, _FIRST)
+    named, why_unnamed = seen.named(request, store.block_size)
+    if named is not request.rows:
+        request = replace(request, rows=tuple(named))
+    why = why or why_unnamed or _why_bypassed(calls, rows, request)
+    if why is not None:
+        if calls.reads_only:
+            raise RequestRead(replace(request, bypass=why))
+        return FirstForward(request, seen.images, why)
+    if state.chunked is not None:
+        request = replace(request, keep_columns=request.keep_columns or IN_CHUNKS)
+    state.regime = b""
+    if fingerprint.rope.depends_on_length:
+        request = _follow_length(calls, state, request)
+    inputs = with_roots(calls, state, request)
+    if calls.reads_only:
+        raise RequestRead(replace(request, rows=tuple(inputs)))
+    may_alias = request.may_alias and state.chunked is None and state.adapters is None
+    members: Sequence[int] = range(len(inputs))
+    copies = members
+    if may_alias and len(inputs) > 1:
+        members, copies = _distinct(inputs)
+        inputs = [inputs[at] for at in members]
+    if may_alias != request.may_alias:
+        request = replace(request, may_alias=may_alias)
+    return FirstForward(request, seen.images, None, inputs, members, copies)
 
-    Attributes:
-        reads_only: True if a first forward is not to run; what it asks for is raised as RequestRead.
+
+def read(
+    calls: CallParts, rows: Rows, arguments: Mapping[str, Any], running: RunningRows
+) -> tuple[ForwardRequest, str | None, Seen]:
+    """Return what a forward asks for, why it reuses and keeps nothing if its arguments say so, and its images."""
+    if not rows.in_generate:
+        require_filled(calls, arguments, running.num_columns)
+    images_of = calls.image_inputs
+    seen = Seen(arguments) if images_of.is_plain else images_of.see(arguments, running, rows.state.images)
+    request = calls.reader.read(
+        seen.plain,
+        running,
+        in_generate=rows.in_generate,
+        records_drafts=rows.records_drafts,
+        by_default=calls.fingerprint.outputs,
+    )
+    return request, seen.why_whole or request.bypass, seen
+
+
+def require_filled(calls: CallParts, arguments: Mapping[str, Any], before: int) -> None:
+    """Refuse a prompt that has placeholders which nothing fills: images must come with every prompt.
+
+    Args:
+        before: number of columns of the rows that resume.
+
+    Raises:
+        CacheArgumentError: the prompt has such placeholders.
     """
+    ids = arguments.get("input_ids") if calls.placeholders.kinds else None
+    if ids is None or (before and ids.shape[-1] == 1):  # a model may generate the id of a placeholder
+        return
+    unfilled = calls.placeholders.unfilled(arguments, before)
+    if unfilled is not None:
+        raise CacheArgumentError(f"{unfilled}, or call the model without this cache")
 
-    def __init__(self, parts: StoreParts, salt: bytes, ranks: Ranks) -> None:
-        self.reads_only = False
-        self._store, self._fingerprint, self._salt, self._ranks = parts.blocks, parts.fingerprint, salt, ranks
-        self._reader, self._image_inputs = parts.argument_reader, parts.image_inputs
-        self._placeholders = parts.placeholders
 
-    def first(self, rows: Rows, arguments: Mapping[str, Any]) -> FirstForward:
-        """Return what a first forward asks for under the model as it is, which the rows' state notes."""
-        state, fingerprint = rows.state, self._fingerprint
-        state.seen = rows.seen
-        state.digest = fingerprint.digest()
-        with self._store.lock:
-            state.resets = self._store.resets_of(self._salt)
-        state.was_alone = not fingerprint.may_change_in_a_forward()
-        state.calls_back = state.calls_back or fingerprint.own_forward is not None
-        rows.escaped = rows.escaped or fingerprint.foreign_code is not None  # a hook of others may keep the rows
-        request, why, seen = self.read(rows, arguments, RunningRows(), state.images)
-        named, why_unnamed = seen.named(request, self._store.block_size)
-        request, adapters = replace(request, rows=tuple(named)), fingerprint.adapter_names
-        why = why or why_unnamed or self._why_bypassed(rows, request, adapters)
-        if why is not None:
-            if self.reads_only:
-                raise RequestRead(replace(request, bypass=why))
-            return FirstForward(request, seen.images, why)
+def with_roots(calls: CallParts, state: CallState, request: ForwardRequest) -> list[RowInput]:
+    """Return the rows of the batch with their prefix keys."""
+    inputs, regime, fingerprint = [], state.regime, calls.fingerprint
+    for number, row in enumerate(request.rows):
+        counted_from = row.pad
+        if calls.reader.takes_positions:
+            counted_from = fingerprint.state_traits.root_padding(row.pad)
         if state.chunked is not None:
-            request = replace(request, keep_columns=request.keep_columns or IN_CHUNKS, may_alias=False)
-        request = self._follow_length(state, replace(request, may_alias=request.may_alias and adapters is None))
-        inputs = self.with_roots(state, request)
-        if self.reads_only:
-            raise RequestRead(replace(request, rows=tuple(inputs)))
-        members, copies = _distinct(inputs) if request.may_alias else ([*range(len(inputs))], [*range(len(inputs))])
-        return FirstForward(request, seen.images, None, [inputs[at] for at in members], members, copies)
+            regime = state.regime + state.chunked.shape_of(number, request)
+        adapter = "" if state.adapters is None else state.adapters[number]
+        facts = RootFacts(state.digest, calls.salt, regime, adapter, counted_from, row.first_position)
+        inputs.append(row._replace(root=fingerprint.roots.of(facts), salt=calls.salt))
+    return inputs
 
-    def read(
-        self, rows: Rows, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None
-    ) -> tuple[ForwardRequest, str | None, Seen]:
-        """Return what a forward asks for, why it reuses and keeps nothing if its arguments say so, and its images.
 
-        Args:
-            images: images that `generate` was passed; None: they are among the arguments.
-        """
-        if not rows.in_generate:
-            self.require_filled(arguments, running.num_columns)
-        images_of = self._image_inputs
-        seen = Seen(arguments) if images_of.is_plain else images_of.see(arguments, running, images)
-        request = self._reader.read(
-            seen.plain,
-            running,
-            in_generate=rows.in_generate,
-            records_drafts=rows.records_drafts,
-            by_default=self._fingerprint.outputs,
-        )
-        return request, seen.why_whole or request.bypass, seen
+def why_in_general(calls: CallParts) -> str | None:
+    """Return why no row may reuse or keep anything, under the model as it is now; None: rows may."""
+    if (why := calls.fingerprint.bypass()) is not None:
+        return why
+    if calls.store.states and calls.fingerprint.rank_groups:
+        return "layers carry states, and other processes share the model"
+    return None
 
-    def require_filled(self, arguments: Mapping[str, Any], before: int) -> None:
-        """Refuse a prompt that has placeholders which nothing fills: images must come with every prompt.
 
-        Args:
-            before: number of columns of the rows that resume.
+def _why_bypassed(calls: CallParts, rows: Rows, request: ForwardRequest) -> str | None:
+    """Return why rows may not reuse or keep anything, whatever the arguments of their forward say."""
+    windows = {} if calls.fingerprint.rank_groups else calls.fingerprint.windows
+    if not rows.kinds.windows == windows == calls.store.windows.window_of:
+        return "layers have other windows than before, or calls with the windows of before hold blocks"
+    if (why := why_in_general(calls)) is not None:
+        return why
+    adapters, chunked = rows.state.adapters, rows.state.chunked
+    if adapters is not None and len(adapters) != len(request.rows):
+        return f"{len(adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
+    if torch.is_grad_enabled():
+        return GRADIENTS
+    return None if chunked is None else chunked.why_bypassed(request, calls.store.block_size)
 
-        Raises:
-            CacheArgumentError: the prompt has such placeholders.
-        """
-        ids = arguments.get("input_ids") if self._placeholders.kinds else None
-        if ids is None or (before and ids.shape[-1] == 1):  # a model may generate the id of a placeholder
-            return
-        unfilled = self._placeholders.unfilled(arguments, before)
-        if unfilled is not None:
-            raise CacheArgumentError(f"{unfilled}, or call the model without this cache")
 
-    def with_roots(self, state: CallState, request: ForwardRequest) -> list[RowInput]:
-        """Return the rows of the batch with their prefix keys."""
-        inputs, chunked, adapters = [], state.chunked, self._fingerprint.adapter_names
-        for number, row in enumerate(request.rows):
-            counted_from = row.pad
-            if self._reader.takes_positions:
-                counted_from = self._fingerprint.state_traits.root_padding(row.pad)
-            adapter = "" if adapters is None else adapters[number]
-            regime = state.regime if chunked is None else state.regime + chunked.shape_of(number, request)
-            facts = RootFacts(state.digest, self._salt, regime, adapter, counted_from, row.first_position)
-            inputs.append(row._replace(root=self._fingerprint.roots.of(facts), salt=self._salt))
-        return inputs
+def _follow_length(calls: CallParts, state: CallState, request: ForwardRequest) -> ForwardRequest:
+    """Set the model's rotary frequencies, which depend on length, to those of the prompt; return the request.
 
-    def why_in_general(self) -> str | None:
-        """Return why no row may reuse or keep anything, under the model as it is now; None: rows may."""
-        if (why := self._fingerprint.bypass()) is not None:
-            return why
-        if self._store.states and self._ranks.are_several:
-            return "layers carry states, and other processes share the model"
-        return None
-
-    def windows(self) -> Mapping[int, Window]:
-        """Return layer index -> window; nothing for several ranks, which settle what they know in tokens alone."""
-        return {} if self._ranks.are_several else self._fingerprint.windows
-
-    def _why_bypassed(self, rows: Rows, request: ForwardRequest, adapters: list[str] | None) -> str | None:
-        """Return why rows may not reuse or keep anything, whatever the arguments of their forward say."""
-        if not rows.kinds.windows == self.windows() == self._store.windows_now():
-            return "layers have other windows than before, or calls with the windows of before hold blocks"
-        if (why := self.why_in_general()) is not None:
-            return why
-        if adapters is not None and len(adapters) != len(request.rows):
-            return f"{len(adapters)} adapter names were given for {len(request.rows)} rows; pass one for each row"
-        if torch.is_grad_enabled():
-            return GRADIENTS
-        chunked = rows.state.chunked
-        return None if chunked is None else chunked.why_bypassed(request, self._store.block_size)
-
-    def _follow_length(self, state: CallState, request: ForwardRequest) -> ForwardRequest:
-        """Set the model's rotary frequencies to those of the prompt, if they depend on length; return the request.
-
-        These frequencies are a part of the rows' prefix keys.
-        """
-        rope, last = self._fingerprint.rope, request.num_new_columns - 1
-        if not rope.depends_on_length:
-            state.regime = b""
-            return request
-        state.regime = rope.at(last if request.max_position is None else request.max_position)
-        largest = max(row.first_position + last - row.pad for row in request.rows)
-        if request.keep_columns is None and (request.max_position or 0) > largest:
-            return replace(request, keep_columns=_POSITIONS_OF_PADDING)
-        return request
+    These frequencies are a part of the rows' prefix keys.
+    """
+    last = request.num_new_columns - 1
+    state.regime = calls.fingerprint.rope.at(last if request.max_position is None else request.max_position)
+    largest = max(row.first_position + last - row.pad for row in request.rows)
+    if request.keep_columns is None and (request.max_position or 0) > largest:
+        return replace(request, keep_columns=_POSITIONS_OF_PADDING)
+    return request
 
 
 def running_rows(rows: Rows) -> RunningRows:
@@ -185,7 +170,7 @@ def running_rows(rows: Rows) -> RunningRows:
     return RunningRows(n, running, began and any(row.pad for row in running))
 
 
-def _distinct(rows: Sequence[RowInput]) -> tuple[list[int], list[int]]:
+def _distinct(rows: Sequence[RowInput]) -> tuple[Sequence[int], Sequence[int]]:
     """Return the numbers of rows that differ, and for each row the place of its equal among them."""
     places: dict[tuple[bytes, int, bytes], int] = {}
     members, copies = list[int](), list[int]()

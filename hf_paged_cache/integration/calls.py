@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import torch
 
 from ..call.call_state import CallState
-from ..call.counters import PromptCounters, count_bypassed
+from ..call.counters import count_bypassed
 from ..call.keep import lay_out
-from ..call.request import UNLIMITED, ForwardRequest
+from ..call.request import ForwardRequest
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.tensors import to_device
@@ -30,7 +30,7 @@ from ..model.support import cache_argument
 from ..rows.layers import SPARE
 from ..rows.rows import Prompt, Rows
 from ..rows.shared import SharedColumns
-from .asking import GRADIENTS, running_rows
+from .asking import GRADIENTS, read, require_filled, running_rows, with_roots
 from .begin import (
     NO_CACHE_WANTED,
     another_model,
@@ -39,113 +39,39 @@ from .begin import (
     require_may_begin,
     require_whole_prompt,
 )
-from .capturing import Capturing
 from .chunked_prompt import chunked_prompt
 from .current import Current
 from .forward_arguments import shape_of
 from .generate_arguments import GenerateArguments
-from .keeping import Keeping
-from .opening import Opening
-from .ranks import Ranks
-from .store_parts import StoreParts
+from .keeping import keep_rows, leave_blocks
+from .opening import begin_captured, begin_chunks, bypass, open_rows
+from .parts import CallParts
 
 RAN_ELSEWHERE = (
     "generate ran no forward with the cache: some models leave it out at the length from which on their "
     "rotary frequencies are others"
 )
+_MOST_MAPPED_AHEAD = 4096  # columns made ahead for shorter prompts, on a host
+_MOST_TAKEN_BACK = 32  # most tokens of drafts that layers with a window can take back
 
 
-class Calls:
-    """`Calls` runs the calls of one cache. It holds no rows, so a cache that nobody holds is collected at once.
-
-    Args:
-        parts: what calls share with all other calls of the store.
-        salt: part of every root, and the namespace of the blocks.
-        counters: counters of the cache.
-        ranks: processes that share the model.
-        capturing: lets forwards run by graphs.
-    """
-
-    def __init__(
-        self, parts: StoreParts, salt: bytes, counters: PromptCounters, ranks: Ranks, capturing: Capturing
-    ) -> None:
-        self.store, self.fingerprint, self.salt, self.counters = parts.blocks, parts.fingerprint, salt, counters
-        self.looks, self.model = parts.looks, parts.model
-        self.keeping = Keeping(self.store, self.fingerprint, salt)
-        self._images = parts.image_inputs
-        self._has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
-        self._ranks = ranks
-        self.opening = Opening(self, parts, salt, self.keeping, ranks, capturing)
+class Calls(CallParts):
+    """`Calls` opens, runs and closes the calls of one cache."""
 
     # Calls of `generate`.
 
     def begin(self, given: GenerateArguments, previous: Rows | None) -> Rows:
         """Begin a `generate` after the rows of the call before, and return the rows that it is to run on."""
-        rows = self.opening.new_rows()
-        rows.in_generate, rows.previous = True, previous
-        rows.state = self._state_of(given)
+        rows = self.new_rows()
+        rows.in_generate, rows.previous, rows.state = True, previous, self._state_of(given)
         rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
         rows.reads_all = rows.state.is_custom or prepares_otherwise(self.model)
         chunked = None if given.verifies_drafts else chunked_prompt(self.model, given)
         if chunked is not None:
-            self.opening.begin_chunks(rows, chunked, given)
+            begin_chunks(self, rows, chunked, given)
             if rows.state.pending is not None:
                 self._count_pending(rows)
         return rows
-
-    def begin_side(self, kind: str) -> Rows:
-        """Begin a call of ours, and return the rows that its forwards are to run on."""
-        rows = self.opening.new_rows()
-        rows.in_generate, rows.state = True, CallState(kind, UNLIMITED, beams=False)
-        rows.state.counts_more = False
-        return rows
-
-    def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
-        """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
-        index = torch.tensor(sources, dtype=torch.int64, device="cpu")
-        if rows.why_bypassed is None:
-            shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
-            forked = rows.forked(index, shared)
-        else:
-            forked = copy.deepcopy(rows)
-            forked.apply(index)
-        forked.in_generate, forked.calls = True, self
-        if forked.state is not None:
-            forked.state.counts_more = False
-        return forked
-
-    def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
-        """Begin a loop of forwards, or a `generate` without a bracket; return its rows.
-
-        Raises:
-            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or it
-                brings new tokens alone.
-        """
-        is_generate, before = current.awaits_generate, current.take()
-        if is_generate and arguments.get("use_cache") is False:
-            raise CacheArgumentError(NO_CACHE_WANTED)
-        if is_generate or current.is_around:
-            require_whole_prompt(arguments, 0 if before is None else before.get_seq_length())
-        rows = self.opening.new_rows()
-        rows.previous, rows.state = before, CallState("generate" if is_generate else "forward", UNLIMITED, beams=False)
-        rows.state.counts_more = not is_generate
-        current.rows = rows
-        return rows
-
-    def resume(self, given: GenerateArguments, rows: Rows) -> None:
-        """Let a `generate` of new tokens alone go on with rows."""
-        self._ranks.settle_resumption(rows.get_seq_length(), given.num_given)
-        rows.in_generate = rows.reads_next = True
-        before, rows.state = rows.state, self._state_of(given)
-        state = rows.state
-        state.digest, state.resets = before.digest, before.resets
-        state.regime, state.deltas = before.regime, before.deltas
-        if rows.why_bypassed is None and self.fingerprint.digest() != state.digest:
-            rows.note_look(is_same=False)  # what follows under a changed model is not kept
-        state.was_alone = not self.fingerprint.may_change_in_a_forward()
-        state.calls_back = state.calls_back or self.fingerprint.own_forward is not None
-        if state.deltas is not None:  # modules hold the deltas of whichever call ran last
-            state.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
         """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on."""
@@ -162,15 +88,74 @@ class Calls:
         begun.handle = rows.handle
         return begun
 
+    def begin_side(self, kind: str) -> Rows:
+        """Begin a call of ours, and return the rows that its forwards are to run on."""
+        rows = self.new_rows()
+        rows.in_generate, rows.state = True, CallState(kind, counts_more=False)
+        return rows
+
+    def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
+        """Begin a loop of forwards, or a `generate` without a bracket; return its rows.
+
+        Raises:
+            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or it
+                brings new tokens alone.
+        """
+        is_generate, before = current.awaits_generate, current.take()
+        if is_generate and arguments.get("use_cache") is False:
+            raise CacheArgumentError(NO_CACHE_WANTED)
+        if is_generate or current.is_around:
+            require_whole_prompt(arguments, 0 if before is None else before.get_seq_length())
+        rows = self.new_rows()
+        rows.previous = before
+        rows.state = CallState("generate" if is_generate else "forward", counts_more=not is_generate)
+        current.rows = rows
+        return rows
+
+    def resume(self, given: GenerateArguments, rows: Rows) -> None:
+        """Let a `generate` of new tokens alone go on with rows."""
+        self.ranks.settle_resumption(rows.get_seq_length(), given.num_given)
+        rows.in_generate = rows.reads_next = True
+        before, rows.state = rows.state, self._state_of(given)
+        state = rows.state
+        for name in ("digest", "resets", "regime", "deltas", "adapters"):
+            setattr(state, name, getattr(before, name))
+        if rows.why_bypassed is None and self.fingerprint.digest() != state.digest:
+            rows.note_look(is_same=False)  # what follows under a changed model is not kept
+        state.was_alone = not self.fingerprint.may_change_in_a_forward()
+        state.calls_back = state.calls_back or self.fingerprint.own_forward is not None
+        if state.deltas is not None:  # modules hold the deltas of whichever call ran last
+            state.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
+
+    def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
+        """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
+        index = torch.tensor(sources, dtype=torch.int64, device="cpu")
+        if rows.why_bypassed is None:
+            shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
+            forked = rows.forked(index, shared)
+        else:
+            forked = copy.deepcopy(rows)
+            forked.apply(index)
+        forked.in_generate, forked.calls = True, self
+        if forked.state is not None:
+            forked.state.counts_more = False
+        return forked
+
     def _state_of(self, given: GenerateArguments) -> CallState:
-        state = CallState("generate", given.limits, beams=(given.num_beams or 1) > 1)
-        state.is_custom = given.passed.get("custom_generate") is not None
-        state.calls_back = given.calls_back or state.is_custom
-        state.counts_more, state.is_in_step = not state.is_custom, given.synced_gpus
-        if self._images.takes_images and given.chunk_size is None:
-            images = self._images.read(given.passed)
-            state.images = None if isinstance(images, str) else images
-        return state
+        """Return the state of a `generate` that begins."""
+        is_custom, images = given.passed.get("custom_generate") is not None, None
+        if self.image_inputs.takes_images and given.chunk_size is None:
+            images = self.image_inputs.read(given.passed)
+        return CallState(
+            "generate",
+            given.limits,
+            beams=(given.num_beams or 1) > 1,
+            is_custom=is_custom,
+            calls_back=given.calls_back or is_custom,
+            counts_more=not is_custom,
+            is_in_step=given.synced_gpus,
+            images=None if isinstance(images, str) else images,
+        )
 
     def close(self, rows: Rows) -> None:
         """End a call, however it ended, and keep what is complete."""
@@ -180,37 +165,26 @@ class Calls:
         rows.must_confirm = True  # a forward may go on with the rows
         try:
             if rows.is_open and rows.why_bypassed is None:
-                self.keeping.keep_at_the_end(rows)
+                self.keep(rows)
+                leave_blocks(self, rows)
         finally:
             if rows.captured is not None:
                 rows.captured.close()
         if rows.is_open and rows.state is not None:
-            with self.store.lock:
-                in_use = self.store.kv_bytes_in_use(self.salt)
-            rows.state.note_bytes(in_use, rows.kv_bytes)
+            self._note_bytes(rows)
 
     def note_elsewhere(self, rows: Rows, given: GenerateArguments) -> None:
         """Count a `generate` that ran no forward on the rows it was passed, and give up the rows of the call before."""
         if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
         rows.previous = None
-        mask, num_rows, shown = given.passed.get("attention_mask"), max(1, given.limits.num_rows), [given.num_given]
-        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
-            shown = mask.sum(dim=1).tolist()
-        counts = count_bypassed([number for number in shown for _ in range(num_rows // len(shown))], RAN_ELSEWHERE)
+        counts = count_bypassed([given.num_given] * max(1, given.limits.num_rows), RAN_ELSEWHERE)
         with self.store.lock:
             self.counters.add_call("generate", counts, 0, bypassed=True)
 
     # Methods that rows call.
 
-    def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Open rows before their first forward; return the arguments that it is to run with."""
-        self._ranks.is_settled = False
-        try:
-            return self.opening.open(rows, arguments)
-        except Exception as error:
-            self._ranks.tell_refusal(error)
-            raise
+    keep = keep_rows
 
     def refuse(self, model: Any) -> NoReturn:
         """Raise CacheArgumentError: a forward of another model was passed these rows."""
@@ -224,6 +198,35 @@ class Calls:
                 "own, or use one cache a thread: PagedPrefixCache(cache.store) shares all blocks"
             )
 
+    def open(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Open rows before their first forward; return the arguments that it is to run with.
+
+        Where memory runs out, the rows of the call before are given up, and what the pool need not hold, and opening is
+        tried once more.
+        """
+        self.ranks.is_settled = False
+        try:
+            try:
+                return open_rows(self, rows, arguments)
+            except torch.OutOfMemoryError:
+                if self.fingerprint.rank_groups:
+                    raise
+            # here nobody holds the rows of the call before any more
+            rows.reset()
+            self.give_way(rows)
+            return open_rows(self, rows, arguments, may_run_ahead=False)
+        except Exception as error:
+            self.ranks.tell_refusal(error)
+            raise
+
+    def give_way(self, rows: Rows) -> None:
+        """Give up the arena, and what the pool need not hold, when memory is short and these rows are given up."""
+        if rows.captured is not None:
+            rows.captured.close()
+        self.capturing.give_way(rows)
+        with self.store.lock:
+            self.store.make_way()
+
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Get ready for a forward of a loop, or the first forward of a call that resumes; return its arguments."""
         rows.thread = threading.get_ident()
@@ -231,6 +234,8 @@ class Calls:
         reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
         rows.reads_next = False
         rows.roll_back()
+        if not rows.in_generate:
+            self.ranks.is_settled = False
         try:
             if reads and rows.why_bypassed is None:
                 return self._read_on(rows, arguments, is_prompt=is_prompt)
@@ -238,8 +243,7 @@ class Calls:
                 self._count_on_a_bypass(rows, arguments)
         except PagedCacheError as error:
             if not rows.in_generate:
-                self._ranks.is_settled = False
-                self._ranks.tell_refusal(error)
+                self.ranks.tell_refusal(error)
             raise
         return arguments
 
@@ -248,33 +252,34 @@ class Calls:
 
         From an unusual forward on, rows are bypassed.
         """
-        request, why, _ = self.opening.asking.read(rows, arguments, running_rows(rows), rows.state.images)
+        request, why, _ = read(self, rows, arguments, running_rows(rows))
         if rows.chunks is not None:
             self._go_on_in_chunks(rows, request, why)
         if not rows.in_generate:
-            self._ranks.is_settled = False
-            self._ranks.settle(rows, request)
+            self.ranks.settle(rows, request)
         why = why or (GRADIENTS if torch.is_grad_enabled() else None)
-        if why is None:
-            self._follow_padding(rows, request)
-        else:
-            self.keeping.keep(rows)
-            arguments = self.opening.bypass(rows, arguments, why)
+        if why is not None:
+            self.keep(rows)
+            arguments = bypass(self, rows, arguments, why)
             for row in rows.state.counts:
                 row.stopped += f"; then {why}"
             with self.store.lock:
                 self.counters.note_bypass()
+        elif any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
+            inputs = with_roots(self, rows.state, request)  # rows of padding alone get more of it
+            rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
         if is_prompt:
             self._count_more(rows, [len(row.token_ids) for row in request.rows])
-            if why is None and rows.in_generate and rows.captured is None and rows.chunks is None:
-                self.opening.begin_captured(rows, request, rows.n, rows.n + request.num_new_columns)
+            may_capture = rows.in_generate and rows.captured is None and rows.chunks is None
+            if why is None and may_capture and self.capturing.is_asked:
+                begin_captured(self, rows, request, rows.n, rows.n + request.num_new_columns)
         return arguments
 
     def _count_on_a_bypass(self, rows: Rows, arguments: Mapping[str, Any]) -> None:
         """Count more of a prompt, which runs in bypassed rows."""
         before = rows.get_seq_length()
         if not rows.in_generate:
-            self.opening.asking.require_filled(arguments, before)
+            require_filled(self, arguments, before)
         num_rows, num_new = shape_of(arguments, before)
         self._count_more(rows, [num_new] * num_rows)
         if rows.chunks is not None:  # another chunk of the prompt may follow
@@ -284,15 +289,24 @@ class Calls:
         """Check that the next chunk of a prompt continues the rows, and note whether more chunks follow."""
         state, stop = rows.state, rows.n + request.num_new_columns
         if not rows.num_forwards:
-            inputs = self.opening.asking.with_roots(state, request)
+            inputs = with_roots(self, state, request)
             state.chunked.require(replace(request, rows=tuple(inputs), bypass=why_bypassed), rows.n)
         rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
 
-    def _follow_padding(self, rows: Rows, request: ForwardRequest) -> None:
-        """Let rows of padding alone begin further right, if they get more padding."""
-        if any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
-            inputs = self.opening.asking.with_roots(rows.state, request)
-            rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
+    def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
+        """Count more tokens of a prompt, which run in rows that have begun."""
+        state = rows.state
+        if not state.counts_more:
+            return
+        new = count_bypassed(num_tokens, "")
+        begins = not state.counts
+        if len(state.counts) != len(new):
+            state.counts = count_bypassed([0] * len(new), "the last call's rows resumed")
+        for row, more in zip(state.counts, new, strict=True):
+            row.prompt_tokens += more.prompt_tokens
+            row.computed_tokens += more.computed_tokens
+        state.pending = new, begins
+        rows.must_confirm = True
 
     def confirm(self, rows: Rows, output: Any) -> Any:
         """Confirm a forward that has returned: rows that ran for several rows of the batch become these rows."""
@@ -305,7 +319,7 @@ class Calls:
             )
         if rows.why_bypassed is None and state.regime and self.fingerprint.rope.now() != state.regime:
             rows.keep_less(rows.n - rows.num_new)  # the new columns have other frequencies than those before
-        if rows.why_bypassed is None and self._has_deltas and rows.num_forwards == 1:
+        if rows.why_bypassed is None and self.has_deltas and rows.num_forwards == 1:
             state.deltas = RopeDeltas(self.model)
         if rows.copies is not None:
             self._spread(rows, rows.copies, output)
@@ -317,7 +331,7 @@ class Calls:
                 setattr(output, name, handle)
         rows.must_confirm = not rows.in_generate or bool(state.regime)
         if not rows.in_generate and rows.why_bypassed is None:
-            self.keeping.keep(rows)
+            self.keep(rows)
         return output
 
     def _spread(self, rows: Rows, copies: Sequence[int], output: Any) -> None:
@@ -326,7 +340,7 @@ class Calls:
         output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
         shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy and rows.captured is None else None
         if shared is not None:
-            self._share_prompt(rows, shared, copies)
+            _share(rows, shared, copies)
         else:
             rows.apply(copies)
         if state.beams and not state.is_custom:
@@ -341,38 +355,30 @@ class Calls:
                 lay_out(self.store, rows)
         with self.store.lock:
             self.counters.add_forward(state, new, begins=begins, bypassed=rows.why_bypassed is not None)
-            in_use = self.store.kv_bytes_in_use(self.salt)
-        state.note_bytes(in_use, rows.kv_bytes)
+        self._note_bytes(rows)
 
-    def _share_prompt(self, rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
-        """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
-        n, index, most = rows.n, torch.tensor(copies, device="cpu"), rows.state.limits.max_columns
-        spare = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
-        own = rows.selected(index, shared.plan.first_own, spare)
-        rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
-        for group in rows.windows.values():
-            group.select(index, n, 0)
-        if rows.states is not None:
-            rows.states.select(index)
-        rows.ids.select(index)
-        rows.share(shared, own, n)
+    def _note_bytes(self, rows: Rows) -> None:
+        """Note how many bytes blocks in use and the rows take now."""
+        with self.store.lock:
+            in_use = self.store.kv_bytes_in_use(self.salt)
+        rows.state.kv_bytes = rows.kv_bytes
+        rows.state.peak_kv_bytes = max(rows.state.peak_kv_bytes, in_use + rows.state.kv_bytes)
 
     def note_sharing(self, rows: Rows) -> None:
         """Note that rows share columns from here on; some of these may lie in blocks."""
         with self.store.lock:
             self.store.sharing.add(rows)
 
-    def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
-        """Count more tokens of a prompt, which run in rows that have begun."""
-        state = rows.state
-        if not state.counts_more:
-            return
-        new = count_bypassed(num_tokens, "")
-        begins = not state.counts
-        if len(state.counts) != len(new):
-            state.counts = count_bypassed([0] * len(new), "the last call's rows resumed")
-        for row, more in zip(state.counts, new, strict=False):
-            row.prompt_tokens += more.prompt_tokens
-            row.computed_tokens += more.computed_tokens
-        state.pending = new, begins
-        rows.must_confirm = True
+
+def _share(rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
+    """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
+    n, index, most = rows.n, torch.tensor(copies, device="cpu"), rows.state.limits.max_columns
+    spare = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
+    own = rows.selected(index, shared.plan.first_own, spare)
+    rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
+    for group in rows.windows.values():
+        group.select(index, n, 0)
+    if rows.states is not None:
+        rows.states.select(index)
+    rows.ids.select(index)
+    rows.share(shared, own, n)

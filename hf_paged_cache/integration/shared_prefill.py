@@ -6,22 +6,17 @@ copied from its rows to those of the call.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from ..call.fill import fill
 from ..call.find import Known
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
 from ..call.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
-from ..store.block_store import BlockStore
-from .side_forward import SideForwards
+from .parts import CallParts
 
 _LEAST_GAIN = 64  # states are kept only if they save the next prompt so many tokens after a known place
-
-
-# (what each row brings, what is known of it, column before which that is taken, column up to which there is room) ->
-# rows
-MakeRows = Callable[[Sequence[RowInput], Sequence[Known], int, int], Rows]
 
 
 class Ahead(NamedTuple):
@@ -32,134 +27,135 @@ class Ahead(NamedTuple):
     made: Sequence[Rows] = ()  # rows that ran ahead, in their order
 
 
-class SharedPrefill:
-    """`SharedPrefill` plans what comes ahead, and runs it."""
+def run_ahead(
+    calls: CallParts,
+    inputs: Sequence[RowInput],
+    known: Sequence[Known],
+    request: ForwardRequest,
+    latest: int,
+    arguments: Mapping[str, Any],
+    may_share: bool,
+    is_exact: bool,
+) -> Ahead:
+    """Bring rows to one column. What is computed ahead for a row is added to what is known of it.
 
-    def __init__(self, store: BlockStore, make_rows: MakeRows, side: SideForwards) -> None:
-        self._store, self._make_rows, self._side = store, make_rows, side
+    Args:
+        latest: last column at which the rows may start.
+        arguments: arguments of the forward, by name.
+        may_share: whether forwards may run ahead.
+        is_exact: whether rows start exactly where they are known, or begin anew.
+    """
+    if latest <= 0:
+        return Ahead(0)
+    may_share = may_share and request.num_new_columns > calls.store.block_size
+    are_cut = is_exact and may_share
+    are_cut = are_cut and (bool(calls.store.states) or any(row.num_matched > row.num_tokens for row in known))
+    if len(inputs) == 1 and not are_cut:
+        return Ahead(min(inputs[0].pad + known[0].num_tokens, latest) if known[0].num_tokens else 0)
+    if not (may_share or is_exact):
+        return Ahead(_least(inputs, known, latest))
+    bounds, rows = _bounds(calls, request, latest, is_exact), _planned(inputs, known, latest)
+    found = plan(rows, bounds, may_run_ahead=may_share)
+    for number in found.cold:
+        known[number].forget()
+    if are_cut:
+        found = _cut(calls, found, rows, known, bounds)
+    num_computed, made = _run(calls, found, inputs, known, arguments)
+    start = found.column if is_exact else _least(inputs, known, latest)
+    if made:
+        start = min(start, found.column)
+    return Ahead(start if any(row.pad < start for row in inputs) else 0, num_computed, made)
 
-    def run(
-        self,
-        inputs: Sequence[RowInput],
-        known: Sequence[Known],
-        request: ForwardRequest,
-        latest: int,
-        arguments: Mapping[str, Any],
-        *,
-        may_share: bool,
-        is_exact: bool,
-    ) -> Ahead:
-        """Bring rows to one column. What is computed ahead for a row is added to what is known of it.
 
-        Args:
-            latest: last column at which the rows may start.
-            arguments: arguments of the forward, by name.
-            may_share: whether forwards may run ahead.
-            is_exact: whether rows start exactly where they are known, or begin anew.
-        """
-        if latest <= 0:
-            return Ahead(0)
-        may_share = may_share and request.num_new_columns > self._store.block_size
-        are_cut = is_exact and may_share
-        are_cut = are_cut and (bool(self._store.states) or any(row.num_matched > row.num_tokens for row in known))
-        if len(inputs) == 1 and not are_cut:
-            return Ahead(min(inputs[0].pad + known[0].num_tokens, latest) if known[0].num_tokens else 0)
-        if not (may_share or is_exact):
-            return Ahead(_least(inputs, known, latest))
-        bounds, rows = self._bounds(request, latest, is_exact=is_exact), _planned(inputs, known, latest)
-        found = plan(rows, bounds, may_run_ahead=may_share)
-        for number in found.cold:
-            known[number].forget()
-        if are_cut:
-            found = self._cut(found, rows, known, bounds)
-        num_computed, made = self._run(found, inputs, known, arguments)
-        start = found.column if is_exact else _least(inputs, known, latest)
-        if made:
-            start = min(start, found.column)
-        return Ahead(start if any(row.pad < start for row in inputs) else 0, num_computed, made)
+def cost_of_running_ahead(
+    calls: CallParts, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int
+) -> int:
+    """Return what it costs, in tokens, to bring rows to one column if they start exactly where they are known."""
+    return plan(_planned(inputs, known, latest), _bounds(calls, request, latest, is_exact=True)).cost
 
-    def cost(self, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int) -> int:
-        """Return what it costs, in tokens, to bring rows to one column if they start exactly where they are known."""
-        return plan(_planned(inputs, known, latest), self._bounds(request, latest, is_exact=True)).cost
 
-    def _bounds(self, request: ForwardRequest, latest: int, *, is_exact: bool) -> Bounds:
-        store = self._store
-        with store.lock:
-            on_host = store.pool.is_on_host
-        cost, rules = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR, store.states.rules
-        return Bounds(
-            request.num_new_columns,
-            latest,
-            cost,
-            is_exact=is_exact,
-            width=rules.width,
-            least=2 if rules.clamps_one_token else 1,
-            align=store.states.align if is_exact else 1,
-        )
+def _bounds(calls: CallParts, request: ForwardRequest, latest: int, is_exact: bool) -> Bounds:
+    store = calls.store
+    with store.lock:
+        on_host = store.pool.is_on_host
+    cost, rules = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR, store.states.rules
+    return Bounds(
+        request.num_new_columns,
+        latest,
+        cost,
+        is_exact=is_exact,
+        width=rules.width,
+        least=2 if rules.clamps_one_token else 1,
+        align=store.states.align if is_exact else 1,
+    )
 
-    def _cut(self, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
-        """Return a plan whose forwards also end where windows or states of rows are to be kept.
 
-        One place is where a row parts from what is known. States, unless a forward shows them everywhere, are also kept
-        at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is room.
-        """
-        states = self._store.states
-        with self._store.lock:
-            for number, (row, of_row) in enumerate(zip(rows, known, strict=True)):
-                ahead = max((prefix.num_tokens for prefix in found.prefixes if number in prefix.heirs), default=0)
-                first, last = max(of_row.num_tokens, ahead), max(of_row.num_in_blocks, ahead)
-                most = bounds.latest - row.pad
-                parts_at = min(of_row.num_matched, most) // states.align * states.align
-                if not states or states.rules.is_recorded:
-                    wanted, least = {parts_at} if self._store.windows else set[int](), first + 1
-                else:
-                    wanted = {most // states.align * states.align, parts_at}
-                    grid = range(first // states.grid * states.grid + states.grid, most, states.grid)
-                    if len(grid) + len(wanted) <= states.kept.num_free:
-                        wanted.update(grid)
-                    least = max(first + 1, last + _LEAST_GAIN if last else 1)
-                rows[number] = row._replace(wanted=tuple(place for place in wanted if place >= least))
-        return cut(found, rows, bounds)
+def _cut(calls: CallParts, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
+    """Return a plan whose forwards also end where windows or states of rows are to be kept.
 
-    def _run(
-        self, found: Plan, inputs: Sequence[RowInput], known: Sequence[Known], arguments: Mapping[str, Any]
-    ) -> tuple[Mapping[int, int], Sequence[Rows]]:
-        """Run the forwards of a plan, with the plain arguments that the call's forward has.
+    One place is where a row parts from what is known. States, unless a forward shows them everywhere, are also kept
+    at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is room.
+    """
+    states = calls.store.states
+    with calls.store.lock:
+        for number, (row, of_row) in enumerate(zip(rows, known, strict=True)):
+            ahead = max((prefix.num_tokens for prefix in found.prefixes if number in prefix.heirs), default=0)
+            first, last = max(of_row.num_tokens, ahead), max(of_row.num_in_blocks, ahead)
+            most = bounds.latest - row.pad
+            parts_at = min(of_row.num_matched, most) // states.align * states.align
+            if not states or states.rules.is_recorded:
+                wanted, least = {parts_at} if calls.store.windows else set[int](), first + 1
+            else:
+                wanted = {most // states.align * states.align, parts_at}
+                grid = range(first // states.grid * states.grid + states.grid, most, states.grid)
+                if len(grid) + len(wanted) <= states.kept.num_free:
+                    wanted.update(grid)
+                least = max(first + 1, last + _LEAST_GAIN if last else 1)
+            rows[number] = row._replace(wanted=tuple(place for place in wanted if place >= least))
+    return cut(found, rows, bounds)
 
-        Return how many tokens were computed for each row, and the rows that ran.
-        """
-        options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
-        num_computed, made = Counter[int](), list[Rows]()
 
-        def forward(some: list[RowInput], numbers: Sequence[int], start: int, stop: int, going_on: Rows | None) -> None:
-            some = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some]
-            if going_on is None:
-                start = 0 if all(row.pad >= start for row in some) else start
-                going_on = self._make_rows(some, [known[number] for number in numbers], start, stop)
-                going_on.in_generate = True
-                made.append(going_on)
-            self._side.run(going_on, some, start, stop, options=options)
+def _run(
+    calls: CallParts, found: Plan, inputs: Sequence[RowInput], known: Sequence[Known], arguments: Mapping[str, Any]
+) -> tuple[Mapping[int, int], Sequence[Rows]]:
+    """Run the forwards of a plan, with the plain arguments that the call's forward has.
 
-        for prefix in found.prefixes:
-            row = inputs[prefix.row]
-            pad = min(row.pad, self._store.states.rules.width) if self._side.takes_positions else row.pad
-            start = pad + prefix.known if prefix.known else 0
-            forward([row._replace(pad=pad)], [prefix.row], start, pad + prefix.num_tokens, None)
-            num_computed[prefix.row] += prefix.num_tokens - prefix.known
-            for number in prefix.heirs:
-                known[number].learn(made[-1], 0, prefix.num_tokens)
-        last = None
-        for step in found.steps:
-            # rows with windows would give up what is seen at their end before it is kept
-            goes_on = last is not None and (last.rows, last.stop) == (step.rows, step.start) and not made[-1].windows
-            some = [inputs[number] for number in step.rows]
-            forward(some, step.rows, step.start, step.stop, made[-1] if goes_on else None)
-            last = step
-            for at, number in enumerate(step.rows):
-                pad = inputs[number].pad
-                num_computed[number] += max(0, step.stop - pad) - max(0, step.start - pad)
-                known[number].learn(made[-1], at, max(0, step.stop - pad))
-        return num_computed, made
+    Return how many tokens were computed for each row, and the rows that ran.
+    """
+    options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
+    num_computed, made = Counter[int](), list[Rows]()
+
+    def forward(some: list[RowInput], numbers: Sequence[int], start: int, stop: int, going_on: Rows | None) -> None:
+        some = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some]
+        if going_on is None:
+            start = 0 if all(row.pad >= start for row in some) else start
+            going_on = calls.new_rows()
+            going_on.may_be_lazy = calls.may_be_lazy(going_on)
+            fill(calls.store, going_on, some, [known[number] for number in numbers], start, stop)
+            going_on.in_generate = True
+            made.append(going_on)
+        calls.side.run(going_on, some, start, stop, options=options)
+
+    for prefix in found.prefixes:
+        row = inputs[prefix.row]
+        pad = min(row.pad, calls.store.states.rules.width) if calls.side.takes_positions else row.pad
+        start = pad + prefix.known if prefix.known else 0
+        forward([row._replace(pad=pad)], [prefix.row], start, pad + prefix.num_tokens, None)
+        num_computed[prefix.row] += prefix.num_tokens - prefix.known
+        for number in prefix.heirs:
+            known[number].learn(made[-1], 0, prefix.num_tokens)
+    last = None
+    for step in found.steps:
+        # rows with windows would give up what is seen at their end before it is kept
+        goes_on = last is not None and (last.rows, last.stop) == (step.rows, step.start) and not made[-1].windows
+        some = [inputs[number] for number in step.rows]
+        forward(some, step.rows, step.start, step.stop, made[-1] if goes_on else None)
+        last = step
+        for at, number in enumerate(step.rows):
+            pad = inputs[number].pad
+            num_computed[number] += max(0, step.stop - pad) - max(0, step.start - pad)
+            known[number].learn(made[-1], at, max(0, step.stop - pad))
+    return num_computed, made
 
 
 def _planned(inputs: Sequence[RowInput], known: Sequence[Known], latest: int) -> list[PlannedRow]:

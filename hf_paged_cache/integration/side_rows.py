@@ -16,8 +16,8 @@ from ..call.request import CallLimits, ForwardRequest, RequestRead, RowInput
 from ..model.rope import RopeDeltas
 from ..rows.rows import Rows
 from .generate_arguments import GenerateArguments
+from .parts import StoreParts
 from .side_forward import SideForwards
-from .store_parts import StoreParts
 
 # Arguments of a `generate` that runs one prompt, whatever the model's generation config says.
 _FIRST_TOKEN: dict[str, Any] = {
@@ -97,7 +97,7 @@ class SideRows:
     def request_of(self, inputs: Mapping[str, Any]) -> ForwardRequest:
         """Return what `generate` asks of a cache for a prompt; no forward runs."""
         cache = self._cache()
-        cache._calls.opening.asking.reads_only = True
+        cache._calls.reads_only = True
         try:
             self._generate(cache, inputs)
         except RequestRead as read:

@@ -191,7 +191,7 @@ class Rows(Cache):
             self.num_new, self.is_running = num_new, True
             return arguments
         if self.prompt_end and self.n >= self.prompt_end:
-            self.calls.keeping.keep_prompt(self)
+            self.calls.keep(self)
         if self._versions != tuple(map(_VERSION, self._tensors)):
             self.is_whole = False
         self.num_new, self.is_running = num_new, True
@@ -249,7 +249,7 @@ class Rows(Cache):
     def note_shown(self) -> None:
         """Note that somebody gets keys or values, and may write to them unseen: nothing is kept after that."""
         if self.is_whole and not self.is_running and self.why_bypassed is None:
-            self.calls.keeping.keep(self)
+            self.calls.keep(self)
             self.is_whole = False
 
     def give(self, layer_idx: int, name: str, states: Tensor | None) -> None:
@@ -507,9 +507,7 @@ class Rows(Cache):
         self.is_whole, self.is_broken = is_whole, is_broken
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row `i` continue as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
-        if self.in_generate and self.state is not None:
-            self.calls.keeping.keep_full(self)
+        """Let row `i` continue as row `beam_idx[i]`."""
         self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
 
     def _require_rows(self, index: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.integration.opening import Opening
+from hf_paged_cache.integration import opening
 from hf_paged_cache.model.fingerprint import Fingerprint
 
 from ..internals import make_forwards_cheap
@@ -277,14 +277,14 @@ def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(
     wanted = run(model, input_ids=IDS)
     looks = [True]  # another thread runs when the conditions are read, and from then on none
     monkeypatch.setattr(Fingerprint, "may_change_in_a_forward", lambda self: looks.pop() if looks else False)
-    begin_captured = Opening.begin_captured
+    fill = opening.fill
 
-    def begin(*args: Any, **kwargs: Any) -> Any:
+    def changed(*args: Any, **kwargs: Any) -> None:
         change.begin()
-        return begin_captured(*args, **kwargs)
+        fill(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Opening, "begin_captured", begin)
+        patch.setattr(opening, "fill", changed)
         computed = run(model, cache, input_ids=IDS, max_new_tokens=1)
     change.end()
     assert not is_same(run(model, input_ids=IDS, max_new_tokens=1), computed)
