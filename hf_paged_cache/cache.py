@@ -124,7 +124,7 @@ class PagedPrefixCache(Cache):
 
     def _resume_rows(self, given: GenerateArguments) -> Rows:
         """Return the rows of the call before, which a `generate` of new tokens alone continues."""
-        self._calls.opening.asking.require_filled(given.passed, given.num_masked - given.num_given)
+        require_filled(self._calls, given.passed, given.num_masked - given.num_given)
         require_continues(given, self.get_seq_length())
         rows = self._current.take()  # no other call goes on with these rows meanwhile
         if rows is None:

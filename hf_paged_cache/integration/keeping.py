@@ -33,6 +33,13 @@ def keep_rows(calls: CallParts, rows: Rows) -> None:
     keep(store, rows, stop, calls.salt, state.chains, limits.end_of_sequence, prompt, make_room, is_wanted)
 
 
+def keep_full(calls: CallParts, rows: Rows) -> None:
+    """Keep rows before they change places and some are given up, if each has filled a block since last time."""
+    size = calls.store.block_size
+    if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
+        keep_rows(calls, rows)
+
+
 def keep_ahead(calls: CallParts, rows: Rows, resets: tuple[int, int]) -> None:
     """Keep what rows that run ahead have computed, unless all was to be forgotten since `resets` were read."""
     keep(calls.store, rows, rows.n, calls.salt, {}, is_wanted=partial(_is_wanted, calls.store, calls.salt, resets))

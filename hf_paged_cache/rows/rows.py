@@ -507,9 +507,9 @@ class Rows(Cache):
         self.is_whole, self.is_broken = is_whole, is_broken
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row `i` continue as row `beam_idx[i]`; a complete prompt is kept before rows of it are given up."""
-        if self.prompt_end and self.n >= self.prompt_end:
-            self.calls.keep(self)
+        """Let row `i` continue as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
+        if self.in_generate and self.state is not None:
+            self.calls.keep_full(self)
         self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
 
     def _require_rows(self, index: Tensor) -> None:
