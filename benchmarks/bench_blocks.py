@@ -23,8 +23,6 @@ from pathlib import Path
 import harness
 
 from hf_paged_cache.blocks import BlockHash, BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
-from hf_paged_cache.blocks.eviction import NUM_LINES
-from hf_paged_cache.blocks.free_queue import FreeBlockQueue
 
 BLOCK_SIZE = 16
 BLOCKS_PER_SEQUENCE = 64
@@ -78,7 +76,7 @@ def our_round(num_blocks: int, rng: random.Random, gc_enabled: bool) -> dict[str
     probe_dict(watch, stored, asked_of, order())
     allocator = PrefixCachingBlockAllocator(num_blocks + 1, BLOCK_SIZE)
     ids = rng.sample(range(1, num_blocks + 1), num_blocks)
-    allocator._states.queue = FreeBlockQueue(num_blocks + 1, ids, NUM_LINES)  # as after a long life: in no order
+    allocator._states.free = ids  # as after a long life: in no order
     held = watch.run("allocate", lambda _: allocator.allocate((), per_sequence), order())
     watch.run("commit", lambda i: allocator.commit_many(held[i], 0, stored_of[i]), order())
     forks = watch.run("fork", lambda i: allocator.fork(held[i]), order())
@@ -178,9 +176,7 @@ def bench_tokens(num_tokens: int, num_rounds: int, gc_enabled: bool) -> dict[str
         return digest
 
     def new_chain() -> HashChain:
-        chain = HashChain(root, BLOCK_SIZE)
-        chain.extend(token_ids)
-        return chain
+        return HashChain(root, BLOCK_SIZE, token_ids)
 
     def hashing() -> HashChain:
         chain = new_chain()

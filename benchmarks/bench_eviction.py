@@ -5,13 +5,13 @@ after a pause, mostly short and sometimes long, behind one of a few system promp
 and conversations that go on from an earlier turn (branches); and, in one of the two traces, bursts of long documents
 that nobody asks for again (floods). One request runs at a time, as on one `PagedPrefixCache`.
 
-`reuse`, what the cache does, and `lru` are replayed through the allocator and block tables that the cache itself uses.
-The others are simulated over the same prefix tree. `clairvoyant` evicts the leaf that is asked for again last: Belady's
+`ours`, what the cache does, is replayed through the allocator and block tables that the cache itself uses. The others
+are simulated over the same prefix tree. `clairvoyant` evicts the leaf that is asked for again last: Belady's
 rule, and as a block is asked for no later than its descendants, never at the cost of a better victim. `fifo` evicts
 what was computed first, whatever hangs on it; were it to spare blocks with descendants, it would do what `lru` does,
 for each turn adds the leaf it ends in. `segmented` resists floods: what was never hit goes before all that was, either
-side least recently used first (segmented LRU without a bound on the side that is spared). `lru` is simulated as well,
-and must hit exactly the same tokens in every request as the real allocator, or the run fails.
+side least recently used first (segmented LRU without a bound on the side that is spared). Where nothing is evicted, the
+simulation must hit exactly the same tokens in every request as the real allocator, or the run fails.
 
 The working set is the number of distinct full blocks of a whole trace, the floods' own among them; a third row of
 results shows the floods in pools that are shares of the working set without floods. Hit rate: prompt tokens found in
@@ -42,11 +42,10 @@ import harness
 from replay import replay_blocks
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, root_hash
-from hf_paged_cache.blocks.arguments import EVICTIONS
 
 BLOCK_SIZE = 16
 SHARES = (1 / 8, 1 / 4, 1 / 2, 1.0)  # size of the pool / working set
-POLICIES = ("fifo", "segmented", "lru", "reuse", "clairvoyant")
+POLICIES = ("fifo", "segmented", "lru", "ours", "clairvoyant")
 TRACES = ("no floods", "floods", "floods, small pools")
 GAP = 0.10  # LRU this far behind on the first two traces at one share would be worth another policy
 NEVER = sys.maxsize
@@ -391,37 +390,22 @@ def run_file(path: Path, sizes: Sequence[int]) -> None:
     """Print the share of the blocks of a file of requests that each policy hits."""
     requests = [json.loads(line)["hash_ids"] for line in path.read_text("utf-8").splitlines()]
     tree, total = Tree.of_blocks(requests), sum(map(len, requests))
-    columns = (
-        "blocks",
-        "lru",
-        "lfu",
-        "arc",
-        "s3-fifo",
-        "reuse",
-        "clairvoyant",
-        "twice lru",
-        "estimated",
-        "twice reuse",
-        "estimated",
-    )
+    columns = ("blocks", "lru", "lfu", "arc", "s3-fifo", "ours", "clairvoyant")
     print(f"{path.name}: {len(requests):,} requests, {total:,} blocks, {len(tree.parents):,} distinct")
     print("".join(f"{column:>12}" for column in columns))
     for size in sizes:
         if size < max(map(len, requests)):
             print(f"{size:>12,} are too few for the longest request")
             continue
-        hits = {eviction: replay_blocks(requests, size, eviction) for eviction in EVICTIONS}
-        twice = {eviction: replay_blocks(requests, 2 * size, eviction)[0] for eviction in EVICTIONS}
-        numbers = [hits["lru"][0], *(simulate_objects(tree, of(size)) for of in (Lfu, Arc, S3Fifo)), hits["reuse"][0]]
-        numbers.append(sum(simulate(tree, SIMULATED["clairvoyant"], size)))
-        for eviction in ("lru", "reuse"):
-            numbers += [twice[eviction], sum(hits[eviction])]
+        numbers = [sum(simulate(tree, SIMULATED["lru"], size))]
+        numbers += [simulate_objects(tree, of(size)) for of in (Lfu, Arc, S3Fifo)]
+        numbers += [sum(replay_blocks(requests, size)), sum(simulate(tree, SIMULATED["clairvoyant"], size))]
         print(f"{size:>12,}" + "".join(f"{number / total:>12.4f}" for number in numbers))
 
 
-def replay(trace: Sequence[Request], num_blocks: int, eviction: str = "lru") -> tuple[list[int], int]:
+def replay(trace: Sequence[Request], num_blocks: int) -> tuple[list[int], int]:
     """Blocks hit by each request, and evictions, of the allocator and the block tables that the cache uses."""
-    allocator = PrefixCachingBlockAllocator(num_blocks + 1, BLOCK_SIZE, eviction)  # and the null block
+    allocator = PrefixCachingBlockAllocator(num_blocks + 1, BLOCK_SIZE)  # and the null block
     root = root_hash(b"eviction")
     hits: list[int] = []
     for request in trace:
@@ -456,18 +440,15 @@ def run_trace(trace: Sequence[Request], tree: Tree, working_set: int) -> dict[st
     unbounded, num_evictions = replay(trace, len(tree.parents) + largest)
     if num_evictions:
         raise AssertionError(f"{num_evictions} evictions where none was needed")
+    if simulate(tree, SIMULATED["lru"], len(tree.parents) + largest) != unbounded:
+        raise AssertionError(f"the simulation hits other tokens than the allocator ({len(trace)} requests)")
     rates: dict[str, list[float]] = {name: [] for name in POLICIES}
     for share in SHARES:
         num_blocks = round(share * working_set)
         if num_blocks < largest:
             raise AssertionError(f"a pool of {num_blocks} blocks is too small for a request of {largest}")
         simulated = {name: simulate(tree, policy, num_blocks) for name, policy in SIMULATED.items()}
-        real, _ = replay(trace, num_blocks)
-        if simulated["lru"] != real:
-            raise AssertionError(
-                f"simulated LRU hits other tokens than the real one ({len(trace)} requests, {num_blocks} blocks)"
-            )
-        simulated["reuse"], _ = replay(trace, num_blocks, "reuse")
+        simulated["ours"], _ = replay(trace, num_blocks)
         for name, hits in simulated.items():
             rates[name].append(rate(hits))
     return {
@@ -515,7 +496,7 @@ def plot(traces: dict[str, dict], path: Path) -> None:
     """Hit rate against the size of the pool, a panel a trace."""
     import matplotlib.pyplot as plt
 
-    styles = {"clairvoyant": ("tab:green", "^"), "reuse": ("tab:red", "D"), "lru": ("tab:blue", "o")}
+    styles = {"clairvoyant": ("tab:green", "^"), "ours": ("tab:red", "D"), "lru": ("tab:blue", "o")}
     styles |= {"segmented": ("tab:purple", "v"), "fifo": ("tab:orange", "s")}
     figure, axes = plt.subplots(1, len(traces), figsize=(10, 3.2), sharey=True, layout="constrained")
     for panel, (name, of) in zip(axes, traces.items(), strict=True):

@@ -39,9 +39,9 @@ class CacheArgumentError(PagedCacheError, ValueError):
     """`CacheArgumentError` is raised when an argument is not what is allowed; the message says what is.
 
     Examples:
-        >>> PagedPrefixCache(model, eviction="fifo")
+        >>> PagedPrefixCache(model, num_blocks=8, max_bytes="4GB")
         Traceback (most recent call last):
-        hf_paged_cache.errors.CacheArgumentError: eviction is 'fifo'; give 'reuse' or 'lru'
+        hf_paged_cache.errors.CacheArgumentError: give num_blocks or max_bytes, not both (got 8 and 4GB)
     """
 
 

@@ -74,12 +74,10 @@ class PrefixStore:
         trust_hooks: True if hooks and wrappers on the model's modules that are neither its own nor a known library's
             treat each token alike, whatever its call. Without it, a call of a model with such hooks reuses and keeps
             nothing.
-        eviction: what goes first if there is not room for all. "reuse": blocks that are seldom used again, by what the
-            store has seen of its own calls; "lru": blocks that were not used for the longest time.
 
     Raises:
         UnsupportedModelError: the model's cache cannot be held right; the message names what is in the way.
-        CacheArgumentError: a size is no size or is out of range, both sizes are given, or there is no such eviction.
+        CacheArgumentError: a size is no size or is out of range, or both sizes are given.
 
     Examples:
         >>> store = PrefixStore(model, num_blocks=64)
@@ -129,7 +127,6 @@ class PrefixStore:
             bytes_per_block,
             has_budget=options.max_bytes is not None,
             tiers=_tiers(model, fingerprint, options),
-            eviction=options.eviction,
         )
         self.placeholders = Placeholders(model)
         self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))

@@ -13,8 +13,7 @@ class CacheStats:
     `generate`, every token passed is counted. Blocks are counted with the reserved null block, which is never handed
     out: free + cached + in use is `num_blocks - 1`. Where all layers have a window, blocks of the longest window are
     counted. A cache with a salt counts the blocks of that salt; numbers that would tell of other salts (`num_blocks`,
-    `num_free_blocks`, `num_evictions`, `pool_bytes`, `static_bytes`, `num_graphs`, `hit_rate_with_twice`, `backend`)
-    are None.
+    `num_free_blocks`, `num_evictions`, `pool_bytes`, `static_bytes`, `num_graphs`, `backend`) are None.
 
     Attributes:
         computed_tokens: prompt tokens that ran through the model.
@@ -39,8 +38,6 @@ class CacheStats:
         static_bytes: bytes of the memory that captured calls run in, which stays until `release()`.
         num_graphs: graphs captured over this memory.
         tiers: tiers below the pool, from the nearest on.
-        hit_rate_with_twice: an estimate of `hit_rate` with twice as many blocks, a little low, for all calls of the
-            store: blocks count as hit, too, that came again before as many others were evicted as there are blocks.
         computed_because: reasons why rows were known no further, each with the number of tokens computed after that,
             the most tokens first. A reason has the ranges of its numbers ("tokens 16-400 to 31-415").
         backend: what computes attention over what rows share. None for a store.
@@ -74,7 +71,6 @@ class CacheStats:
     static_bytes: int | None = 0
     num_graphs: int | None = 0
     tiers: "tuple[TierStats, ...]" = ()
-    hit_rate_with_twice: float | None = None
     computed_because: tuple[tuple[str, int], ...] = ()
     backend: str | None = None
 

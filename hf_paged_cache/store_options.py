@@ -9,7 +9,7 @@ from collections.abc import Callable
 from os import PathLike, fspath
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
 
-from .blocks.arguments import check_eviction, int_of_at_least, num_bytes_of
+from .blocks.arguments import int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
 
 _OF_CACHES = ("cache_salt", "capture")  # options of a cache alone
@@ -28,7 +28,6 @@ class StoreSizes(TypedDict, total=False):
     host_bytes: int | str
     disk_folder: str | PathLike[str] | None
     disk_bytes: int | str | None
-    eviction: str
     trust_hooks: bool
 
 
@@ -41,7 +40,6 @@ class StoreOptions(NamedTuple):
     host_bytes: int = 0
     disk_folder: str | PathLike[str] | None = None
     disk_bytes: int | None = None
-    eviction: str = "reuse"
     trust_hooks: bool = False
 
 
@@ -88,7 +86,6 @@ def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
             option.
     """
     options = StoreOptions(**given_sizes(sizes))  # bytes may be texts until they are read below
-    check_eviction(options.eviction)
     int_of_at_least("block_size", options.block_size, 1, "tokens; 16 suits most models")
     num_blocks, max_bytes, disk_folder = options.num_blocks, options.max_bytes, options.disk_folder
     if num_blocks is not None and max_bytes is not None:

@@ -160,10 +160,8 @@ def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKe
     """The snapshot after so many tokens of the one row of the last call."""
     assert cache._rows is not None
     (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
-    chain = HashChain(prompt.root, cache.store.blocks.block_size)
-    chain.extend(tokens[:num_tokens])
-    (last,) = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)
-    snapshot = _blocks(cache).states.kept.of_digest(last.digest)
+    chain = HashChain(prompt.root, cache.store.blocks.block_size, tokens[:num_tokens])
+    snapshot = _blocks(cache).states.kept.of_digest(chain.hashes_of()[-1].digest)
     assert snapshot is not None
     return snapshot
 
@@ -172,8 +170,7 @@ def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
     """The blocks that hold the tokens of the one row of the last call."""
     assert cache._rows is not None
     (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
-    chain = HashChain(prompt.root, cache.store.blocks.block_size)
-    chain.extend(tokens)
+    chain = HashChain(prompt.root, cache.store.blocks.block_size, tokens)
     return cache.store.blocks.allocator.match_prefix(chain.hashes(), cache.cache_salt)
 
 

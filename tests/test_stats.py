@@ -38,7 +38,6 @@ STATS = CacheStats(
     kv_bytes=3 * 2**19,
     peak_kv_bytes=2**31,
     pool_bytes=0,
-    hit_rate_with_twice=0.98,
     backend="flash_of_cpu",
 )
 
@@ -65,22 +64,9 @@ def test_stats_print_numbers_as_people_write_them() -> None:
     assert values["prompt_tokens"].strip() == "12,345"
     assert values["hit_rate"].strip() == "97.2%"
     assert values["recent_hit_rate"].strip() == "50.0%"
-    assert values["hit_rate_with_twice"].strip() == "98.0%"
     assert values["kv_bytes"].strip() == "1.5 MiB"
     assert values["peak_kv_bytes"].strip() == "2,048.0 MiB"
     assert values["pool_bytes"].strip() == "0.0 MiB"
-
-
-def test_what_twice_as_many_blocks_would_have_hit_is_told() -> None:
-    model = tiny("llama")
-    small, large = PagedPrefixCache(model, num_blocks=9), PagedPrefixCache(model, num_blocks=18)
-    for start in (1, 200, 1, 200, 1):
-        for cache in (small, large):
-            run(model, cache, input_ids=torch.tensor([row((start, 100))]))
-    told, truth = small.stats().hit_rate_with_twice, large.stats().hit_rate
-    assert told is not None
-    assert small.stats().hit_rate < 0.5 * truth < told <= truth
-    assert PagedPrefixCache(small.store, cache_salt="tenant").stats().hit_rate_with_twice is None
 
 
 def test_a_call_prints_a_line_for_each_row_and_then_its_table() -> None:

@@ -23,7 +23,6 @@ def test_a_store_has_these_options_with_these_defaults() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"eviction": "fifo"}, "eviction is 'fifo'; give 'reuse' or 'lru'"),
         ({"block_size": 0}, "block_size is 0"),
         ({"num_blocks": 1}, "num_blocks is 1"),
         ({"num_blocks": 8, "max_bytes": "4GB"}, "give num_blocks or max_bytes, not both"),

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.blocks import HashChain
+from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
 
 sys.path.insert(0, str(Path(__file__).parent))
 from svg import legend, svg
@@ -49,7 +49,7 @@ class Drawn(NamedTuple):
 
     title: str
     rows: list[tuple[list[str], list[int], int, int]]
-    pool: bytes
+    pool: list[int]
 
 
 def play() -> Iterator[Drawn]:
@@ -80,12 +80,17 @@ def play() -> Iterator[Drawn]:
         assert held is not None
         rows = []
         for number, (tokens, prompt) in enumerate(zip(held.token_ids(), held.prompts, strict=True)):
-            chain = HashChain(prompt.root, BLOCK_SIZE)
-            chain.extend(tokens)
+            chain = HashChain(prompt.root, BLOCK_SIZE, tokens)
             blocks = cache.store.blocks.allocator.match_prefix(chain.hashes())
             num_known = len(given) - cache.last_call.rows[number].computed_tokens
             rows.append(([words[token] for token in tokens], blocks, num_known, len(given)))
-        yield Drawn(title, rows, cache.store.blocks.allocator.kinds_of_blocks(None))
+        yield Drawn(title, rows, _kinds(cache.store.blocks.allocator))
+
+
+def _kinds(allocator: PrefixCachingBlockAllocator) -> list[int]:
+    """The state of each block but the null block: 0 free, 1 cached, 2 in use."""
+    blocks = range(1, allocator.num_blocks)
+    return [2 if allocator.ref_count(i) else int(allocator.block_hash_of(i) is not None) for i in blocks]
 
 
 def draw(calls: Sequence[Drawn]) -> str:
@@ -119,7 +124,7 @@ def _row(top: int, words: list[str], blocks: list[int], num_known: int, num_prom
         yield f'<text x="{left + CELL // 2}" y="{top + 32}" class="word">{word}</text>'
 
 
-def _pool(top: int, kinds: bytes) -> Iterator[str]:
+def _pool(top: int, kinds: list[int]) -> Iterator[str]:
     yield f'<text x="{LEFT}" y="{top + 19}" class="note">the pool</text>'
     for number, kind in enumerate(kinds, 1):
         left = LEFT + 64 + (number - 1) * 34

@@ -5,24 +5,24 @@ package holds blocks by leases, and uses tables only for pins and for look-ups. 
 all of `for_engines` are for engines.
 """
 
-from .allocation import Allocation
-from .allocator import PrefixCachingBlockAllocator
+from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
 from .block_table import BlockTable
-from .groups import Group, resumable, resumable_where
+from .groups import Group, Window, resumable, resumable_where
 from .hashing import BlockHash, HashChain, root_hash
 from .metrics import PrefixCacheMetrics
 from .snapshots import Snapshots
-from .window import Window
-from .window_blocks import WindowBlocks
+from .window_blocks import Changing, WindowBlocks
 
 __all__ = [
     "Allocation",
     "BlockHash",
     "BlockTable",
+    "Changing",
     "Group",
     "HashChain",
     "PrefixCacheMetrics",
     "PrefixCachingBlockAllocator",
+    "Resumption",
     "Snapshots",
     "Window",
     "WindowBlocks",

@@ -11,13 +11,100 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
-from weakref import ReferenceType
+from typing import NamedTuple, NoReturn
+from weakref import ReferenceType, ref
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
-from .allocation import Allocation
-from .arguments import check_eviction, negative
-from .block_states import NEVER, BlockStates, OnEvict
+from .arguments import negative
+from .block_states import BlockStates, OnEvict
 from .hashing import BlockHash
+
+
+class Resumption(NamedTuple):
+    """`Resumption` says after how many tokens a sequence may resume: after any number from `start` to `stop`."""
+
+    start: int
+    stop: int
+
+
+class Allocation:
+    """`Allocation` lists the blocks of one holder until they are given back.
+
+    `PrefixCachingBlockAllocator.allocate` makes an allocation. The blocks are given back once, by `free()`, on leaving
+    a `with`, or at the allocator's next operation after the allocation was collected.
+
+    Attributes:
+        block_ids: logical block index -> block id. Read only: the allocator's ref counts are derived from this list.
+        num_prefix_blocks: number of leading blocks that were a prefix hit.
+        namespace: namespace of all blocks of the allocation; no block is ever held in two namespaces.
+        key: key of the allocation in the allocator, valid also after the allocation was collected.
+        resumption: numbers of tokens after which the holder may resume, for layers with a window; see `WindowBlocks`.
+
+    Examples:
+        >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
+        >>> with allocator.allocate([], num_mutable_blocks=2) as allocation:
+        ...     allocation.slots(0, 3)
+        [16, 17, 18]
+    """
+
+    __slots__ = ("__weakref__", "allocator", "block_ids", "key", "namespace", "num_prefix_blocks", "resumption")
+
+    def __init__(
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        block_ids: list[int],
+        num_prefix_blocks: int,
+        namespace: bytes = b"",
+    ) -> None:
+        self.allocator = allocator
+        # The callback is a C function: the collector may run inside any of our lines, and must run no Python there.
+        self.key = ref(self, allocator.collected.append)
+        self.block_ids = block_ids
+        self.num_prefix_blocks = num_prefix_blocks
+        self.namespace = namespace
+        self.resumption: Resumption | None = None
+
+    def __repr__(self) -> str:
+        return f"Allocation(num_blocks={len(self.block_ids)}, num_prefix_blocks={self.num_prefix_blocks})"
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Number of tokens in the prefix hit."""
+        return self.num_prefix_blocks * self.allocator.block_size
+
+    @property
+    def is_freed(self) -> bool:
+        """True if the blocks were given back."""
+        return not self.allocator.holds(self)
+
+    def slots(self, start: int, stop: int) -> list[int]:
+        """Return the slot of each position in `[start, stop)`: block id * block_size + offset.
+
+        Raises:
+            CacheArgumentError: a position lies in no block.
+        """
+        size, block_ids = self.allocator.block_size, self.block_ids
+        if not 0 <= start <= stop <= len(block_ids) * size:
+            raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {len(block_ids) * size}")
+        first = start // size
+        slots: list[int] = []
+        for block_id in block_ids[first : -(-stop // size)]:
+            slots.extend(range(block_id * size, (block_id + 1) * size))
+        return slots[start - first * size : stop - first * size]
+
+    def free(self) -> None:
+        """Give all blocks back, the last one first. Raises BlockStateError the second time."""
+        self.allocator.free(self)
+
+    def __enter__(self) -> Allocation:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        if not self.is_freed:
+            self.free()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an Allocation cannot be copied or pickled; allocator.fork(allocation) holds its blocks again")
 
 
 class PrefixCachingBlockAllocator:
@@ -25,16 +112,12 @@ class PrefixCachingBlockAllocator:
 
     It knows nothing of the blocks' content. Every operation finishes or changes nothing. Each operation settles first:
     it repairs what was interrupted, and takes back the blocks of collected allocations. Block 0 is the null block: it
-    is never handed out, and is in no state. Not thread-safe: use one lock for the allocator and the content.
+    is never handed out, and is in no state. `BlockStates` says which block is evicted. Not thread-safe: use one lock
+    for the allocator and the content.
 
     Args:
         num_blocks: number of blocks with the null block, at least 2.
         block_size: tokens of a block, at least 1.
-        eviction: "reuse" evicts blocks first that are seldom used again; "lru" always evicts the least recently used
-            block.
-
-    Raises:
-        CacheArgumentError: a size below its least value, or another eviction.
 
     Examples:
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=4, block_size=16)
@@ -43,15 +126,13 @@ class PrefixCachingBlockAllocator:
         ([1, 2], 1)
     """
 
-    def __init__(self, num_blocks: int, block_size: int, eviction: str = "reuse") -> None:
-        check_eviction(eviction)
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         if block_size < 1:
             raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
-        self.block_size, self.eviction = block_size, eviction
+        self.block_size = block_size
         self.collected: deque[ReferenceType[Allocation]] = deque()  # their blocks are to be taken back
         self._held: dict[ReferenceType[Allocation], list[int]] = {}  # live allocation -> its block ids
-        self._states = BlockStates(num_blocks, eviction)
-        self._num_before = (0, 0)  # evictions and missed blocks before the last reset
+        self._states = BlockStates(num_blocks)
         self.version = 0  # changes where blocks may have gone by no eviction and by no doing of their holder
         self._copies: list[tuple[int, int]] = []  # (source, destination) of copies to be made in this order
         self._dirty = False
@@ -66,7 +147,8 @@ class PrefixCachingBlockAllocator:
     @property
     def num_free_blocks(self) -> int:
         """Number of blocks without a holder and without a hash."""
-        return self.num_available_blocks - self._states.num_cached
+        self._settle()
+        return len(self._states.free)
 
     @property
     def num_cached_blocks(self) -> int:
@@ -77,8 +159,7 @@ class PrefixCachingBlockAllocator:
     @property
     def num_available_blocks(self) -> int:
         """Number of blocks that can be handed out: free and cached ones."""
-        self._settle()
-        return self._states.queue.length
+        return self.num_free_blocks + self._states.num_cached
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -87,7 +168,8 @@ class PrefixCachingBlockAllocator:
 
     def num_cached_blocks_of(self, namespace: bytes) -> int:
         """Return the number of cached blocks of one namespace.  Cost: O(num_blocks)."""
-        return self.kinds_of_blocks(namespace).count(1)
+        self._settle()
+        return len(self._states.cached_blocks(namespace))
 
     def num_blocks_in_use_of(self, namespace: bytes) -> int:
         """Return the number of blocks in use of one namespace.  Cost: a look at each block that its holders have."""
@@ -96,12 +178,7 @@ class PrefixCachingBlockAllocator:
     @property
     def num_evictions(self) -> int:
         """Number of cached blocks that were handed out so far."""
-        return self._num_before[0] + self._states.num_evictions
-
-    @property
-    def num_missed_blocks(self) -> int:
-        """Number of blocks that were given a hash, and that a pool twice as large would still have had: an estimate."""
-        return self._num_before[1] + self._states.num_missed
+        return self._states.num_evictions
 
     def holds(self, allocation: Allocation) -> bool:
         """Return whether `allocation` was made by this allocator and has not been freed."""
@@ -120,36 +197,38 @@ class PrefixCachingBlockAllocator:
 
     def namespace_of(self, block_id: int) -> bytes:
         """Return the namespace of a block that somebody holds or can hit."""
-        self._check_ids((block_id,))
-        return self._states.index.namespaces[block_id]
+        return self._states.namespaces[block_id]
 
     def block_hash_of(self, block_id: int) -> BlockHash | None:
         """Return the hash of a block, or None if it has no hash. The block may be uncomputed."""
         self._check_ids((block_id,))
-        return self._states.index.hash_of(block_id)
+        return self._states.hashes[block_id]
 
     def digest_of(self, block_id: int) -> bytes | None:
         """Return the digest of a block that somebody holds, or None if the block has no hash."""
-        return self._states.index.digests[block_id]
+        block_hash = self._states.hashes[block_id]
+        return None if block_hash is None else block_hash.digest
 
     def hash_of_digest(self, digest: bytes) -> tuple[BlockHash, bytes] | None:
         """Return the hash and the namespace of the block with this digest; None if no block has the digest."""
-        index = self._states.index
-        block_id = index.blocks.get(digest)
-        block_hash = None if block_id is None else index.hash_of(block_id)
-        return None if block_id is None or block_hash is None else (block_hash, index.namespaces[block_id])
+        states = self._states
+        block_id = states.blocks.get(digest)
+        block_hash = None if block_id is None else states.hashes[block_id]
+        return None if block_id is None or block_hash is None else (block_hash, states.namespaces[block_id])
 
     def is_writable(self, block_id: int) -> bool:
         """Return whether a block may be written: it has no hash, and one holder."""
-        self._settle()
-        return self._states.ref_counts[block_id] == 1 and self._states.index.digests[block_id] is None
+        if self._dirty or self.collected:
+            self._settle()
+        return self._states.ref_counts[block_id] == 1 and self._states.hashes[block_id] is None
 
     def hashes(self, namespace: bytes = b"") -> dict[int, BlockHash]:
         """Return block id -> hash for all blocks of a namespace that a prefix can hit.  Cost: O(num_blocks)."""
         self._settle()
-        index = self._states.index
-        found = ((i, index.hash_of(i)) for i in index.blocks.values() if index.namespaces[i] == namespace)
-        return {i: each for i, each in found if each is not None and i not in index.uncomputed}
+        states = self._states
+        computed = [each for each in states.blocks.values() if each not in states.uncomputed]
+        found = {i: states.hashes[i] for i in computed if states.namespaces[i] == namespace}
+        return {i: block_hash for i, block_hash in found.items() if block_hash is not None}
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Return the blocks of the longest leading run of hashes whose content is here, in this namespace.
@@ -157,36 +236,20 @@ class PrefixCachingBlockAllocator:
         Effects: none. Asks `block_hashes` for nothing after the first miss.
         """
         self._settle()
-        return self._states.index.match(block_hashes, namespace)
-
-    def kinds_of_blocks(self, namespace: bytes | None = None) -> bytes:
-        """Return the state of each block as one byte: 0 free, 1 cached, 2 in use.  Cost: O(num_blocks).
-
-        The null block is left out. With a namespace, only its blocks in use and cached are listed.
-        """
-        self._settle()
-        counts, index = self._states.ref_counts, self._states.index
-        return bytes(
-            2 if counts[block_id] else 0 if index.digests[block_id] is None else 1
-            for block_id in range(1, self._states.num_blocks)
-            if namespace is None
-            or (index.namespaces[block_id] == namespace and (counts[block_id] or index.digests[block_id] is not None))
-        )
+        return self._states.match(block_hashes, namespace)
 
     def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
         """Raise OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
 
         A namespace is told no numbers, which would tell what others hold.
         """
-        self._settle()
-        states = self._states
-        counts = states.ref_counts
-        num_cached_hits = [counts[block_id] for block_id in hits].count(0)
-        if num_blocks + num_cached_hits > states.queue.length:
-            num_free = states.queue.length - states.num_cached
-            of_all = f"{num_free} free + {states.num_cached} cached of {states.num_blocks - 1}"
+        states, num_available = self._states, self.num_available_blocks
+        num_cached_hits = [states.ref_counts[block_id] for block_id in hits].count(0)
+        num_needed = num_blocks + num_cached_hits
+        if num_needed > num_available:
+            of_all = f"{len(states.free)} free + {states.num_cached} cached of {states.num_blocks - 1}"
             raise OutOfBlocksError(
-                f"need {num_blocks + num_cached_hits} blocks: {'there are fewer' if namespace else of_all}"
+                f"need {num_needed} blocks: {'there are fewer' if namespace else of_all}"
                 + (f", {num_cached_hits} of them the prefix hit itself" if num_cached_hits else "")
                 + "; free what is no longer needed or give the pool more blocks"
             )
@@ -202,11 +265,10 @@ class PrefixCachingBlockAllocator:
     def check(self) -> None:
         """Prove the invariants, O(num_blocks):
 
-        1. each block but the null block is in exactly one state, and the counts sum to num_blocks - 1;
+        1. each block but the null block is in exactly one state;
         2. a block's ref_count is the number of live allocations that hold it;
         3. no allocation holds a block twice;
-        4. index and hashes are inverse; cached blocks are computed, and queued after the free ones, in each line the
-           least recently used first;
+        4. blocks and hashes are inverse; cached blocks are computed, and wait in the order of their times;
         5. all blocks of an allocation are of its namespace.
 
         Raises:
@@ -218,23 +280,20 @@ class PrefixCachingBlockAllocator:
             states.check(lists)
             for key, block_ids in self._held.items():
                 allocation = key()
-                if allocation and any(states.index.namespaces[i] != allocation.namespace for i in block_ids):
+                if allocation and any(states.namespaces[i] != allocation.namespace for i in block_ids):
                     raise BlockStateError(f"{allocation!r} has blocks of another namespace: {block_ids}")
         except BlockStateError as error:
-            hashes = {i: digest.hex()[:8] for i, digest in enumerate(states.index.digests) if digest is not None}
+            hashes = {i: each.digest.hex()[:8] for i, each in enumerate(states.hashes) if each is not None}
             raise BlockStateError(
-                f"{error}\nallocations: {lists}\nref counts: {states.ref_counts}\nqueue: {list(states.queue)}, "
-                f"{states.num_cached} cached\nhashes: {hashes}\nuncomputed: {sorted(states.index.uncomputed)}"
+                f"{error}\nallocations: {lists}\nref counts: {states.ref_counts}\nfree: {states.free}, "
+                f"cached: {[*states.once]} once, {[*states.again]} again\nhashes: {hashes}\n"
+                f"uncomputed: {sorted(states.uncomputed)}"
             ) from error
 
     # Blocks are taken and given back.
 
     def allocate(
-        self,
-        block_hashes: Iterable[BlockHash] = (),
-        num_mutable_blocks: int = 0,
-        *,
-        namespace: bytes = b"",
+        self, block_hashes: Iterable[BlockHash] = (), num_mutable_blocks: int = 0, *, namespace: bytes = b""
     ) -> Allocation:
         """Hold the prefix hit of `block_hashes`, then fresh blocks to write into.
 
@@ -250,23 +309,20 @@ class PrefixCachingBlockAllocator:
         """
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
-        self._settle()  # also where nothing is taken: `_registered` says that all is well
-        hits = self._states.index.match(block_hashes, namespace) if block_hashes else []
-        if len(set(hits)) < len(hits):
+        if self._dirty or self.collected:
+            self._settle()
+        block_ids = self._states.match(block_hashes, namespace) if block_hashes else []
+        num_hits = len(block_ids)
+        if len(set(block_ids)) < num_hits:
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
         if num_mutable_blocks:
-            self.require(num_mutable_blocks, hits, namespace)
+            self.require(num_mutable_blocks, block_ids, namespace)
         self._dirty = True
-        num_hits = len(hits)
-        if hits:
-            self._states.hold(hits)
+        self._states.hold(block_ids)
         if num_mutable_blocks:
-            hits += self._states.take(num_mutable_blocks, namespace)
-        return self._registered(Allocation(self, hits, num_hits, namespace))
-
-    def _registered(self, allocation: Allocation) -> Allocation:
-        """Register an allocation whose blocks have been taken, and end the change."""
-        self._held[allocation.key] = allocation.block_ids
+            block_ids += self._states.take(num_mutable_blocks, namespace)
+        allocation = Allocation(self, block_ids, num_hits, namespace)
+        self._held[allocation.key] = block_ids
         self._dirty = False
         return allocation
 
@@ -291,55 +347,40 @@ class PrefixCachingBlockAllocator:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a hash that is given twice, or is that of a block which `allocation` holds.
         """
-        block_ids, index, hashes = self._list_of(allocation), self._states.index, list(block_hashes)
-        found = [index.get(block_hash, allocation.namespace) for block_hash in hashes]
+        block_ids, hashes = self._list_of(allocation), list(block_hashes)
+        found = [self._states.find(block_hash, allocation.namespace) for block_hash in hashes]
         hits = [block_id for block_id in found if block_id is not None]
         if len(set(hashes)) < len(hashes) or not set(hits).isdisjoint(block_ids):
             raise CacheArgumentError("a block hash is given twice; the hashes of one sequence differ")
         self._extend(allocation, [each if hit is None else hit for each, hit in zip(hashes, found, strict=True)])
 
-    def _extend(self, allocation: Allocation, wanted: Sequence[int | BlockHash | None]) -> None:
-        """Append one block for each entry of `wanted`, in order.
+    def allocate_as(self, wanted: Sequence[int | BlockHash | None], namespace: bytes = b"") -> Allocation:
+        """Hold blocks in the order of `wanted`: the block of each id, which is in use or cached in this namespace, and
+        a fresh block for each other entry.
 
-        Args:
-            wanted: the id of a block that exists; or a hash, or None, for a fresh block with or without a hash.
+        A fresh block that is wanted with a hash gets the hash as from `allocate_immutable`, and awaits `mark_computed`.
+        Raises OutOfBlocksError, with nothing changed.
         """
-        block_ids, index = self._list_of(allocation), self._states.index
+        allocation = self.allocate(namespace=namespace)
+        self._extend(allocation, wanted)
+        return allocation
+
+    def _extend(self, allocation: Allocation, wanted: Sequence[int | BlockHash | None]) -> None:
+        """Append one block for each entry of `wanted`, as `allocate_as` says."""
+        block_ids, states = self._list_of(allocation), self._states
         named = [each for each in wanted if isinstance(each, int)]
         self.require(len(wanted) - len(named), named, allocation.namespace)
         self._dirty = True
-        self._states.hold(named)
-        fresh = iter(self._states.take(len(wanted) - len(named), allocation.namespace))
+        states.hold(named)
+        fresh = iter(states.take(len(wanted) - len(named), allocation.namespace))
         added: list[int] = []
         for each in wanted:
             block_id = each if isinstance(each, int) else next(fresh)
             added.append(block_id)
-            if isinstance(each, BlockHash) and each.digest not in index.blocks:
-                index.insert(block_id, each, computed=False)
-                self._states.remember((block_id,))
+            if isinstance(each, BlockHash) and each.digest not in states.blocks:
+                states.set_hash(block_id, each, is_computed=False)
         block_ids.extend(added)
         self._dirty = False
-
-    def allocate_as(self, wanted: Sequence[int | BlockHash | None], namespace: bytes = b"") -> Allocation:
-        """Hold blocks in the order of `wanted`: the block of each id, and a fresh block for each other entry.
-
-        A fresh block that is wanted with a hash gets the hash as from `allocate_immutable`, and awaits `mark_computed`.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: an id that is no block's, or is given twice.
-            BlockStateError: a named block is free, or of another namespace.
-        """
-        named = [each for each in wanted if isinstance(each, int)]
-        self._check_not_free(named)
-        if len(set(named)) < len(named):
-            raise CacheArgumentError(f"a block is given twice among {named}; a holder has a block once")
-        for block_id in named:
-            if self._states.index.namespaces[block_id] != namespace:
-                raise BlockStateError(f"block {block_id} is of another namespace")
-        allocation = self.allocate(namespace=namespace)
-        self._extend(allocation, wanted)
-        return allocation
 
     def fork(self, allocation: Allocation, num_blocks: int | None = None) -> Allocation:
         """Return a second holder of the same blocks, or of the first `num_blocks`. Takes no fresh block."""
@@ -348,8 +389,10 @@ class PrefixCachingBlockAllocator:
         block_ids = self._list_of(allocation)[:num_blocks]
         self._dirty = True
         self._states.hold(block_ids)
-        num_prefix_blocks = min(allocation.num_prefix_blocks, len(block_ids))
-        return self._registered(Allocation(self, block_ids, num_prefix_blocks, allocation.namespace))
+        forked = Allocation(self, block_ids, min(allocation.num_prefix_blocks, len(block_ids)), allocation.namespace)
+        self._held[forked.key] = block_ids
+        self._dirty = False
+        return forked
 
     def truncate(self, allocation: Allocation, num_blocks: int) -> None:
         """Keep the first `num_blocks` blocks; free the others, the last one first."""
@@ -392,55 +435,42 @@ class PrefixCachingBlockAllocator:
             CacheArgumentError: more hashes than there are blocks from `start`.
             BlockStateError: a block has another hash already.
         """
-        block_ids, hashes = self._list_of(allocation), list(block_hashes)
+        block_ids, hashes, states = self._list_of(allocation), list(block_hashes), self._states
         if not 0 <= start <= start + len(hashes) <= len(block_ids):
             raise CacheArgumentError(f"{len(hashes)} blocks to commit from {start}; there are {len(block_ids)} blocks")
-        states, index = self._states, self._states.index
-        blocks, digests, token_bytes, uncomputed = index.blocks, index.digests, index.token_bytes, index.uncomputed
-        parents, namespaces, namespace = index.parents, index.namespaces, allocation.namespace
-        own_ids = block_ids[start : start + len(hashes)]
-        for own, block_hash in zip(own_ids, hashes, strict=True):
-            if (digest := digests[own]) is not None and digest != block_hash[0]:
+        new_ids = block_ids[start : start + len(hashes)]
+        for own, block_hash in zip(new_ids, hashes, strict=True):
+            if (has := states.hashes[own]) is not None and has[0] != block_hash[0]:
                 raise BlockStateError(f"block {own} has another hash already; make it writable before it is written")
-        replaced: dict[int, int] = {}  # logical block index -> block that replaces it
+        replaced: list[int] = []
         held: set[int] = set()
         self._dirty = True
-        for block_index, own, block_hash in zip(range(start, len(block_ids)), own_ids, hashes, strict=False):
-            digest, tokens, parent = block_hash
-            other = blocks.setdefault(digest, own)
-            if other != own:
-                if token_bytes[other] != tokens or namespaces[other] != namespace:
-                    continue
-                if other not in uncomputed:
-                    held = held or set(block_ids)
-                    if other not in held:
-                        held.add(other)
-                        replaced[block_index] = other
-                    continue
-                index.remove(other)
-                blocks[digest] = own
-            elif uncomputed:
-                uncomputed.discard(own)
-            token_bytes[own], parents[own] = tokens, parent
-            digests[own] = digest
-        states.remember(own_ids)
+        for index, block_hash in enumerate(hashes):
+            own, other = new_ids[index], states.blocks.get(block_hash[0])
+            if other is None:
+                states.set_hash(own, block_hash)
+            elif other == own:
+                states.uncomputed.discard(own)
+            elif states.find(block_hash, allocation.namespace) is None:
+                continue
+            elif other in states.uncomputed:
+                states.remove_hash(other)
+                states.set_hash(own, block_hash)
+            elif other not in (held := held or set(block_ids)):
+                held.add(other)
+                replaced.append(own)
+                new_ids[index] = other
         if replaced:
-            states.hold(replaced.values())
-            states.drop([block_ids[block_index] for block_index in reversed(replaced)])
-            for block_index, other in replaced.items():
-                own_ids[block_index - start] = other
-            block_ids[start : start + len(own_ids)] = own_ids
+            states.hold(set(new_ids).difference(block_ids))
+            states.drop(reversed(replaced))
+            block_ids[start : start + len(new_ids)] = new_ids
         self._dirty = False
         return len(replaced)
 
     def mark_computed(self, block_ids: Iterable[int]) -> None:
         """Let blocks of `allocate_immutable`, which are in use, be hit: their content is there."""
-        computed = list(block_ids)
-        self._check_ids(computed)
-        for block_id in computed:
-            if not self._states.ref_counts[block_id]:
-                raise BlockStateError(f"block {block_id} marked computed with ref_count 0")
-        self._states.index.uncomputed.difference_update(computed)
+        self._settle()
+        self._states.uncomputed.difference_update(block_ids)
 
     def make_writable(self, allocation: Allocation, block_index: int) -> None:
         """Replace a block by a fresh copy on write unless it `is_writable`, and record the copy to be made.
@@ -456,7 +486,6 @@ class PrefixCachingBlockAllocator:
         self.require(1, (), allocation.namespace)
         self._dirty = True
         (destination,) = self._states.take(1, allocation.namespace)
-        self._states.spare_from_now()
         self._states.drop((source,))
         self._copies.append((source, destination))  # before the list: a copy too many does no harm, one too few does
         block_ids[block_index] = destination
@@ -465,15 +494,6 @@ class PrefixCachingBlockAllocator:
     def drop_copies(self, num_copies: int) -> None:
         """Forget the first `num_copies` of `pending_copies`, which were made."""
         del self._copies[:num_copies]
-        if not self._copies:
-            self._states.spared_from = NEVER
-
-    def mark_accessed(self, block_ids: Sequence[int]) -> None:
-        """Evict these cached blocks last, in the order given; blocks in use are skipped, free ones are refused."""
-        self._check_not_free(block_ids)
-        self._dirty = True
-        self._states.touch(block_ids)
-        self._dirty = False
 
     def watch_evictions(self, on_evict: OnEvict) -> None:
         """Call `on_evict` from now on for each cached block that is handed out anew, just before it loses its hash.
@@ -497,9 +517,8 @@ class PrefixCachingBlockAllocator:
     def forget(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> None:
         """Let nobody hit the blocks with these hashes any more; those that nobody holds become free."""
         self._settle()
-        found = [self._states.index.get(block_hash, namespace) for block_hash in dict.fromkeys(block_hashes)]
-        if block_ids := [block_id for block_id in found if block_id is not None]:
-            self._forget(block_ids)
+        found = dict.fromkeys(self._states.find(block_hash, namespace) for block_hash in block_hashes)
+        self._forget([block_id for block_id in found if block_id is not None])
 
     def forget_under(self, roots: Collection[bytes]) -> int:
         """Free every cached block whose sequence begins with one of these roots; return how many.
@@ -507,34 +526,36 @@ class PrefixCachingBlockAllocator:
         Cost: O(num_blocks).
         """
         self._settle()
-        index, found = self._states.index, dict[int, bool]()
-        for block_id in index.blocks.values():
-            path, at = list[int](), block_id
-            while at not in found:
-                path.append(at)
-                before = index.blocks.get(index.parents[at])
+        states, found = self._states, dict[bytes, bool]()  # digest -> whether its sequence begins with such a root
+        for block_hash in states.hashes:
+            path, at = list[bytes](), block_hash
+            while at is not None and at.digest not in found:
+                path.append(at.digest)
+                before = states.blocks.get(at.parent)
                 if before is None:
-                    found[at] = index.parents[at] in roots
+                    found[at.digest] = at.parent in roots
                 else:
-                    at = before
-            found.update(dict.fromkeys(path, found[at]))
-        stale = [i for i, is_stale in found.items() if is_stale and not self._states.ref_counts[i]]
-        if stale:
-            self._forget(stale)
+                    at = states.hashes[before]
+            if at is not None:
+                found.update(dict.fromkeys(path, found[at.digest]))
+        blocks = [states.blocks[digest] for digest, is_stale in found.items() if is_stale]
+        stale = [block_id for block_id in blocks if not states.ref_counts[block_id]]
+        self._forget(stale)
         return len(stale)
 
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
         """Free every cached block, of all namespaces or of one; blocks in use keep their hashes."""
         self._settle()
         if namespace is None:
-            self._states.evicted.clear()
+            self._states.forget_evicted()
         self._forget(self._states.cached_blocks(namespace))
 
     def _forget(self, block_ids: list[int]) -> None:
-        self._dirty = True
-        self._states.forget(block_ids)
-        self.version += 1
-        self._dirty = False
+        if block_ids:
+            self._dirty = True
+            self._states.forget(block_ids)
+            self.version += 1
+            self._dirty = False
 
     def reset_prefix_cache(self, num_blocks: int | None = None) -> None:
         """Forget every hash and start anew, with `num_blocks` blocks if given.
@@ -545,10 +566,8 @@ class PrefixCachingBlockAllocator:
         """
         if self.num_blocks_in_use:
             raise BlockStateError(f"cannot reset: {self.num_blocks_in_use} blocks are in use; free their holders first")
-        states = BlockStates(
-            self.num_blocks if num_blocks is None else num_blocks, self.eviction, self._states.on_evict
-        )
-        self._num_before = self.num_evictions, self.num_missed_blocks
+        states = BlockStates(self.num_blocks if num_blocks is None else num_blocks)
+        states.on_evict, states.num_evictions = self._states.on_evict, self._states.num_evictions
         self._copies.clear()
         self.version += 1
         self._states = states
@@ -577,7 +596,8 @@ class PrefixCachingBlockAllocator:
 
     def _list_of(self, allocation: Allocation) -> list[int]:
         """Settle, so that every change may begin with this call; return the registered list of a live allocation."""
-        self._settle()
+        if self._dirty or self.collected:
+            self._settle()
         block_ids = self._held.get(allocation.key)
         if block_ids is None:
             raise BlockStateError(f"{allocation!r} has ref_count 0: it was freed, or is another allocator's")
@@ -590,10 +610,3 @@ class PrefixCachingBlockAllocator:
         for block_id in block_ids:
             if not 0 < block_id < most:
                 raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {most - 1}")
-
-    def _check_not_free(self, block_ids: Collection[int]) -> None:
-        """Settle, then raise BlockStateError if a block is neither in use nor cached."""
-        self._check_ids(block_ids)
-        for block_id in block_ids:
-            if not self._states.ref_counts[block_id] and self._states.index.digests[block_id] is None:
-                raise BlockStateError(f"block {block_id} is free; name blocks in use or cached")

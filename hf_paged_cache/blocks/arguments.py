@@ -5,7 +5,6 @@ from decimal import Decimal
 
 from ..errors import CacheArgumentError
 
-EVICTIONS = ("reuse", "lru")
 OWNERS_ALONE = 0o600  # permissions of a file from which prompts can be told
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{unit}": base**power
@@ -14,12 +13,6 @@ _UNITS = {"": 1, "B": 1} | {
 }
 _OCTAL = re.compile("(0o?)?[0-7]{3}")
 _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
-
-
-def check_eviction(eviction: object) -> None:
-    """Raise CacheArgumentError unless `eviction` is one of `EVICTIONS`."""
-    if eviction not in EVICTIONS:
-        raise CacheArgumentError(f"eviction is {eviction!r}; give {' or '.join(map(repr, EVICTIONS))}")
 
 
 def negative(name: str, number: int) -> CacheArgumentError:

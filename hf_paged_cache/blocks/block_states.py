@@ -1,192 +1,162 @@
-"""Owns the state of each block and the moves between states. Refuses to drop a block that nobody holds.
+"""Owns the state of each block, and which block is handed out next. Refuses to drop a block that nobody holds.
 
-free (ref_count 0, no hash) | in use (ref_count > 0) | cached (ref_count 0, computed, in the index).
+free (no holder, no hash) | in use (has holders) | cached (no holder, and its hash finds its content)
+
 This module does not know who holds what: `PrefixCachingBlockAllocator` does, and it alone calls this module.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, groupby
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from itertools import chain
 
 from ..errors import BlockStateError, CacheArgumentError
-from .evicted_hashes import EvictedHashes
-from .eviction import END, NEXT, NUM_LINES, ONCE, Reuse
-from .free_queue import FreeBlockQueue
 from .hashing import BlockHash
-from .prefix_index import PrefixIndex
 
 OnEvict = Callable[[int, BlockHash, bytes], None]
 """Function called with the id, hash and namespace of a cached block that is handed out. It must neither ask anything of
 the allocator nor raise."""
 
-_FREE = 0  # number of the queue's line of free blocks
-_MARGIN = 0.7  # a block goes before the least recently used one if its density is below this share of that one's
-NEVER = 1 << 63  # a time later than any other, and a density above any other
-_TOGETHER = 16  # at most about 1/16 of the pool is evicted from one line before the other lines are looked at
-
 
 class BlockStates:
-    """`BlockStates` changes ref counts, the queue of allocatable blocks and the prefix index together.
+    """`BlockStates` changes holders, hashes and the order of eviction together.
 
-    The queue holds free blocks in line 0, the last freed first, so that memory once touched is used again. Cached
-    blocks come after them, in a line for each kind (see `Reuse`), the least recently used first. Time is a counter: it
-    advances by one for each block dropped or touched. The next block to be evicted is the least recently used one of
-    all lines, unless the first block of another line is less dense. A line is chosen once for many evictions
-    (`_choose`), and blocks change state a run of one kind at a time. Until as many blocks were evicted as there are,
-    eviction is LRU.
+    Free blocks are handed out first, the last freed one before the others, so that memory once touched is used again.
+    Then the least recently used cached block is evicted: of one sequence the tail before the head. But blocks that were
+    used again are spared as long as they take no more than half of the pool (segmented LRU; 2Q, Johnson and Shasha,
+    VLDB 1994). A block was used again if it was held while it was cached, or if its hash came back soon after it was
+    evicted: about as many evicted hashes are remembered as there are blocks.
 
-    Args:
-        num_blocks: number of blocks with the null block 0. Ids 1 to num_blocks - 1 are handed out, at first the lowest
-            first.
-        eviction: "reuse", or "lru", which treats all blocks as one kind.
-        on_evict: function called for each cached block that is handed out, just before it loses its hash; None: no
-            function.
+    The hashes of blocks are the truth; the map `blocks` is derived from them, see `rebuild`.
+
+    Attributes (read by the allocator):
+        ref_counts: block id -> number of holders.
+        hashes: block id -> hash, or None.
+        blocks: digest -> block id.
+        namespaces: block id -> namespace that the block was taken for; anything for a free block.
+        uncomputed: ids of blocks that have a hash but not yet their content.
+        free: free blocks, the next to be handed out last.
+        once, again: cached blocks that were used once, and again; the least recently used first.
+        on_evict: function called for each cached block just before it loses its hash; None: no function.
     """
 
-    def __init__(self, num_blocks: int, eviction: str = "reuse", on_evict: OnEvict | None = None) -> None:
+    def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise CacheArgumentError(f"num_blocks is {num_blocks}; give at least 2, as block 0 is never handed out")
         self.num_blocks = num_blocks
-        self.on_evict = on_evict
-        self.ref_counts = [0] * num_blocks  # block id -> number of holders
-        self.index = PrefixIndex(num_blocks)
-        self.queue = FreeBlockQueue(num_blocks, range(1, num_blocks), num_lines=NUM_LINES)
-        self.kinds = [ONCE] * num_blocks  # block id -> kind; anything for a free block
-        self.reuse = Reuse(num_blocks, learns=eviction == "reuse")
-        self.evicted = EvictedHashes(num_blocks)
-        self.last_access = [0] * num_blocks  # block id -> time of its last drop or touch
-        self.clock = 0
-        self._line, self._num_chosen, self._latest = END, 0, 0  # line, number and latest time of the next evictions
-        self.spared_from = NEVER  # blocks given back after this time are evicted only as the least recently used
-        self.num_cached = 0
+        self.ref_counts = [0] * num_blocks
+        self.hashes: list[BlockHash | None] = [None] * num_blocks
+        self.blocks: dict[bytes, int] = {}
+        self.namespaces = [b""] * num_blocks
+        self.uncomputed: set[int] = set()
+        self.free = list(range(num_blocks - 1, 0, -1))
+        self.once: OrderedDict[int, None] = OrderedDict()
+        self.again: OrderedDict[int, None] = OrderedDict()
+        self.on_evict: OnEvict | None = None
         self.num_evictions = 0
-        self.num_missed = 0  # hashes that came again before as many further blocks were evicted as there are
+        self._reused: set[int] = set()  # blocks in use or cached that were used again
+        self._last_used = [0] * num_blocks  # block id -> time of its last drop
+        self._clock = 0  # number of drops
+        self._evicted: set[bytes] = set()  # digests evicted lately ...
+        self._evicted_before: set[bytes] = set()  # ... and as many that were evicted before them
 
-    def take(self, num_blocks: int, namespace: bytes = b"") -> list[int]:
-        """Hand out blocks with ref_count 1 and no hash: first free blocks, then cached ones, which lose their hash.
+    @property
+    def num_cached(self) -> int:
+        """Number of cached blocks."""
+        return len(self.once) + len(self.again)
 
-        Cached blocks of any namespace are taken. The caller has checked that there are so many.
+    # Which block has which hash.
+
+    def find(self, block_hash: BlockHash, namespace: bytes) -> int | None:
+        """Return the block of a namespace with this digest and these tokens, computed or not; None if there is none."""
+        block_id = self.blocks.get(block_hash.digest)
+        has = None if block_id is None else self.hashes[block_id]
+        if block_id is None or has is None or has.token_bytes != block_hash.token_bytes:
+            return None
+        return block_id if self.namespaces[block_id] == namespace else None
+
+    def match(self, block_hashes: Iterable[BlockHash], namespace: bytes) -> list[int]:
+        """Return the blocks of the longest leading run of hashes that are here, in this namespace, and computed.
+
+        Asks for no hash after the first miss.  Effects: none.
         """
-        num_free = self.queue.length - self.num_cached
-        taken = self.queue.popleft(_FREE, min(num_blocks, num_free)) if num_free else []
+        blocks, hashes, namespaces, uncomputed = self.blocks, self.hashes, self.namespaces, self.uncomputed
+        hits: list[int] = []
+        for block_hash in block_hashes:
+            block_id = blocks.get(block_hash[0])
+            if block_id is None or block_id in uncomputed or namespaces[block_id] != namespace:
+                break
+            has = hashes[block_id]
+            if has is None or has[1] != block_hash[1]:
+                break
+            hits.append(block_id)
+        return hits
+
+    def set_hash(self, block_id: int, block_hash: BlockHash, *, is_computed: bool = True) -> None:
+        """Give a block that has no hash a hash that no other block has."""
+        if not is_computed:  # first: if interrupted, the block must not look computed
+            self.uncomputed.add(block_id)
+        digest = block_hash[0]
+        if digest in self._evicted or digest in self._evicted_before:
+            self._reused.add(block_id)
+        self.hashes[block_id] = block_hash
+        self.blocks[digest] = block_id
+
+    def remove_hash(self, block_id: int) -> None:
+        """Take a block's hash away."""
+        block_hash = self.hashes[block_id]
+        self.hashes[block_id] = None
+        if block_hash is not None:
+            del self.blocks[block_hash.digest]
+        self.uncomputed.discard(block_id)  # last: if interrupted, the block must not look computed
+
+    # Moves between the states.
+
+    def take(self, num_blocks: int, namespace: bytes) -> list[int]:
+        """Hand out blocks with one holder and no hash; cached ones of any namespace. There are so many."""
+        taken = self.free[: -num_blocks - 1 : -1]
+        del self.free[len(self.free) - len(taken) :]
         if len(taken) < num_blocks:
             taken += self._evict(num_blocks - len(taken))
-        ref_counts, namespaces, kinds = self.ref_counts, self.index.namespaces, self.kinds
         for block_id in taken:
-            ref_counts[block_id] = 1
-            namespaces[block_id] = namespace
-            kinds[block_id] = ONCE
+            self.ref_counts[block_id] = 1
+            self.namespaces[block_id] = namespace
+        self._reused.difference_update(taken)
         return taken
 
     def _evict(self, num_blocks: int) -> list[int]:
-        """Take `num_blocks` cached blocks out of the queue, and remember the hashes that they lose."""
-        index, namespaces, kinds, times = self.index, self.index.namespaces, self.kinds, self.last_access
-        blocks, digests, evicted = index.blocks, index.digests, self.evicted.newer
-        taken: list[int] = []
-        while num_missing := num_blocks - len(taken):
-            run = self.queue.popleft(self._line, min(num_missing, self._num_chosen), times, self._latest)
-            if not run:
-                self._choose()
-                continue
-            self._num_chosen -= len(run)
-            taken += run
+        once, again, times, taken = self.once, self.again, self._last_used, list[int]()
+        for _ in range(num_blocks):
+            line = once
+            if not once or (2 * len(again) > self.num_blocks and times[next(iter(again))] < times[next(iter(once))]):
+                line = again
+            block_id, _ = line.popitem(last=False)
+            block_hash = self.hashes[block_id]
+            if block_hash is None:
+                raise BlockStateError(f"block {block_id} is cached without a hash")
             if self.on_evict is not None:
-                for block_id in run:
-                    if (block_hash := index.hash_of(block_id)) is not None:
-                        self.on_evict(block_id, block_hash, namespaces[block_id])
-            kind, what = 0, (0, 0, 0)
-            for block_id in run:
-                if (digest := digests[block_id]) is None:
-                    raise BlockStateError(f"block {block_id} is cached without a hash")
-                digests[block_id] = None
-                del blocks[digest]
-                if kinds[block_id] != kind:
-                    kind = kinds[block_id]
-                    what = (kind, times[run[0]], self.num_evictions)
-                evicted[digest] = what
-            evicted = self.evicted.turn()
-        self.num_cached -= num_blocks
+                self.on_evict(block_id, block_hash, self.namespaces[block_id])
+            self.hashes[block_id] = None
+            del self.blocks[block_hash[0]]
+            self._evicted.add(block_hash[0])
+            taken.append(block_id)
+        if len(self._evicted) > self.num_blocks:
+            self._evicted_before, self._evicted = self._evicted, set()
         self.num_evictions += num_blocks
         return taken
 
-    def _choose(self) -> None:
-        """Choose the line to evict from next, how many blocks of it, and the latest time of their last use.
-
-        A block that a pending copy reads is spared, unless it is the least recently used one.
-        """
-        times, kinds, clock, reuse = self.last_access, self.kinds, self.clock, self.reuse
-        oldest = second = NEVER  # the two earliest times of lines' first blocks
-        line = sparsest = of_sparsest = 0
-        least: float = NEVER
-        of_oldest = 0.0  # density of the block with the time `oldest`
-        for each, block_id in enumerate(self.queue.firsts()):
-            if block_id < 0 or each == _FREE:
-                continue
-            time = times[block_id]
-            density = reuse.density(kinds[block_id], clock - time) if time <= self.spared_from else NEVER
-            if time < oldest:
-                oldest, second, line, of_oldest = time, oldest, each, density
-            elif time < second:
-                second = time
-            if density < least:
-                least, sparsest, of_sparsest = density, each, time
-        self._num_chosen = together = 1 + self.num_blocks // _TOGETHER
-        if least < _MARGIN * of_oldest:
-            self._line, self._latest = sparsest, min(reuse.latest_of(of_sparsest, clock), self.spared_from)
-        else:
-            self._line, self._latest = line, max(oldest, min(second + together // 4, self.spared_from))
-
-    def spare_from_now(self) -> None:
-        """Spare blocks that are given back from now on until `spared_from` is set back, as they are to be copied."""
-        self.spared_from = min(self.spared_from, self.clock)
-        self._num_chosen = 0
-
-    def remember(self, block_ids: Sequence[int]) -> None:
-        """Restore how often blocks, which follow one another, had been used before their hashes were evicted."""
-        evicted, digests = self.evicted, self.index.digests
-        if not block_ids or digests[block_ids[0]] not in evicted:
-            return
-        found = evicted.take([digests[block_id] for block_id in block_ids])
-        kinds, start = self.kinds, 0
-        before = self.num_evictions - len(block_ids)  # in a larger pool these blocks would not have evicted others
-        for (kind, time, num_evictions), same in groupby(found):
-            stop = start + len([*same])
-            for block_id in block_ids[start:stop]:
-                kinds[block_id] = NEXT[kind]
-            if before - num_evictions <= self.num_blocks:
-                self.num_missed += stop - start
-            self.reuse.used_again(kind, self.clock - time, stop - start)
-            start = stop
-
     def hold(self, block_ids: Iterable[int]) -> None:
-        """Add one holder to each block; a cached block leaves the queue, and counts as used once more."""
-        ref_counts, kinds, kind = self.ref_counts, self.kinds, 0
-        idle: list[int] = []
-        runs: list[tuple[int, int]] = []  # kind of a run, number of idle blocks before the run
+        """Add one holder to each block, which is in use or cached."""
+        ref_counts, reused = self.ref_counts, self._reused
         for block_id in block_ids:
-            if count := ref_counts[block_id]:
-                ref_counts[block_id] = count + 1
-                continue
-            ref_counts[block_id] = 1
-            if kinds[block_id] != kind:
-                kind = kinds[block_id]
-                runs.append((kind, len(idle)))
-            idle.append(block_id)
-        if idle:
-            self.queue.remove(idle)
-            self._use_again(idle, runs)
-            self.num_cached -= len(idle)
-
-    def _use_again(self, block_ids: list[int], runs: list[tuple[int, int]]) -> None:
-        kinds, clock, stop = self.kinds, self.clock, len(block_ids)
-        for kind, start in reversed(runs):
-            self.reuse.used_again(kind, clock - self.last_access[block_ids[start]], stop - start)
-            if (after := NEXT[kind]) != kind:
-                for block_id in block_ids[start:stop]:
-                    kinds[block_id] = after
-            stop = start
+            if not ref_counts[block_id]:
+                if block_id in reused:
+                    del self.again[block_id]
+                else:
+                    del self.once[block_id]
+                    reused.add(block_id)
+            ref_counts[block_id] += 1
 
     def drop(self, block_ids: Iterable[int]) -> None:
         """Take one holder from each block, in the order given.
@@ -196,102 +166,67 @@ class BlockStates:
         Raises:
             BlockStateError: a block has no holder.
         """
-        ref_counts, digests, uncomputed = self.ref_counts, self.index.digests, self.index.uncomputed
-        last_access, clock, kinds, kind = self.last_access, self.clock, self.kinds, 0
-        free: list[int] = []
-        run: list[int] = []  # blocks of the last entry of `cached`
-        cached: list[tuple[int, list[int]]] = []  # kind of a run, blocks of the run
+        ref_counts, hashes, uncomputed, reused = self.ref_counts, self.hashes, self.uncomputed, self._reused
         for block_id in block_ids:
-            count = ref_counts[block_id] - 1
-            if count > 0:
-                ref_counts[block_id] = count
-                continue
-            if count < 0:
+            if ref_counts[block_id] < 1:
                 raise BlockStateError(f"block {block_id} freed with ref_count 0")
-            ref_counts[block_id] = 0
-            clock += 1
-            last_access[block_id] = clock
-            if digests[block_id] is None:
-                free.append(block_id)
-            elif uncomputed and block_id in uncomputed:
-                self.index.remove(block_id)
-                free.append(block_id)
-            elif kinds[block_id] == kind:
-                run.append(block_id)
+            ref_counts[block_id] -= 1
+            if ref_counts[block_id]:
+                continue
+            self._clock += 1
+            self._last_used[block_id] = self._clock
+            if block_id in uncomputed:
+                self.remove_hash(block_id)
+            if hashes[block_id] is None:
+                self.free.append(block_id)
+            elif block_id in reused:
+                self.again[block_id] = None
             else:
-                kind = kinds[block_id]
-                if kind == ONCE and not cached:
-                    kind = kinds[block_id] = END
-                run = [block_id]
-                cached.append((kind, run))
-        self.clock = clock
-        if not free and not cached:
-            return
-        reuse = self.reuse
-        for kind, run in cached:
-            self.num_cached += len(run)
-            self.queue.extend(run, reuse.lines[kind])
-            reuse.given_back(kind, len(run))
-        self.queue.extendleft(free)
-        if cached and clock >= reuse.next_time and self.num_evictions >= self.num_blocks:
-            reuse.compute(clock)
-            self._num_chosen = 0
-
-    def touch(self, block_ids: Iterable[int]) -> None:
-        """Make cached blocks the last to be evicted, in the order given; skip all other blocks."""
-        for block_id in block_ids:
-            if not self.ref_counts[block_id] and self.index.digests[block_id] is not None:
-                self.queue.remove((block_id,))
-                self.queue.extend((block_id,), self.reuse.lines[self.kinds[block_id]])
-                self.clock = self.last_access[block_id] = self.clock + 1
+                self.once[block_id] = None
 
     def cached_blocks(self, namespace: bytes | None = None) -> list[int]:
-        """Return the cached blocks, of one namespace or of all, the least recently used first."""
-        cached = chain.from_iterable(map(self.queue.line, range(_FREE + 1, NUM_LINES)))
-        namespaces = self.index.namespaces
-        found = [block_id for block_id in cached if namespace is None or namespaces[block_id] == namespace]
-        return sorted(found, key=self.last_access.__getitem__)
+        """Return the cached blocks of one namespace or of all."""
+        return [each for each in (*self.once, *self.again) if namespace in (None, self.namespaces[each])]
 
     def forget(self, block_ids: list[int]) -> None:
         """Take the hashes of these blocks away. Those that nobody holds become free, and are handed out next."""
         for block_id in block_ids:
-            self.index.remove(block_id)
-        idle = [block_id for block_id in block_ids if not self.ref_counts[block_id]]
-        self.queue.remove(idle)
-        self.queue.extendleft(reversed(idle))
-        self.num_cached -= len(idle)
+            self.remove_hash(block_id)
+            if not self.ref_counts[block_id]:
+                del (self.again if block_id in self._reused else self.once)[block_id]
+                self.free.append(block_id)
+
+    def forget_evicted(self) -> None:
+        """Forget which hashes were evicted lately."""
+        self._evicted, self._evicted_before = set(), set()
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks, which are handed out first, the lowest of them first."""
         added = num_blocks - self.num_blocks
-        self.ref_counts.extend([0] * added)
-        self.last_access.extend([0] * added)
-        self.kinds.extend([ONCE] * added)
-        self.index.grow(num_blocks)
-        self.queue.grow(num_blocks)
-        self.queue.extendleft(reversed(range(self.num_blocks, num_blocks)))
-        self.evicted.grow(num_blocks)
-        self.reuse = Reuse(num_blocks, self.reuse.learns)  # classes of age depend on the size of the pool
-        self._num_chosen = 0
+        self.ref_counts += [0] * added
+        self.hashes += [None] * added
+        self.namespaces += [b""] * added
+        self._last_used += [0] * added
+        self.free += range(num_blocks - 1, self.num_blocks - 1, -1)
         self.num_blocks = num_blocks  # last: until here, `rebuild` cuts all lists to the old number
 
     def rebuild(self, holders: Iterable[list[int]]) -> None:
-        """Derive the state again from `holders` and from the blocks' digests, kinds and times."""
-        counts = Counter(chain.from_iterable(holders))
-        self.ref_counts = ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
-        self.index.rebuild(ref_counts)
-        del self.last_access[self.num_blocks :], self.kinds[self.num_blocks :]
-        digests, times = self.index.digests, self.last_access
-        idle = [block_id for block_id in range(1, self.num_blocks) if not ref_counts[block_id]]
-        free = [block_id for block_id in idle if digests[block_id] is None]
-        cached = [block_id for block_id in idle if digests[block_id] is not None]
-        free.sort(key=lambda block_id: -times[block_id])
-        cached.sort(key=times.__getitem__)
-        self.queue = FreeBlockQueue(self.num_blocks, free, num_lines=NUM_LINES)
-        for block_id in cached:
-            self.queue.extend((block_id,), self.reuse.lines[self.kinds[block_id]])
-        self._num_chosen = 0
-        self.num_cached = len(cached)
+        """Derive the state again from `holders` and from the blocks' hashes and times.  Cost: O(num_blocks)."""
+        counts, times = Counter(chain.from_iterable(holders)), self._last_used
+        self.ref_counts = [counts[block_id] for block_id in range(self.num_blocks)]
+        for of_blocks in (self.hashes, self.namespaces, times):
+            del of_blocks[self.num_blocks :]
+        for block_id in self.uncomputed:
+            if block_id < self.num_blocks and not counts[block_id]:
+                self.hashes[block_id] = None
+        self.blocks = {each.digest: block_id for block_id, each in enumerate(self.hashes) if each is not None}
+        self.uncomputed = self.uncomputed.intersection(self.blocks.values())
+        idle = [block_id for block_id in range(self.num_blocks - 1, 0, -1) if not counts[block_id]]
+        idle.sort(key=times.__getitem__)
+        cached = [block_id for block_id in idle if self.hashes[block_id] is not None]
+        self.free = [block_id for block_id in idle if self.hashes[block_id] is None]
+        self.once = OrderedDict.fromkeys(block_id for block_id in cached if block_id not in self._reused)
+        self.again = OrderedDict.fromkeys(block_id for block_id in cached if block_id in self._reused)
 
     def check(self, holders: list[list[int]]) -> None:
         """Raise BlockStateError unless invariants (1) to (4) of `PrefixCachingBlockAllocator.check` hold."""
@@ -301,22 +236,22 @@ class BlockStates:
             for block_id in block_ids:
                 if not 0 < block_id < self.num_blocks:
                     raise BlockStateError(f"block {block_id} is held; blocks are 1 to {self.num_blocks - 1}")
-        held = Counter(chain.from_iterable(holders))
-        counts = [held[block_id] for block_id in range(self.num_blocks)]
-        if counts != self.ref_counts:
+        counted = Counter(chain.from_iterable(holders))
+        if self.ref_counts != (counts := [counted[block_id] for block_id in range(self.num_blocks)]):
             raise BlockStateError(f"ref counts are {self.ref_counts}, by what holders have {counts}")
-        self.queue.check()
-        queued = list(self.queue)
-        in_use = {block_id for block_id, count in enumerate(counts) if count}
-        if in_use & set(queued) or len(in_use) + len(queued) != self.num_blocks - 1:
-            raise BlockStateError(f"each block must be in use {sorted(in_use)} or queued {queued}")
-        num_free = len(queued) - self.num_cached
-        hashed = [self.index.digests[block_id] is not None for block_id in queued]
-        if hashed != [False] * num_free + [True] * self.num_cached:
-            raise BlockStateError(f"the queue must hold {num_free} free, then {self.num_cached} cached: {queued}")
-        for line in range(_FREE + 1, NUM_LINES):
-            of_line = [*self.queue.line(line)]
-            times = [self.last_access[block_id] for block_id in of_line]
+        states = sorted([*counted, *self.free, *self.once, *self.again])
+        if states != list(range(1, self.num_blocks)):
+            raise BlockStateError(f"each block must be in use {sorted(counted)}, free or cached, and once: {states}")
+        if any(self.hashes[block_id] is not None for block_id in self.free):
+            raise BlockStateError(f"free blocks {self.free} must have no hash")
+        if not self._reused.issuperset(self.again) or not self._reused.isdisjoint(self.once):
+            raise BlockStateError(f"cached blocks must wait where they belong; used again: {sorted(self._reused)}")
+        for line in (self.once, self.again):
+            times = [self._last_used[block_id] for block_id in line]
             if times != sorted(times):
-                raise BlockStateError(f"cached blocks {of_line} are not in the order of their times {times}")
-        self.index.check(in_use)
+                raise BlockStateError(f"cached blocks {[*line]} are not in the order of their times {times}")
+        inverse = {each.digest: block_id for block_id, each in enumerate(self.hashes) if each is not None}
+        if inverse != self.blocks or not {*self.once, *self.again} <= set(inverse.values()):
+            raise BlockStateError("blocks and their hashes are not inverse, or a cached block has none")
+        if not self.uncomputed <= set(inverse.values()) & set(counted):
+            raise BlockStateError(f"uncomputed blocks {sorted(self.uncomputed)} must be in use and have a hash")

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
-from .allocation import Allocation, Resumption
-from .allocator import PrefixCachingBlockAllocator
+from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
 from .arguments import negative
 from .groups import resumable
 from .hashing import BlockHash, HashChain, token_array
@@ -42,6 +41,10 @@ class BlockTable:
         namespace: see `PrefixCachingBlockAllocator.allocate`.
         groups: groups of the layers with a window, one group for each window.
 
+    Attributes:
+        allocation: holder of the table's blocks; only the table changes it.
+        num_committed_blocks: number of leading blocks that were hit or committed.
+
     Examples:
         >>> from . import PrefixCachingBlockAllocator, root_hash
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
@@ -63,32 +66,27 @@ class BlockTable:
         namespace: bytes = b"",
         groups: Sequence[WindowBlocks] = (),
     ) -> None:
-        self._block_size = allocator.block_size
-        self._chain = HashChain(root, allocator.block_size, extra_keys)
-        self._allocation: Allocation = allocator.allocate(namespace=namespace)
+        self._allocator, self._block_size = allocator, allocator.block_size
+        self._chain = HashChain(root, allocator.block_size, (), extra_keys)
+        self.allocation: Allocation = allocator.allocate(namespace=namespace)
         self.groups = groups
-        self._num_committed = 0
+        self.num_committed_blocks = 0
 
     def __repr__(self) -> str:
         return (
             f"BlockTable(num_tokens={self.num_tokens}, num_blocks={len(self.block_ids)}, "
-            f"num_committed_blocks={self._num_committed}, num_cached_tokens={self.num_cached_tokens})"
+            f"num_committed_blocks={self.num_committed_blocks}, num_cached_tokens={self.num_cached_tokens})"
         )
-
-    @property
-    def allocation(self) -> Allocation:
-        """Holder of the table's blocks; only the table changes it."""
-        return self._allocation
 
     @property
     def namespace(self) -> bytes:
         """Namespace of the table's blocks."""
-        return self._allocation.namespace
+        return self.allocation.namespace
 
     @property
     def block_ids(self) -> list[int]:
         """Map of logical block index -> block id, as a list; read only."""
-        return self._allocation.block_ids
+        return self.allocation.block_ids
 
     @property
     def token_ids(self) -> array[int]:
@@ -103,12 +101,7 @@ class BlockTable:
     @property
     def num_cached_tokens(self) -> int:
         """Number of tokens that were hit when the table was filled and are still in it."""
-        return min(self._allocation.num_prefix_tokens, self.num_tokens)
-
-    @property
-    def num_committed_blocks(self) -> int:
-        """Number of leading blocks that were hit or committed."""
-        return self._num_committed
+        return min(self.allocation.num_prefix_tokens, self.num_tokens)
 
     @property
     def num_empty_slots(self) -> int:
@@ -144,8 +137,8 @@ class BlockTable:
 
         Takes no fresh block.  Returns and raises as `allocate` does, but cannot run out of blocks.
         """
-        chain = self._chain_of(token_ids)
-        if self._chain.token_ids or self._allocation.block_ids or self._allocation.is_freed:
+        chain = HashChain(self._chain.root, self._block_size, token_ids, self._chain.extra_keys)
+        if self._chain.token_ids or self.block_ids or self.allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
         hashes: Iterable[BlockHash] = chain.hashes()
         with Changing(self.groups):
@@ -157,9 +150,9 @@ class BlockTable:
             num_hit = allocation.num_prefix_tokens
             chain.truncate(num_hit)
             if self.groups:
-                allocation.resumption = Resumption.at(num_hit)
-            self._num_committed = allocation.num_prefix_blocks
-            self._allocation = allocation
+                allocation.resumption = Resumption(num_hit, num_hit)
+            self.num_committed_blocks = allocation.num_prefix_blocks
+            self.allocation = allocation
             self._chain = chain
             for group in self.groups:
                 group.hold(allocation.block_ids[index] for index in group.seen(num_hit))
@@ -167,16 +160,11 @@ class BlockTable:
 
     def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
         """Return what `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
-        chain = self._chain_of(token_ids)
+        chain = HashChain(self._chain.root, self._block_size, token_ids, self._chain.extra_keys)
         matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
         num_matched = len(matched) * self._block_size
         num_tokens = resumable((*self.groups, WholeImages(chain.token_ids)), matched, num_matched)
         return PrefixMatch(matched[: -(-num_tokens // self._block_size)], num_tokens, num_matched)
-
-    def _chain_of(self, token_ids: Iterable[int]) -> HashChain:
-        chain = HashChain(self._chain.root, self._block_size, self._chain.extra_keys)
-        chain.extend(token_ids)
-        return chain
 
     def append_tokens(self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0) -> None:
         """Append tokens, with a writable slot for each token and for the lookahead.
@@ -191,42 +179,35 @@ class BlockTable:
         if num_lookahead_slots < 0:
             raise negative("num_lookahead_slots", num_lookahead_slots)
         tokens = token_array(token_ids)
-        self._take(len(tokens) + num_lookahead_slots, self.num_tokens + len(tokens))
-        self._chain.token_ids.extend(tokens)
+        if len(tokens) or num_lookahead_slots:
+            self._take(len(tokens), num_lookahead_slots)
+            self._chain.token_ids.extend(tokens)
 
     def append_token(self, token_id: int) -> int:
         """Append one token, an integer of 64 bits, as `append_tokens` does, and return its slot."""
-        token_ids, block_ids, block_size = self._chain.token_ids, self._allocation.block_ids, self._block_size
+        token_ids, block_ids, block_size = self._chain.token_ids, self.allocation.block_ids, self._block_size
         block_index, offset = divmod(len(token_ids), block_size)
         has_window = not self.groups or self._resumption.stop > block_index * block_size
         if not offset or not has_window or not self._allocator.is_writable(block_ids[block_index]):
-            self._take(1, len(token_ids) + 1)
+            self._take(1, 0)
         token_ids.append(token_id)
         return block_ids[block_index] * block_size + offset
 
-    def ensure_num_empty_slots(self, num_empty_slots: int) -> None:
-        """Have at least `num_empty_slots` writable empty slots. Raises as `append_tokens` does."""
-        if num_empty_slots < 0:
-            raise negative("num_empty_slots", num_empty_slots)
-        self.append_tokens((), num_empty_slots)
-
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` more tokens would take: fresh ones and copies on write."""
-        if num_tokens < 0:
-            raise negative("num_tokens", num_tokens)
         shared, num_fresh = self._blocks_to_take(num_tokens)
         return len(shared) + num_fresh
 
     def slots(self, start: int, stop: int) -> list[int]:
         """Return the slot of each position in `[start, stop)`; see `Allocation.slots`."""
-        return self._allocation.slots(start, stop)
+        return self.allocation.slots(start, stop)
 
     def writable_slots(self, start: int, stop: int) -> list[int]:
         """Return the `slots` of positions that are about to be written.
 
         Raises BlockStateError if a slot lies in a block that others hold or can hit.
         """
-        slots = self._allocation.slots(start, stop)
+        slots = self.allocation.slots(start, stop)
         for index in range(start // self._block_size, -(-stop // self._block_size)) if slots else ():
             block_id = self.block_ids[index]
             if not self._allocator.is_writable(block_id):
@@ -235,19 +216,6 @@ class BlockTable:
                     "which others hold or can hit"
                 )
         return slots
-
-    def unseen_token_ids(self, sequence: Sequence[int] | array[int]) -> array[int]:
-        """Return the tokens of `sequence` that come after the table's tokens.
-
-        Raises:
-            CacheArgumentError: `sequence` does not start with the table's tokens.
-        """
-        tokens = token_array(sequence)
-        if tokens[: self.num_tokens] != self._chain.token_ids:
-            raise CacheArgumentError(
-                f"a sequence of {len(tokens)} tokens does not start with the table's {self.num_tokens}"
-            )
-        return tokens[self.num_tokens :]
 
     def commit_full_blocks(self, num_computed_tokens: int) -> Sequence[BlockHash]:
         """Let others hit every full block of the first `num_computed_tokens` tokens.
@@ -263,7 +231,7 @@ class BlockTable:
         """
         if not 0 <= num_computed_tokens <= self.num_tokens:
             raise CacheArgumentError(f"{num_computed_tokens} tokens computed; the table has {self.num_tokens}")
-        start, stop = self._num_committed, num_computed_tokens // self._block_size
+        start, stop = self.num_committed_blocks, num_computed_tokens // self._block_size
         if start >= stop:
             return ()
         hashes = self._chain.hashes_of(start, stop)
@@ -272,8 +240,8 @@ class BlockTable:
             known = [self._allocator.match_prefix((each,), self.namespace) for each in hashes]
             others = [each for each, found, at in zip(hashes, known, own, strict=True) if found and found != [at]]
             self._allocator.forget(others, self.namespace)
-        self._allocator.commit_many(self._allocation, start, hashes)
-        self._num_committed = stop
+        self._allocator.commit_many(self.allocation, start, hashes)
+        self.num_committed_blocks = stop
         return hashes
 
     def num_resumable_tokens(self, num_tokens: int) -> int:
@@ -312,21 +280,21 @@ class BlockTable:
             before, old = list(self.block_ids) if self.groups else (), self._resumption
             start = min(old.start, num_tokens)
             if self.groups:  # if this is interrupted, the table needs too much, never too little
-                self._allocation.resumption = Resumption(start, old.stop)
-            self._num_committed = min(self._num_committed, num_tokens // self._block_size)
+                self.allocation.resumption = Resumption(start, old.stop)
+            self.num_committed_blocks = min(self.num_committed_blocks, num_tokens // self._block_size)
             self._chain.truncate(num_tokens)
-            self._allocator.truncate(self._allocation, self._num_blocks_of_tokens)
+            self._allocator.truncate(self.allocation, -(-num_tokens // self._block_size))
             if self.groups:
                 self._need(Resumption(start, num_tokens), before)
 
     def fork(self) -> BlockTable:
         """Return a second table with the same tokens in the same blocks; blocks without tokens are not shared."""
         forked = object.__new__(type(self))
-        forked._block_size = self._block_size
-        forked._chain = self._chain.copy()
-        forked._allocation = self._allocator.fork(self._allocation, self._num_blocks_of_tokens)
-        forked._num_committed, forked.groups = self._num_committed, self.groups
-        forked._allocation.resumption = self._allocation.resumption
+        forked._allocator, forked._block_size = self._allocator, self._block_size
+        forked._chain = self._chain.continued(self._chain.token_ids)
+        forked.allocation = self._allocator.fork(self.allocation, -(-self.num_tokens // self._block_size))
+        forked.num_committed_blocks, forked.groups = self.num_committed_blocks, self.groups
+        forked.allocation.resumption = self.allocation.resumption
         return forked
 
     def move_to(self, allocation: Allocation) -> None:
@@ -334,63 +302,53 @@ class BlockTable:
 
         The caller gives the previous blocks back.
         """
-        self._allocation = allocation
+        self.allocation, self._allocator = allocation, allocation.allocator
 
     def free(self) -> None:
         """Give all blocks back; the table is not used again. Raises BlockStateError the second time."""
         with Changing(self.groups):
             held = list(self.block_ids) if self.groups else ()
-            self._allocator.free(self._allocation)
+            self._allocator.free(self.allocation)
             for group in self.groups:
                 group.leave(held, self._resumption)
-        self._num_committed = 0
+        self.num_committed_blocks = 0
         self._chain.truncate(0)
 
     def __enter__(self) -> BlockTable:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if not self._allocation.is_freed:
+        if not self.allocation.is_freed:
             self.free()
 
     @property
-    def _allocator(self) -> PrefixCachingBlockAllocator:
-        return cast("PrefixCachingBlockAllocator", self._allocation.allocator)
-
-    @property
-    def _num_blocks_of_tokens(self) -> int:
-        return -(-self.num_tokens // self._block_size)
-
-    @property
     def _resumption(self) -> Resumption:
-        return self._allocation.resumption or Resumption.at(0)
+        return self.allocation.resumption or Resumption(0, 0)
 
-    def _blocks_to_take(self, num_tokens: int) -> tuple[list[int], int]:
-        """Return what more tokens take: logical indices of blocks to copy on write, and the number of fresh blocks."""
-        if not num_tokens:
+    def _blocks_to_take(self, num_slots: int) -> tuple[list[int], int]:
+        """Return what more slots take: logical indices of blocks to copy on write, and the number of fresh blocks."""
+        if not num_slots:
             return [], 0
-        block_ids, start = self.block_ids, self.num_tokens
-        first = start // self._block_size
-        last = -(-(start + num_tokens) // self._block_size)
-        held = range(first, min(last, len(block_ids)))
-        shared = [i for i in held if not self._allocator.is_writable(block_ids[i])]
-        return shared, max(0, last - len(block_ids))
+        block_ids, start = self.allocation.block_ids, len(self._chain.token_ids)
+        stop, num_held = -(-(start + num_slots) // self._block_size), len(block_ids)
+        held = range(start // self._block_size, min(stop, num_held))
+        return [i for i in held if not self._allocator.is_writable(block_ids[i])], max(0, stop - num_held)
 
-    def _take(self, num_slots: int, stop: int) -> None:
-        """Have `num_slots` empty slots that may be written, and window blocks for the tokens up to `stop`.
+    def _take(self, num_tokens: int, num_lookahead_slots: int) -> None:
+        """Have slots that may be written for more tokens and a lookahead, and window blocks for the tokens.
 
         Raises:
             OutOfBlocksError: nothing has changed.
             CacheArgumentError: a window lacks what it needs to go on.
         """
-        shared, num_fresh = self._blocks_to_take(num_slots)
+        shared, num_fresh = self._blocks_to_take(num_tokens + num_lookahead_slots)
         if shared:
             self._allocator.require(len(shared) + num_fresh, (), self.namespace)
         if not self.groups:
             self._take_blocks(shared, num_fresh)
             return
-        first, end = self.num_tokens // self._block_size, -(-stop // self._block_size)
-        start, num_held = self._resumption.start, len(self.block_ids)
+        first, stop = self.num_tokens // self._block_size, self.num_tokens + num_tokens
+        end, num_held, start = -(-stop // self._block_size), len(self.block_ids), self._resumption.start
         with Changing(self.groups):
             self._check_windows(self.num_tokens)
             sources = [(self.block_ids[index], index) for index in shared]
@@ -399,13 +357,13 @@ class BlockTable:
                 num_needed = group.num_to_take(written) + len(shared) + max(0, end - num_held)
                 group.require(num_needed, self.namespace)
             if shared:  # until its window blocks are copied, too, nobody resumes from a block
-                self._allocation.resumption = Resumption(start, shared[0] * self._block_size)
+                self.allocation.resumption = Resumption(start, shared[0] * self._block_size)
             self._take_blocks(shared, num_fresh)
             for group in self.groups:
                 for source, index in sources:
                     group.copy(source, self.block_ids[index])
                 group.attach(self.block_ids[first:end])
-            self._allocation.resumption = Resumption(start, stop)
+            self.allocation.resumption = Resumption(start, stop)
 
     def _check_windows(self, num_tokens: int) -> None:
         """Raise CacheArgumentError unless each window has what it needs to resume after `num_tokens` tokens."""
@@ -417,9 +375,9 @@ class BlockTable:
 
     def _take_blocks(self, shared: Sequence[int], num_fresh: int) -> None:
         for block_index in shared:
-            self._allocator.make_writable(self._allocation, block_index)
+            self._allocator.make_writable(self.allocation, block_index)
         if num_fresh:
-            self._allocator.allocate_mutable(self._allocation, num_fresh)
+            self._allocator.allocate_mutable(self.allocation, num_fresh)
 
     def _need(self, new: Resumption, before: Sequence[int]) -> None:
         """Hold the window blocks that `new` needs, and release those that are needed no more.
@@ -428,7 +386,7 @@ class BlockTable:
             before: blocks of the table, with those that were cut off.
         """
         old, block_ids = self._resumption, self.block_ids
-        self._allocation.resumption = new
+        self.allocation.resumption = new
         for group in self.groups:
             needed = group.span(*new)
             group.hold(block_ids[needed.start : needed.stop])

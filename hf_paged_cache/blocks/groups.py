@@ -1,14 +1,45 @@
 """Finds after how many tokens of a sequence all groups of layers can resume it.
 
-A group is the layers that need the same of a sequence to resume it. Layers that see every token are in no group: a
-cached block is all that they need.
+A group is the layers that need the same of a sequence to resume it: those with one window, or those that carry a state.
+Layers that see every token are in no group: a cached block is all that they need.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`Window` lets a query see itself and the `size - 1` tokens before it.
+
+    Examples:
+        >>> Window(8).handed_from(20), Window(8).needed(20)
+        (13, range(13, 20))
+    """
+
+    size: int
+
+    @property
+    def name(self) -> int | str:
+        """Name of the group, in the pool and in files."""
+        return self.size
+
+    @property
+    def most_needed(self) -> int:
+        """Most tokens that `needed` returns: the last token is always kept."""
+        return max(1, self.size - 1)
+
+    def needed(self, num_tokens: int) -> range:
+        """Return the positions of the tokens that must be kept to resume after `num_tokens` tokens."""
+        return range(max(0, num_tokens - self.most_needed), num_tokens)
+
+    def handed_from(self, start: int) -> int:
+        """Return the first column that attention is handed in a forward from column `start` on."""
+        return max(0, start - self.size + 1)
 
 
 class Group(Protocol):
@@ -38,7 +69,7 @@ def resumable(groups: Iterable[Group], block_ids: Sequence[int], num_tokens: int
     Effects: none. There may be fewer blocks than `num_tokens` tokens need.
 
     Examples:
-        >>> from . import PrefixCachingBlockAllocator, Window, WindowBlocks
+        >>> from . import PrefixCachingBlockAllocator, WindowBlocks
         >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
         >>> group = WindowBlocks(allocator, Window(3), num_blocks=4)
         >>> group.places.update({1: 3, 2: 1})  # block -> window block

@@ -14,6 +14,7 @@ from hashlib import sha256
 from typing import NamedTuple
 
 from ..errors import CacheArgumentError
+from .tokens import TokenIds, common_prefix_length
 
 TOKEN_BYTES = 8  # bytes of one token id, in a hash and in `array('q')`
 _PORTION_BYTES = 32 * 1024
@@ -77,7 +78,7 @@ def token_array(token_ids: Iterable[int]) -> array[int]:
 
 
 class HashChain:
-    """`HashChain` holds the tokens and the block hashes of one sequence that grows and is cut.
+    """`HashChain` holds the tokens and the block hashes of one sequence, which may grow and be cut.
 
     A hash is computed once, when it is asked for.
     Ranges, in blocks: `[0, len(_hashes))` hashed | `[len(_hashes), num_full_blocks)` full, not yet hashed | the rest.
@@ -85,60 +86,49 @@ class HashChain:
     Args:
         root: parent of the first block's hash, see `root_hash`.
         block_size: tokens of a block, at least 1.
+        token_ids: tokens of the sequence, which are copied.
         extra_keys: function of a logical block index that returns bytes for the block's hash to cover besides tokens;
             empty for none.
 
+    Attributes:
+        token_ids: position -> token id; others may append to it.
+
     Examples:
-        >>> chain = HashChain(root_hash(b"model"), block_size=2)
-        >>> chain.extend([1, 2, 3])
+        >>> chain = HashChain(root_hash(b"model"), 2, [1, 2, 3])
         >>> [len(block_hash.digest) for block_hash in chain.hashes()]
         [32]
     """
 
     __slots__ = ("_hashes", "block_size", "extra_keys", "root", "token_ids")
 
-    def __init__(self, root: bytes, block_size: int, extra_keys: Callable[[int], bytes] | None = None) -> None:
-        if block_size < 1:
-            raise CacheArgumentError(f"block_size is {block_size}; it must be at least 1 token")
+    def __init__(
+        self,
+        root: bytes,
+        block_size: int,
+        token_ids: Iterable[int] = (),
+        extra_keys: Callable[[int], bytes] | None = None,
+    ) -> None:
         self.root = root
         self.block_size = block_size
         self.extra_keys = extra_keys
-        self.token_ids: array[int] = array("q")  # position -> token id
+        self.token_ids = token_array(token_ids)[:]
         self._hashes: list[BlockHash] = []  # logical block index -> hash, as far as asked for
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return len(self.token_ids)
 
     @property
     def num_full_blocks(self) -> int:
         """Number of full blocks, each of which has a hash, asked for or not."""
         return len(self.token_ids) // self.block_size
 
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Append tokens, and hash nothing.
-
-        Raises:
-            CacheArgumentError: a token is no 64-bit integer; nothing was appended.
-        """
-        self.token_ids.extend(token_array(token_ids))
+    def continued(self, token_ids: TokenIds) -> HashChain:
+        """Return a chain of these tokens, which need not hash again the blocks that both begin with."""
+        other = HashChain(self.root, self.block_size, token_ids, self.extra_keys)
+        other._hashes = self._hashes[: common_prefix_length(self.token_ids, token_ids) // self.block_size]
+        return other
 
     def truncate(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens and their hashes. Raises CacheArgumentError if there are fewer."""
-        if not 0 <= num_tokens <= len(self.token_ids):
-            raise CacheArgumentError(f"cannot keep {num_tokens} tokens; give 0 to {len(self.token_ids)}, all there are")
+        """Keep the first `num_tokens` tokens and their hashes."""
         del self._hashes[num_tokens // self.block_size :]
-        try:
-            del self.token_ids[num_tokens:]
-        except BufferError:  # a traceback holds an interrupted comparison that still reads the array
-            self.token_ids = self.token_ids[:num_tokens]
-
-    def copy(self) -> HashChain:
-        """Return an independent chain with the same tokens and the hashes computed so far."""
-        copied = HashChain(self.root, self.block_size, self.extra_keys)
-        copied.token_ids = self.token_ids[:]
-        copied._hashes = self._hashes[:]
-        return copied
+        del self.token_ids[num_tokens:]
 
     def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
         """Iterate over the hashes of full blocks `[start, stop)`, which are computed as they are asked for, and kept.
@@ -153,8 +143,9 @@ class HashChain:
                 ahead *= 2
             yield known[index]
 
-    def hashes_of(self, start: int, stop: int) -> list[BlockHash]:
+    def hashes_of(self, start: int = 0, stop: int | None = None) -> list[BlockHash]:
         """Return the hashes of full blocks `[start, stop)`, all computed at once."""
+        stop = len(self.token_ids) // self.block_size if stop is None else stop
         if len(self._hashes) < stop:
             self._hash_until(stop)
         return self._hashes[start:stop]

@@ -15,23 +15,14 @@ _MOST = 2**14  # roots remembered; where frequencies depend on length, every len
 
 
 class RootFacts(NamedTuple):
-    """`RootFacts` says what conditions the keys and values of a row besides its tokens.
+    """`RootFacts` says what conditions the keys and values of a row besides its tokens."""
 
-    Attributes:
-        digest: digest of the model, as of the last look at it.
-        salt: salt of the cache.
-        regime: what the row's forwards keep to: rotary frequencies that depend on length, and shapes.
-        adapter: name of the adapter that the row was given.
-        counted_from: number of columns of padding, where padding shows in keys and values.
-        first_position: position of the row's first token.
-    """
-
-    digest: bytes
+    digest: bytes  # of the model, as of the last look at it
     salt: bytes = b""
-    regime: bytes = b""
-    adapter: str = ""
-    counted_from: int = 0
-    first_position: int = 0
+    regime: bytes = b""  # what the row's forwards keep to: rotary frequencies that depend on length, and shapes
+    adapter: str = ""  # name of the adapter that the row was given
+    counted_from: int = 0  # columns of padding, where padding shows in keys and values
+    first_position: int = 0  # position of the row's first token
 
     def root(self) -> bytes:
         """Return the root of a row with these facts."""
@@ -47,7 +38,7 @@ class Roots:
         self._roots: dict[RootFacts, bytes] = {}
 
     def of(self, facts: RootFacts) -> bytes:
-        """Return the root of these facts. The root is remembered, so that a row of the next call costs one look-up."""
+        """Return the root of these facts, and remember it."""
         root = self._roots.get(facts)
         if root is None:
             root = facts.root()
@@ -68,4 +59,4 @@ class Roots:
 
     def all_of(self, digest: bytes, salt: bytes) -> list[RootFacts]:
         """Return the facts remembered of a model as it is now, and of one salt."""
-        return [facts for facts in list(self._facts.values()) if (facts.digest, facts.salt) == (digest, salt)]
+        return [facts for facts in self.all() if (facts.digest, facts.salt) == (digest, salt)]

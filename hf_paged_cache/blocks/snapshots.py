@@ -17,34 +17,20 @@ Content = TypeVar("Content")
 
 
 class Snapshots(Generic[Content]):
-    """`Snapshots` maps the digest of a block to its snapshot. If there are too many, the least recently used one goes.
+    """`Snapshots` is the `Group` of layers with a state: it maps the digest of a block to its snapshot.
 
-    A snapshot whose block has gone cannot be found, for nobody holds a block with its digest; `settle` drops it.
-
-    Args:
-        allocator: allocator of the blocks.
+    If there are too many, the least recently used one goes. A snapshot whose block has gone cannot be found, for nobody
+    holds a block with its digest; `settle` drops it.
 
     Attributes:
         most: most snapshots that there can be.
-        num_evictions: number of snapshots that gave way to others so far.
-        on_evict: function called with the block's digest and the content of each such snapshot; None: no function.
-
-    Examples:
-        >>> from . import BlockTable, PrefixCachingBlockAllocator, resumable, root_hash
-        >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
-        >>> table = BlockTable(allocator, root_hash(b"model"))
-        >>> table.allocate([1, 2, 3, 4, 5]), len(table.commit_full_blocks(5))
-        (0, 2)
-        >>> snapshots: Snapshots[str] = Snapshots(allocator, most=1)
-        >>> snapshots.keep(table.block_ids[1], "after 4 tokens"), resumable([snapshots], table.block_ids, 5)
-        (True, 4)
+        on_evict: function called with the block's digest and the content of each snapshot that gives way; None: none.
     """
 
     name = "states"
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, most: int = 0) -> None:
         self.most = most
-        self.num_evictions = 0
         self.on_evict: Callable[[bytes, Content], None] | None = None
         self._allocator = allocator
         self._contents: OrderedDict[bytes, Content] = OrderedDict()  # digest -> snapshot, the least recently used first
@@ -66,7 +52,6 @@ class Snapshots(Generic[Content]):
 
     def num_of(self, namespace: bytes) -> int:
         """Return the number of snapshots of one namespace's blocks.  Cost: a look at each snapshot."""
-        self.settle()
         blocks = map(self._allocator.hash_of_digest, self._contents)
         return sum(block is not None and block[1] == namespace for block in blocks)
 
@@ -79,21 +64,13 @@ class Snapshots(Generic[Content]):
         if digest is None:
             return False
         self.settle()
-        if digest in self._contents:
-            self._contents.move_to_end(digest)
-            return True
-        if self.most < 1:
-            return False
-        while len(self._contents) >= self.most:
-            self._evict()
-        self._contents[digest] = content
+        if digest not in self._contents:
+            if self.most < 1:
+                return False
+            self._shrink(self.most - 1)
+            self._contents[digest] = content
+        self._contents.move_to_end(digest)
         return True
-
-    def drop(self, block_id: int) -> None:
-        """Forget a block's snapshot, if it has one."""
-        digest = self._allocator.digest_of(block_id)
-        if digest is not None:
-            self._contents.pop(digest, None)
 
     def seen(self, num_tokens: int) -> range:
         """Return the index of the last full block, as a range; see `Group`."""
@@ -117,32 +94,28 @@ class Snapshots(Generic[Content]):
         self._contents.move_to_end(digest)
         return self._contents[digest]
 
-    def settle(self) -> None:
-        """Forget snapshots whose blocks have gone."""
-        now = (self._allocator.num_evictions, self._allocator.version)
-        if self._seen != now:
-            for digest in self._gone():
-                del self._contents[digest]
-            self._seen = now
-
-    def _gone(self) -> list[bytes]:
-        return [digest for digest in self._contents if self._allocator.hash_of_digest(digest) is None]
-
-    def limit(self, most: int) -> None:
-        """Allow `most` snapshots from now on; the least recently used ones beyond that number go."""
-        self.most = most
-        while len(self._contents) > most:
-            self._evict()
-
     def of_digest(self, digest: bytes) -> Content | None:
         """Return the snapshot at the end of the block with this digest, or None. This does not count as a use."""
         return self._contents.get(digest)
 
-    def _evict(self) -> None:
-        digest, content = self._contents.popitem(last=False)
-        self.num_evictions += 1
-        if self.on_evict is not None:
-            self.on_evict(digest, content)
+    def limit(self, most: int) -> None:
+        """Allow `most` snapshots from now on; the least recently used ones beyond that number go."""
+        self.most = most
+        self._shrink(most)
+
+    def _shrink(self, most: int) -> None:
+        while len(self._contents) > most:
+            digest, content = self._contents.popitem(last=False)
+            if self.on_evict is not None:
+                self.on_evict(digest, content)
+
+    def settle(self) -> None:
+        """Forget snapshots whose blocks have gone."""
+        now = (self._allocator.num_evictions, self._allocator.version)
+        if self._seen != now:
+            for digest in [each for each in self._contents if self._allocator.hash_of_digest(each) is None]:
+                del self._contents[digest]
+            self._seen = now
 
     def reset(self) -> None:
         """Forget all snapshots."""
@@ -151,7 +124,7 @@ class Snapshots(Generic[Content]):
     def check(self) -> None:
         """Raise BlockStateError unless each snapshot's block can be hit, and there are at most `most` snapshots."""
         self.settle()
-        gone = self._gone()
+        gone = [digest for digest in self._contents if self._allocator.hash_of_digest(digest) is None]
         if gone or len(self._contents) > max(0, self.most):
             digests = [digest.hex()[:8] for digest in self._contents]
             raise BlockStateError(

@@ -12,10 +12,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from ..errors import BlockStateError, OutOfBlocksError
-from .allocation import Allocation, Resumption
-from .allocator import PrefixCachingBlockAllocator
+from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
+from .groups import Window
 from .hashing import BlockHash
-from .window import Window
 
 
 class Changing:
@@ -53,8 +52,6 @@ class WindowBlocks:
     it is derived again.
 
     Args:
-        allocator: allocator of the blocks.
-        window: what the layers see.
         num_blocks: number of window blocks at first, with number 0.
 
     Attributes:
@@ -64,13 +61,6 @@ class WindowBlocks:
         num_evictions: number of idle window blocks that were taken so far.
         on_evict: function called for each of these with the group's name, the window block's number, and the hash and
             namespace of its block. The content is there until the next write. None: no function.
-
-    Examples:
-        >>> from .window import Window
-        >>> allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=2)
-        >>> group = WindowBlocks(allocator, Window(3), num_blocks=4)
-        >>> group.span(8, 8)
-        range(3, 4)
     """
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, window: Window, num_blocks: int) -> None:
@@ -148,7 +138,7 @@ class WindowBlocks:
         if num_blocks > len(self._free) + self.num_idle:
             of_all = f"{len(self._free)} free + {self.num_idle} idle of {self.num_blocks - 1}"
             raise OutOfBlocksError(
-                f"need {num_blocks} blocks of layers with {self.window.words}: "
+                f"need {num_blocks} blocks of layers with a window of {self.window.size} tokens: "
                 f"{'there are fewer' if namespace else of_all}; "
                 "free what is no longer needed or give the pool more blocks"
             )
@@ -292,6 +282,6 @@ class WindowBlocks:
             return
         resumptions = [(allocation.block_ids, allocation.resumption) for allocation in allocations]
         raise BlockStateError(
-            f"{problem}\n{self.window.words}, places: {self.places}\nfree: {self._free}\npassed: {list(self._passed)}, "
+            f"{problem}\n{self.window}, places: {self.places}\nfree: {self._free}\npassed: {list(self._passed)}, "
             f"ends: {list(self._ends)}\nallocations: {resumptions}"
         )

@@ -6,7 +6,7 @@ call before becomes the rows' own where they go on in it: then nothing is copied
 
 from collections.abc import Mapping, Sequence
 
-from ..blocks.window import Window
+from ..blocks import Window
 from ..kv.states import States, row_of, stacked
 from ..rows import memory
 from ..rows.groups import Group

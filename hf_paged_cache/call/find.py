@@ -203,7 +203,7 @@ def _anywhere(
     if not are_wanted and block < chain.num_full_blocks:  # do blocks know more than that row?
         are_wanted = bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), row.salt))
     if are_wanted:
-        lease = store.leases.take(chain.hashes_of(0, chain.num_full_blocks), row.salt)
+        lease = store.leases.take(chain.hashes_of(), row.salt)
         num_held = len(lease.block_ids) * size
         if are_images:
             lease, num_held = _up_to_an_image(store, row, lease, whole_images(tokens, num_held), num_held, None)
@@ -222,7 +222,7 @@ def _exactly(
     num_there = whole_images(tokens, min(num_common, most))
     if closest is None or not closest.can_go_on_at(num_there):
         closest, num_there, num_common = None, 0, 0
-    hashes = chain.hashes_of(0, chain.num_full_blocks)
+    hashes = chain.hashes_of()
     lease, num_held, num_whole, num_matched = store.leases.take_resumable(hashes, row.salt, tokens, most)
     if hold_images(tokens):
         lease, num_held = _up_to_an_image(store, row, lease, num_held, num_matched, latest)
@@ -259,10 +259,8 @@ def _up_to_an_image(
     end = end_of_image(row.token_ids, num_matched, num_matched + store.block_size)
     if end is None or (latest is not None and end > latest - row.pad):
         return lease, num_held
-    chain = HashChain(row.root, store.block_size)
-    chain.extend(filled_up(row.token_ids, end, store.block_size))
-    hashes = chain.hashes_of(0, chain.num_full_blocks)
-    longer, num_tokens, _, _ = store.leases.take_resumable(hashes, row.salt, row.token_ids, end)
+    chain = HashChain(row.root, store.block_size, filled_up(row.token_ids, end, store.block_size))
+    longer, num_tokens, _, _ = store.leases.take_resumable(chain.hashes_of(), row.salt, row.token_ids, end)
     if num_tokens < end:
         store.leases.give_back(longer)
         return lease, num_held
@@ -272,13 +270,8 @@ def _up_to_an_image(
 
 def chain_of(root: bytes, size: int, tokens: TokenIds, chains: Mapping[bytes, HashChain]) -> HashChain:
     """Return a row's tokens and their hashes, of which those are not computed again that a chain of its root has."""
-    if root not in chains:
-        chain = HashChain(root, size)
-    else:
-        chain = chains[root].copy()  # whoever has that row may go on with it
-        chain.truncate(common_prefix_length(chain.token_ids, tokens))
-    chain.extend(tokens[len(chain) :])
-    return chain
+    known = chains.get(root)
+    return HashChain(root, size, tokens) if known is None else known.continued(tokens)
 
 
 def why_stopped(num_known: int, token_ids: TokenIds, block_size: int, num_previous: int | None) -> str:

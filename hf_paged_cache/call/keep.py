@@ -9,11 +9,9 @@ from itertools import chain
 
 import torch
 
-from ..blocks import Allocation, BlockHash, HashChain
+from ..blocks import Allocation, BlockHash, Changing, HashChain, Window, WindowBlocks
 from ..blocks.image_tokens import filled_up
 from ..blocks.tokens import TokenIds
-from ..blocks.window import Window
-from ..blocks.window_blocks import Changing, WindowBlocks
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import Slab
 from ..kv.states import States

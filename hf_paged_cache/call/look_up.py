@@ -90,9 +90,8 @@ def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequen
     row, num_common = closest_row(last, new)
     found = [row.token_ids[num_tokens:]] if row is not None and num_common >= num_tokens else []
     if num_tokens % store.block_size == 0:
-        chain = HashChain(new.root, store.block_size)
-        chain.extend(new.token_ids[:num_tokens])
-        parent = chain.hashes_of(chain.num_full_blocks - 1, chain.num_full_blocks)[0].digest if num_tokens else new.root
+        chain = HashChain(new.root, store.block_size, new.token_ids[:num_tokens])
+        parent = chain.hashes_of()[-1].digest if num_tokens else new.root
         known = store.allocator.hashes(new.salt).values()
         found += [tokens_of(block_hash.token_bytes) for block_hash in known if block_hash.parent == parent]
     rest = new.token_ids[num_tokens:]

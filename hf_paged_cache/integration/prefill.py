@@ -135,8 +135,7 @@ class Prefill:
         """Raise OutOfBlocksError if the prompts' blocks cannot be cached at a time."""
         allocator, wanted = self._blocks.allocator, set()
         for prompt in prompts:
-            chain = HashChain(prompt.root, allocator.block_size)
-            chain.extend(prompt.token_ids)
+            chain = HashChain(prompt.root, allocator.block_size, prompt.token_ids)
             wanted |= {(block_hash, prompt.salt) for block_hash in chain.hashes()}
         found = [allocator.match_prefix((block_hash,), salt) for block_hash, salt in wanted]
         num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks.window import Window
-from ..blocks.window_blocks import WindowBlocks
+from ..blocks import Window, WindowBlocks
 from .tensors import zeros
 
 _HOST = torch.device("cpu")

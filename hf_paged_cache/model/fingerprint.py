@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import root_hash
+from ..blocks import Window, root_hash
 from ..blocks.roots import Roots
-from ..blocks.window import Window
 from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
 from .distributed import rank_groups

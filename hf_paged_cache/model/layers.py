@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
-from ..blocks.window import Window
+from ..blocks import Window
 
 # Exact types: a subclass may hold more. Older versions lack some of the types that carry a state.
 _STATE_LAYERS = tuple(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks.window import Window
+from ..blocks import Window
 from . import memory
 from .layers import RowsLayer, WindowLayer, room_for
 from .memory import Columns, Shape, Streams

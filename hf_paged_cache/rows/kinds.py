@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from ..blocks.window import Window
+from ..blocks import Window
 from ..model.layers import has_index, has_keys, has_state, holds_nothing
 from .layers import IndexedLayer, PlaceholderLayer, RowsLayer, WindowLayer
 from .states import StatePlaces, StatesAndColumnsLayer, StatesAndWindowLayer, states_alone

@@ -14,7 +14,7 @@ from transformers import cache_utils
 from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
 from ..attention.lazy import as_dense
-from ..blocks.window import Window
+from ..blocks import Window
 from ..errors import ForwardMismatchError
 from ..kv.tensors import zeros
 from ..model.layers import INDEX, put_streams

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from ..blocks.window import Window
+from ..blocks import Window
 from ..kv.states import (
     StateKey,
     StateLayer,

@@ -70,14 +70,13 @@ class BlockStore:
         *,
         has_budget: bool,
         tiers: Tiers | None,
-        eviction: str,
     ) -> None:
         self.lock = new_lock(self)
         self.block_size = block_size
         self.max_num_blocks = num_blocks
         self._promised_num_blocks = num_blocks  # most blocks, as given or settled
         self._has_budget = has_budget or num_blocks is None
-        self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size, eviction)
+        self.allocator = PrefixCachingBlockAllocator(self._first_num_blocks, block_size)
         self.windows = WindowGroups(self.allocator, window_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_budget
         self.states = StateSnapshots(self.allocator, states, bytes_per_block, has_least=has_least)

@@ -8,11 +8,9 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..blocks import Allocation, BlockHash, Group, PrefixCachingBlockAllocator, resumable
-from ..blocks.allocation import Resumption
+from ..blocks import Allocation, BlockHash, Changing, Group, PrefixCachingBlockAllocator, Resumption, resumable
 from ..blocks.image_tokens import WholeImages
 from ..blocks.tokens import TokenIds
-from ..blocks.window_blocks import Changing
 from .state_snapshots import StateSnapshots
 from .window_groups import WindowGroups
 
@@ -64,19 +62,21 @@ class Leases:
 
     def resume(self, lease: Allocation, num_tokens: int) -> None:
         """Note that rows resume `num_tokens` tokens into a lease, and hold what windows see there, as far as kept."""
-        lease.resumption = Resumption.at(num_tokens)
+        lease.resumption = Resumption(num_tokens, num_tokens)
         for group in self._windows.groups:
             group.hold(lease.block_ids[index] for index in group.seen(num_tokens))
 
     def give_back(self, lease: Allocation) -> None:
         """Free a lease. Where its rows could resume, others are likely to resume, too."""
-        groups = self._windows.groups if lease.resumption is not None else []
-        with Changing(groups):
-            block_ids, resumption = [*lease.block_ids], lease.resumption
-            lease.free()
-            for group in groups:
-                if resumption is not None:
-                    group.leave(block_ids, resumption)
+        resumption = lease.resumption
+        if resumption is None:
+            self._allocator.free(lease)
+            return
+        with Changing(self._windows.groups):
+            block_ids = [*lease.block_ids]
+            self._allocator.free(lease)
+            for group in self._windows.groups:
+                group.leave(block_ids, resumption)
 
     def fork(self, lease: Allocation, num_blocks: int) -> Allocation:
         """Return another lease of the first blocks of a lease."""

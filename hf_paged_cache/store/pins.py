@@ -48,11 +48,8 @@ class Pins:
             CacheArgumentError: there is no such prefix in the cache; nothing has changed.
             OutOfBlocksError: there is no room for its window blocks; nothing has changed.
         """
-        hashes = HashChain(root, self._allocator.block_size)
-        hashes.extend(token_ids)
-        found = self._leases.take_resumable(
-            hashes.hashes_of(0, hashes.num_full_blocks), salt, token_ids, len(token_ids)
-        )
+        hashes = HashChain(root, self._allocator.block_size, token_ids).hashes_of()
+        found = self._leases.take_resumable(hashes, salt, token_ids, len(token_ids))
         has_room = self._windows.have_room
         if not has_room or not found.num_tokens:
             self._leases.give_back(found.lease)

@@ -34,8 +34,6 @@ def stats_of(
         num_pinned = len(group.needed_by(store.pins.allocations(salt or None)))
         num_evictions += group.num_evictions
         num_free, num_managed = group.num_free, group.num_blocks
-    of_all = store.call_totals.metrics
-    num_hit = min(of_all.num_hit_tokens + allocator.num_missed_blocks * store.block_size, of_all.num_queried_tokens)
     return CacheStats(
         prompt_tokens=metrics.num_queried_tokens,
         computed_tokens=metrics.num_queried_tokens - num_saved,
@@ -59,7 +57,6 @@ def stats_of(
         static_bytes=None if salt else static.num_bytes,
         num_graphs=None if salt else static.num_graphs,
         tiers=() if store.tiers is None else store.tiers.stats(store.layout.kinds, salt),
-        hit_rate_with_twice=None if salt else num_hit / max(1, of_all.num_queried_tokens),
         computed_because=tuple(totals.computed_because.most_common()),
         backend=None if salt else backend,
     )

@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks import Allocation, Group, HashChain, resumable_where
+from ..blocks import Allocation, Changing, Group, HashChain, resumable_where
 from ..blocks.tokens import TokenIds
-from ..blocks.window_blocks import Changing
 from ..errors import OutOfBlocksError
 from ..kv.contents import BLOCKS, STATES, Kind, states_of_row, to_device, write_blocks
 from ..tiers.run import Run
@@ -127,8 +126,7 @@ def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
         return None
     tiers.lay_out(store.layout.parts())
     match, size = store.allocator.match_prefix, store.block_size
-    chain = HashChain(row.root, size)
-    chain.extend(row.token_ids)
+    chain = HashChain(row.root, size, row.token_ids)
     has_tensors = BLOCKS in store.layout.parts()
     ids: list[int | None] = [*match(chain.hashes(0), row.namespace)]
     for block_hash in chain.hashes(len(ids)):

@@ -14,9 +14,7 @@ def hashes():
     """Hashes of the full blocks of `token_ids`, block size 2."""
 
     def hashes_of(token_ids, root=ROOT):
-        chain = HashChain(root, 2)
-        chain.extend(token_ids)
-        return list(chain.hashes())
+        return HashChain(root, 2, token_ids).hashes_of()
 
     return hashes_of
 

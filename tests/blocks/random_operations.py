@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import argparse
 import gc
-import math
 import random
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice, takewhile
+from itertools import cycle, islice
 from typing import NamedTuple
-from unittest.mock import patch
 
 import pytest
 
@@ -33,14 +31,12 @@ from hf_paged_cache.blocks import (
     HashChain,
     PrefixCachingBlockAllocator,
     Snapshots,
+    Window,
     WindowBlocks,
-    eviction,
     resumable,
     root_hash,
 )
-from hf_paged_cache.blocks.eviction import END, ONCE, Reuse
 from hf_paged_cache.blocks.for_engines import Ring
-from hf_paged_cache.blocks.window import Window
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
 from .snapshot import snapshot_of
@@ -60,21 +56,16 @@ class World(NamedTuple):
     windows: dict[int, int] = {}  # noqa: RUF012  # window -> window blocks
     num_snapshots: int = 0
     has_engine: bool = False  # rings, and blocks whose content comes later
-    eviction: str = "reuse"
     is_checked: bool = True  # `check` after each operation; it derives anew what an operation may have left wrong
 
     def __str__(self) -> str:
         how = [name for name in ("engine", "checked") if getattr(self, f"{'has' if name == 'engine' else 'is'}_{name}")]
-        return (
-            f"{self.eviction} {self.num_blocks}x{self.block_size} {self.windows} {self.num_snapshots} snapshots "
-            f"{' '.join(how)}"
-        )
+        return f"{self.num_blocks}x{self.block_size} {self.windows} {self.num_snapshots} snapshots {' '.join(how)}"
 
 
 WORLDS = (
     World(2, 9, 12, has_engine=True),
     World(2, 17, 24, {7: 9}),
-    World(2, 9, 12, eviction="lru", has_engine=True),
     World(1, 25, 20, {1: 5, 2: 7, 7: 17}, num_snapshots=40),
     World(2, 17, 14, has_engine=True, num_snapshots=4),
     World(4, 15, 44, {2: 6, 16: 13}),
@@ -123,24 +114,13 @@ class Prefixes:
 class Model:
     """What allocator and tables must do, by search; a block's hash is the number of the prefix that ends with it."""
 
-    def __init__(self, num_blocks: int, size: int, prefixes: Prefixes, eviction: str) -> None:
+    def __init__(self, num_blocks: int, size: int, prefixes: Prefixes) -> None:
         self.size, self.prefixes, self.num_blocks = size, prefixes, num_blocks
         self.free = list(range(1, num_blocks))  # next handed out first
         self.cached: list[int] = []  # the least recently used first
-        self.clock = 0
-        self.used: dict[int, int] = {}  # block -> when it was given back last
-        self.kind: dict[int, int] = {}
-        self.line: dict[int, int] = {}  # cached block -> line
-        self.newer: dict[int, tuple[int, int, int]] = {}  # evicted hash -> kind, time, evictions before
-        self.older: dict[int, tuple[int, int, int]] = {}
-        self.missed = 0
-        self.chosen, self.num_chosen, self.latest = (
-            0,
-            0,
-            0.0,
-        )  # line from which so many, used no later, are evicted next
-        self.spared_from: float = math.inf  # what was given back later goes only where it is the least recently used
-        self.reuse = Reuse(num_blocks, learns=eviction == "reuse")  # told of one block after the other
+        self.reused: set[int] = set()  # blocks in use or cached that were used again
+        self.newer: set[int] = set()  # hashes evicted lately
+        self.older: set[int] = set()
         self.hash: dict[int, int] = {}
         self.namespace: dict[int, bytes] = {}  # of every block that was ever taken
         self.uncomputed: set[int] = set()
@@ -174,105 +154,53 @@ class Model:
 
     def take(self, number: int, namespace: bytes) -> list[int]:
         taken, self.free = self.free[:number], self.free[number:]
-        evicted: dict[int, tuple[int, int, int]] = {}
-        while len(taken) + len(evicted) < number:
-            run = self.victims()[: number - len(taken) - len(evicted)]
-            if not run:
-                self.choose()
-            self.num_chosen -= len(run)
-            for block in run:
-                self.cached.remove(block)
-                evicted[block] = self.kind[block], self.used[run[0]], self.evictions
-            self.newer |= {self.hash.pop(block): evicted[block] for block in run}
-            if len(self.newer) >= 2 ** math.ceil(math.log2(3 * self.num_blocks + 1)) * 2 // 3:
-                self.older, self.newer = self.newer, {}
-        self.evictions += len(evicted)
-        for block in (*taken, *evicted):
-            self.kind[block] = ONCE
-            self.content[block] = [DIED] * self.size
+        while len(taken) < number:
+            block = self.victim()
+            self.cached.remove(block)
+            self.newer.add(self.hash.pop(block))
+            self.evictions += 1
+            taken.append(block)
+        if len(self.newer) > self.num_blocks:
+            self.older, self.newer = self.newer, set()
+        for block in taken:
+            self.reused.discard(block)
+            if all(source != block for source, _ in self.copies):  # else it is read before it is written
+                self.content[block] = [DIED] * self.size
             self.namespace[block] = namespace
-        return [*taken, *evicted]
+        return taken
 
-    def victims(self) -> list[int]:
-        """The least recently used of the line that was chosen, as many as were, and used no later."""
-        of_line = [block for block in self.cached if self.line[block] == self.chosen]
-        return [*takewhile(lambda block: self.used[block] <= self.latest, of_line)][: self.num_chosen]
+    def victim(self) -> int:
+        """The least recently used block, but none that was used again while these are no more than half of the pool."""
+        once = [block for block in self.cached if block not in self.reused]
+        if once and 2 * (len(self.cached) - len(once)) <= self.num_blocks:
+            return once[0]
+        return self.cached[0]
 
-    def choose(self) -> None:
-        """The line of the least recently used block, unless the first of another is clearly less often used again."""
-
-        def density(block: int) -> float:
-            return self.reuse.density(self.kind[block], self.clock - self.used[block])
-
-        def age_class(time: int) -> int:
-            return self.reuse.class_of(self.clock - time)
-
-        firsts = {self.line[block]: block for block in reversed(self.cached)}  # line -> its first block
-        of_copies = {line for line, block in firsts.items() if self.used[block] > self.spared_from}
-        self.chosen = self.line[self.cached[0]]
-        self.num_chosen = 1 + self.num_blocks // 16
-        others = [line for line in sorted(firsts) if line not in of_copies]
-        sparsest = min(others, key=lambda line: density(firsts[line]), default=self.chosen)
-        if density(firsts[sparsest]) < 0.7 * density(self.cached[0]):
-            self.chosen, time = sparsest, self.used[firsts[sparsest]]
-            while age_class(time + 1) == age_class(self.used[firsts[sparsest]]) and time < self.clock:
-                time += 1
-            self.latest = min(time, self.spared_from)
-        else:
-            second = min((self.used[block] for line, block in firsts.items() if line != self.chosen), default=math.inf)
-            latest = min(second + self.num_chosen // 4, self.spared_from)
-            self.latest = max(latest, self.used[self.cached[0]])
-
-    def recall(self, blocks: list[int]) -> None:
-        """These have hashes from here on, one behind the other."""
-        for block in blocks:
-            end = self.hash.get(block)
-            if end not in self.newer and end not in self.older:
-                break
-            kind, time, evictions = self.newer.pop(end) if end in self.newer else self.older.pop(end)
-            self.missed += self.evictions - len(blocks) - evictions <= self.num_blocks
-            self.use_again(block, kind, time)
-
-    def use_again(self, block: int, kind: int, time: int) -> None:
-        self.reuse.used_again(kind, self.clock - time)
-        self.kind[block] = min(11, max(kind, ONCE) + 1)
+    def name(self, block: int, end: int) -> None:
+        """Give a block a hash."""
+        self.hash[block] = end
+        if end in self.newer | self.older:
+            self.reused.add(block)
 
     def queue(self) -> list[int]:
-        return [*self.free, *sorted(self.cached, key=self.line.__getitem__)]
+        return [*self.free, *sorted(self.cached, key=self.reused.__contains__)]
 
     def hold(self, blocks: list[int]) -> None:
-        last: tuple[int, int] = (0, 0)  # kind, time
-        for block in (block for block in blocks if block in self.cached):
-            last = last if last[0] == self.kind[block] else (self.kind[block], self.used[block])
-            self.use_again(block, *last)
+        self.reused.update(block for block in blocks if block in self.cached)
         self.cached = [block for block in self.cached if block not in blocks]
 
     def settle(self, dropped: list[int]) -> None:
         """Put each block of `dropped` that nobody holds any more where it belongs."""
-        given_back: list[int] = []
         for block in dropped:
             if self.refs(block):
                 continue
-            self.clock += 1
-            self.used[block] = self.clock
             if block in self.uncomputed:
                 self.uncomputed.discard(block)
                 del self.hash[block]
             if block in self.hash:
                 self.cached.append(block)
-                given_back.append(block)
             else:
                 self.free.insert(0, block)
-        if given_back:
-            if self.kind[given_back[0]] == ONCE:
-                self.kind[given_back[0]] = END
-            for block in given_back:
-                self.reuse.given_back(self.kind[block], 1)
-        for block in given_back:
-            self.line[block] = self.reuse.lines[self.kind[block]]
-        if given_back and self.evictions >= self.num_blocks and self.clock >= self.reuse.next_time:
-            self.reuse.compute(self.clock)
-            self.num_chosen = 0
 
     def drop(self, holder: Sequence) -> None:
         self.holders = [other for other in self.holders if other is not holder]
@@ -301,16 +229,14 @@ class Model:
     def copy(self, holder: Sequence, index: int) -> None:
         (block,) = self.take(1, holder.namespace)
         source, holder.blocks[index] = holder.blocks[index], block
-        self.spared_from = min(self.spared_from, self.clock)
-        self.num_chosen = 0
         self.settle([source])
         self.copies.append((source, block))
 
     def commit(self, holder: Sequence, stop: int, *, takes_over: bool) -> None:
         """Blocks up to `stop`; equal ones are forgotten, or take their place."""
         replaced, ends = [], self.ends(holder.namespace, holder.tokens)
-        fresh = holder.blocks[holder.num_committed : stop]
         if takes_over:
+            fresh = holder.blocks[holder.num_committed : stop]
             known = [self.find(end) for end in ends[holder.num_committed : stop]]
             equal = [other for own, other in zip(fresh, known, strict=True) if other not in (None, own)]
             self.forget([other for other in equal if other is not None and other not in self.uncomputed])
@@ -322,9 +248,9 @@ class Model:
             if other not in (None, own):  # it has no content yet
                 del self.hash[other]
                 self.uncomputed.discard(other)
-            self.hash[own] = ends[index]
+            if own not in self.hash:
+                self.name(own, ends[index])
             self.uncomputed.discard(own)
-        self.recall(fresh)
         self.hold([other for _, _, other in replaced])
         for index, _, other in replaced:
             holder.blocks[index] = other
@@ -361,9 +287,8 @@ class Model:
         for end, block in zip(ends, found, strict=True):
             if block is None:
                 block = fresh.pop(0)
-                self.hash[block] = end
+                self.name(block, end)
                 self.uncomputed.add(block)
-                self.recall([block])
             made.blocks.append(block)
         self.holders.append(made)
         return made
@@ -372,7 +297,7 @@ class Model:
         for block in blocks:
             del self.hash[block]
             self.uncomputed.discard(block)
-        self.free = [block for block in blocks if block in self.cached] + self.free
+        self.free = [block for block in reversed(blocks) if block in self.cached] + self.free
         self.cached = [block for block in self.cached if block not in blocks]
 
 
@@ -382,10 +307,10 @@ class Driver:
     def __init__(self, world: World, prefixes: Prefixes | None = None, max_tables: int = 5) -> None:
         self.world, self.size, self.max_tables = world, world.block_size, max_tables
         self.prefixes = Prefixes() if prefixes is None else prefixes
-        self.allocator = PrefixCachingBlockAllocator(world.num_blocks, self.size, world.eviction)
+        self.allocator = PrefixCachingBlockAllocator(world.num_blocks, self.size)
         self.groups = [WindowBlocks(self.allocator, Window(window), number) for window, number in world.windows.items()]
         self.snapshots: Snapshots[int] = Snapshots(self.allocator, world.num_snapshots)
-        self.model = Model(world.num_blocks, self.size, self.prefixes, world.eviction)
+        self.model = Model(world.num_blocks, self.size, self.prefixes)
         self.tables: list[tuple[BlockTable, Sequence]] = []
         self.awaiting: list[tuple[Allocation, Sequence]] = []  # of allocate_immutable
         self.rings: list[tuple[Ring, Sequence]] = []
@@ -567,7 +492,6 @@ class Driver:
 
     def make_copies(self) -> None:
         content, expected, self.model.copies = self.model.content, self.model.copies, []
-        self.model.spared_from = math.inf
         assert list(self.allocator.pending_copies) == expected
         self.allocator.drop_copies(len(expected))
         self.counts["copies"] += len(expected)
@@ -642,8 +566,7 @@ class Driver:
     # Operations of engines.
 
     def allocate_immutable(self, tokens: list[int], namespace: bytes) -> None:
-        chain = HashChain(ROOTS[namespace], self.size)
-        chain.extend(tokens)
+        chain = HashChain(ROOTS[namespace], self.size, tokens)
         allocation = self.allocator.allocate(namespace=namespace)
         made: list[Sequence] = []
         naive = lambda: made.append(self.model.allocate_immutable(tokens, namespace))  # noqa: E731
@@ -706,15 +629,6 @@ class Driver:
         if not collected:
             real.free()
 
-    def mark_accessed(self, which: int) -> None:
-        if self.model.cached:
-            block = self.model.cached.pop(which % len(self.model.cached))
-            self.allocator.mark_accessed([block])
-            self.model.cached.append(block)
-            self.model.clock += 1
-            self.model.used[block] = self.model.clock
-            self.model.line[block] = self.model.reuse.lines[self.model.kind[block]]
-
     # Operations on snapshots.
 
     def touch_kept(self, end: int) -> None:
@@ -737,7 +651,7 @@ class Driver:
     def drop_snapshot(self, which: int, index: int) -> None:
         _, sequence = self.tables[which]
         if index < sequence.num_committed and sequence.blocks[index] in self.model.hash:
-            self.snapshots.drop(sequence.blocks[index])
+            self.snapshots._contents.pop(self.digest(self.model.hash[sequence.blocks[index]]), None)
             self.kept = [end for end in self.kept if end != self.model.hash[sequence.blocks[index]]]
 
     def limit(self, most: int) -> None:
@@ -761,12 +675,9 @@ class Driver:
             self.allocator.grow(self.model.num_blocks + 1)
             self.model.free.insert(0, self.model.num_blocks)
             self.model.num_blocks += 1
-            self.model.reuse = Reuse(self.model.num_blocks, learns=self.model.reuse.learns)
-            self.model.num_chosen = 0
 
     def forget(self, tokens: list[int], namespace: bytes) -> None:
-        chain = HashChain(ROOTS[namespace], self.size)
-        chain.extend(tokens)
+        chain = HashChain(ROOTS[namespace], self.size, tokens)
         self.allocator.forget([*chain.hashes()] * 2, namespace)  # what is given twice is forgotten once
         found = map(self.model.find, self.model.ends(namespace, tokens))
         self.model.forget([block for block in found if block is not None])
@@ -774,8 +685,9 @@ class Driver:
     def forget_cached(self, namespace: bytes | None) -> None:
         self.allocator.forget_cached_blocks(namespace)
         if namespace is None:
-            self.model.newer, self.model.older = {}, {}
-        self.model.forget([i for i in self.model.cached if namespace in (None, self.model.namespace[i])])
+            self.model.newer, self.model.older = set(), set()
+        cached = sorted(self.model.cached, key=self.model.reused.__contains__)
+        self.model.forget([i for i in cached if namespace in (None, self.model.namespace[i])])
 
     def reset(self) -> None:
         """Everything is forgotten, and begins anew as small as it was."""
@@ -788,9 +700,9 @@ class Driver:
             group.reset(self.world.windows[group.window.size])
             group.most = group.num_blocks
         evictions = self.model.evictions_before + self.model.evictions
-        missed, holders = self.model.missed, self.model.holders
-        self.model = Model(self.world.num_blocks, self.size, self.prefixes, self.world.eviction)
-        self.model.evictions_before, self.model.missed, self.model.holders = evictions, missed, holders
+        holders = self.model.holders
+        self.model = Model(self.world.num_blocks, self.size, self.prefixes)
+        self.model.evictions_before, self.model.holders = evictions, holders
         self.snapshots.reset()
         self.kept = []
 
@@ -829,10 +741,7 @@ class Driver:
             model.queue(),
         )
         assert (allocator.num_free_blocks, allocator.num_cached_blocks) == (len(model.free), len(model.cached))
-        assert (allocator.num_evictions, allocator.num_missed_blocks) == (
-            model.evictions_before + model.evictions,
-            model.missed,
-        )
+        assert allocator.num_evictions == model.evictions_before + model.evictions
         in_use = {block for holder in model.holders for block in holder.blocks}
         for namespace in NAMESPACES:
             cached = sum(model.namespace[block] == namespace for block in model.cached)
@@ -904,7 +813,7 @@ OPERATIONS = ["add"] * 6 + ["allocate"] * 4 + ["append"] * 9 + ["step"] * 12 + [
 OPERATIONS += ["commit"] * 9 + ["truncate"] * 3 + ["fork"] * 3 + ["free"] * 8 + ["collect", "grow", "reset"]
 OPERATIONS += ["forget", "forget_cached"]
 OF_ENGINES = ["ring"] * 2 + ["write_ring"] * 8 + ["fork_ring", "free_ring", "collect_ring", "immutable"]
-OF_ENGINES += ["end_immutable", "touch", "touch"]
+OF_ENGINES += ["end_immutable"]
 OF_SNAPSHOTS = ["keep"] * 9 + ["drop_snapshot", "limit"]
 
 
@@ -946,8 +855,6 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             driver.fork_ring(which)
         elif driver.rings:
             driver.end_ring(which, collected=operation == "collect_ring")
-    elif operation == "touch":
-        driver.mark_accessed(rng.randrange(100))
     elif operation == "grow":
         driver.grow(rng)
     elif operation == "forget":
@@ -991,7 +898,6 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             driver.drop_snapshot(which, rng.randrange(length // driver.size + 1))
 
 
-@patch.object(eviction, "INTERVAL", 30)
 def run_operations(world: World, num_operations: int, seed: str) -> Driver:
     """Make that many in one world, and give every block back at the end.
 

@@ -220,7 +220,7 @@ def test_check_sees_a_block_of_another_namespace(spoiled):
     allocation = allocator.allocate([], 2, namespace=b"a")
     allocator.check()
     if spoiled == "block":
-        allocator._states.index.namespaces[allocation.block_ids[0]] = b"b"
+        allocator._states.namespaces[allocation.block_ids[0]] = b"b"
     else:
         allocation.namespace = b"b"
     with pytest.raises(BlockStateError, match="namespace"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks.allocation import Allocation
+from hf_paged_cache.blocks import Allocation
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 from .snapshot import snapshot_of
@@ -55,21 +55,16 @@ def test_what_is_no_block_cannot_be_asked_about(allocator, block_id):
             ask(block_id)
 
 
-def put_cached_first(states):
-    cached = list(states.queue)[-1]
-    states.queue.remove([cached])
-    states.queue.extendleft([cached])
-
-
 # what is spoiled in an allocator -> what `check` says
 DAMAGE = {
     "ref counts are": lambda it: it._states.ref_counts.__setitem__(1, 2),
     "has a block twice": lambda it: next(iter(it._held.values())).append(1),
     "block 0 is held": lambda it: next(iter(it._held.values())).append(0),
-    "must be in use": lambda it: it._states.queue.popleft(0, 1),
-    "free, then": lambda it: put_cached_first(it._states),
-    "order of their times": lambda it: it._states.last_access.__setitem__(list(it._states.queue)[-2], 10**6),
-    "not inverse": lambda it: it._states.index.blocks.popitem(),
+    "must be in use": lambda it: it._states.free.pop(),
+    "must have no hash": lambda it: it._states.free.append(it._states.once.popitem()[0]),
+    "wait where they belong": lambda it: it._states._reused.update(it._states.once),
+    "order of their times": lambda it: it._states.once.move_to_end(next(iter(it._states.once))),
+    "not inverse": lambda it: it._states.blocks.popitem(),
 }
 
 
@@ -84,7 +79,7 @@ def test_check_notices_damage_and_prints_the_whole_state(make_allocator, hashes,
     DAMAGE[said](allocator)
     with pytest.raises(BlockStateError, match=said) as caught:
         allocator.check()
-    for part in ("allocations: [[1", "ref counts: [", "queue: [", "hashes: {", "uncomputed: []"):
+    for part in ("allocations: [[1", "ref counts: [", "free: [", "hashes: {", "uncomputed: []"):
         assert part in str(caught.value)
     allocator._dirty = True  # any operation that finds the mark derives the state again ...
     if said not in ("has a block twice", "block 0 is held"):  # ... from the lists, which are the truth
@@ -97,7 +92,6 @@ def test_repair_keeps_the_order_of_eviction(allocator, cache_sequence):
     cache_sequence(range(6))
     cache_sequence([7, 7, 8, 8])
     _held = allocator.allocate((), 2)
-    allocator._states.touch([2])
     singles = [allocator.allocate((), 1) for _ in range(5)]
     for index in (3, 0, 4, 1, 2):
         singles[index].free()

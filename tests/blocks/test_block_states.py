@@ -1,21 +1,31 @@
-"""The moves between states that no allocation can ask for wrongly, asked for wrongly."""
+"""What no allocation can ask for wrongly, asked for wrongly; matching, and what a repair derives."""
 
 from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import BlockHash
 from hf_paged_cache.blocks.block_states import BlockStates
-from hf_paged_cache.blocks.eviction import END, NUM_LINES, ONCE, Reuse
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 
-def test_dropping_what_nobody_holds_is_refused_at_the_block():
+@pytest.fixture
+def chain(hashes):
+    return hashes(range(12))
+
+
+@pytest.fixture
+def states(chain):
+    """Blocks 1 to 6 are held, the first four of them with their hashes."""
     states = BlockStates(9)
-    states.take(2)
+    for block_id, block_hash in zip(states.take(6, b""), chain[:4], strict=False):
+        states.set_hash(block_id, block_hash)
+    return states
+
+
+def test_dropping_what_nobody_holds_is_refused_at_the_block(states):
     with pytest.raises(BlockStateError, match="block 7 freed with ref_count 0"):
         states.drop([7])
-    states.check([[1, 2]])
+    states.check([[1, 2, 3, 4, 5, 6]])
 
 
 def test_states_without_a_block_to_hand_out_are_refused():
@@ -23,46 +33,36 @@ def test_states_without_a_block_to_hand_out_are_refused():
         BlockStates(1)
 
 
+def test_a_hole_stops_the_match(states, chain):  # scenario 27
+    states.remove_hash(2)
+    assert states.match(chain, b"") == [1]
+    assert states.find(chain[2], b"") == 3
+
+
+def test_match_asks_for_no_hash_after_the_first_miss(states, chain):
+    asked = []
+    assert states.match((asked.append(h) or h for h in chain), b"") == [1, 2, 3, 4]
+    assert len(asked) == 5
+
+
+def test_rebuild_derives_the_map_and_drops_what_nobody_will_compute(states, chain):
+    states.set_hash(5, chain[4], is_computed=False)
+    states.set_hash(6, chain[5], is_computed=False)
+    states.blocks = {b"wrong": 1}
+    states.rebuild([[5]])
+    states.check([[5]])
+    assert (states.find(chain[4], b""), states.find(chain[5], b"")) == (5, None)
+    assert states.uncomputed == {5}
+    assert states.match(chain, b"") == [1, 2, 3, 4]
+
+
 def test_rebuild_after_an_interrupted_growth_cuts_to_the_old_number():
     states = BlockStates(3)
     states.ref_counts.extend([0, 0])
-    states.index.grow(5)
-    states.last_access.extend([0, 0])
+    states.hashes.extend([None, None])
+    states.free += [4, 3]
     states.rebuild([])
     states.check([])
     states.grow(5)
     states.check([])
-    assert list(states.queue) == [3, 4, 1, 2]
-
-
-@pytest.mark.parametrize(("num_blocks", "density_of_ends"), [(17, 0.0), (113, 1.0)], ids=["sparsest", "oldest"])
-def test_what_a_copy_reads_is_spared_inside_a_run_that_is_evicted(num_blocks: int, density_of_ends: float) -> None:
-    """Its line is chosen for the blocks before it, and it is no older by class of age, or by little."""
-    states = BlockStates(num_blocks)
-    states.reuse.lines = bytes(range(NUM_LINES))
-    states.reuse.densities[END][:], states.reuse.densities[ONCE][:] = [density_of_ends] * 16, [1.0] * 16
-    first, second, third, source = taken = states.take(num_blocks - 1)[:4]
-    for block_id in taken:
-        states.index.insert(block_id, BlockHash(bytes([block_id]) * 32, b""), computed=True)
-    states.drop([first, second])
-    states.drop([third])
-    states.spare_from_now()
-    states.drop([source])
-    assert states.take(4) == [first, third, second, source]
-
-
-def test_what_is_given_back_counts_before_any_block_is_evicted() -> None:
-    states, counted = BlockStates(101), Reuse(101)
-    taken = states.take(100)
-    for block_id in taken:
-        states.index.insert(block_id, BlockHash(bytes([block_id]) * 32, b""), computed=True)
-    states.drop(taken)
-    states.hold(taken[50:60])
-    states.drop(taken[50:60])
-    counted.given_back(END, 1)
-    counted.given_back(ONCE, 99)
-    counted.used_again(ONCE, age=49, num_blocks=10)
-    counted.given_back(3, 10)
-    for reuse in (states.reuse, counted):
-        reuse.compute(110)
-    assert (states.num_evictions, states.reuse.densities) == (0, counted.densities)
+    assert states.free == [2, 1, 4, 3]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from array import array
 
 import pytest
 
@@ -53,7 +52,7 @@ def test_a_table_is_allocated_once(new_table):
     with pytest.raises(BlockStateError, match="freed"):
         table.allocate([2])
     with_blocks = new_table()
-    with_blocks.ensure_num_empty_slots(3)
+    with_blocks.append_tokens((), 3)
     for fill in (with_blocks.allocate, with_blocks.hold_prefix):
         with pytest.raises(BlockStateError, match="not empty"):
             fill([2])
@@ -76,20 +75,16 @@ def test_appending_what_is_no_token_changes_nothing(allocator, new_table):
         table.append_tokens([3, "4"])
     with pytest.raises(CacheArgumentError, match="num_lookahead_slots is -1"):
         table.append_tokens([3], -1)
-    with pytest.raises(CacheArgumentError):
-        table.ensure_num_empty_slots(-1)
-    with pytest.raises(CacheArgumentError):
-        table.num_new_blocks_for_append(-1)
     assert snapshot_of(allocator) == before
     assert table.num_tokens == 2
 
 
-def test_ensuring_slots_that_are_there_takes_nothing(allocator, new_table):
+def test_slots_ahead_that_are_there_take_nothing(allocator, new_table):
     table = new_table([1], num_lookahead_slots=4)
     before = snapshot_of(allocator)
-    table.ensure_num_empty_slots(5)
+    table.append_tokens((), 5)
     assert snapshot_of(allocator) == before
-    table.ensure_num_empty_slots(6)
+    table.append_tokens((), 6)
     assert table.num_empty_slots == 7
 
 
@@ -172,15 +167,6 @@ def test_leaving_a_with_and_being_collected_give_the_blocks_back(allocator, new_
     assert allocator.num_blocks_in_use == 0
     with new_table(range(5)) as table:
         table.free()
-
-
-def test_unseen_tokens_are_those_behind_the_tables_own(new_table):
-    table = new_table([1, 2, 3])
-    assert table.unseen_token_ids([1, 2, 3, 4, 5]) == array("q", [4, 5])
-    assert table.unseen_token_ids([1, 2, 3]) == array("q")
-    for wrong in ([1, 2], [1, 2, 4, 4]):
-        with pytest.raises(CacheArgumentError, match="does not start with"):
-            table.unseen_token_ids(wrong)
 
 
 def test_positions_of_blocks_that_others_hold_or_can_hit_are_not_written(allocator, new_table):

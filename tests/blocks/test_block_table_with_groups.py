@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
-from hf_paged_cache.blocks.window import Window
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Window, WindowBlocks, root_hash
 from hf_paged_cache.errors import CacheArgumentError, OutOfBlocksError
 
 from .test_interrupts import interrupt
@@ -76,11 +75,11 @@ def test_a_namespace_is_not_told_what_others_have() -> None:
 def test_slots_ahead_copy_window_blocks_as_tokens_do(small) -> None:
     table = small.table(range(3))
     forked = table.fork()
-    forked.ensure_num_empty_slots(4)
+    forked.append_tokens((), 4)
     assert forked.num_empty_slots >= 4
     assert len(small.group.copies) == 1
     with pytest.raises(CacheArgumentError):
-        forked.ensure_num_empty_slots(-1)
+        forked.append_tokens((), -1)
     with pytest.raises(CacheArgumentError):
         forked.append_tokens([1 << 70])
     assert forked.num_tokens == 3

@@ -67,8 +67,7 @@ def test_two_images_side_by_side_are_told_apart_whichever_is_another() -> None:
     rows = [pair(first, second) for first in (ONE, OTHER) for second in (ONE, OTHER)]
     chains = []
     for tokens in rows:
-        chain = HashChain(root_hash(b"model"), 16)
-        chain.extend(tokens)
+        chain = HashChain(root_hash(b"model"), 16, tokens)
         chains.append([block.digest for block in chain.hashes()])
     assert len({digests[1] for digests in chains}) == 4
     assert [whole_images(rows[0], number) for number in (13, 14, 30, 31, 32, 52, 53)] == [13, 13, 13, 31, 31, 31, 53]

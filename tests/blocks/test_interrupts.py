@@ -25,9 +25,7 @@ PACKAGE = str(Path(hf_paged_cache.blocks.__file__).parent)
 
 
 def hashes(token_ids):
-    chain = HashChain(ROOT, 2)
-    chain.extend(token_ids)
-    return list(chain.hashes())
+    return HashChain(ROOT, 2, token_ids).hashes_of()
 
 
 class World:
@@ -72,8 +70,8 @@ class World:
         return all(of_one == sorted(of_one, reverse=True) for of_one in places)
 
     def hits(self):
-        index = self.allocator._states.index
-        return {block for block in index.blocks.values() if block not in index.uncomputed}
+        states = self.allocator._states
+        return {block for block in states.blocks.values() if block not in states.uncomputed}
 
 
 def collect(world):
@@ -121,7 +119,6 @@ OPERATIONS = {
     "free what awaits": lambda w: w.allocator.free(w.awaiting),
     "copy a shared block": lambda w: w.allocator.make_writable(w.forked.allocation, 2),
     "copy a block with a hash": lambda w: w.allocator.make_writable(w.awaiting, 0),
-    "touch": lambda w: w.allocator.mark_accessed([2]),
     "grow": lambda w: w.allocator.grow(20),
     "forget": lambda w: w.allocator.forget_cached_blocks(),
     "forget a namespace": lambda w: w.allocator.forget_cached_blocks(b""),

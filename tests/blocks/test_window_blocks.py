@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, WindowBlocks, root_hash
-from hf_paged_cache.blocks.allocation import Resumption
-from hf_paged_cache.blocks.window import Window
+from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Resumption, Window, WindowBlocks, root_hash
 from hf_paged_cache.errors import BlockStateError, OutOfBlocksError
 
 
@@ -73,7 +71,7 @@ def test_what_cannot_be_hit_is_not_idle_but_free(allocator, group) -> None:
 
 def test_a_sweep_finds_what_was_collected(allocator, group) -> None:
     holder = allocator.allocate(num_mutable_blocks=2)
-    holder.resumption = Resumption.at(4)
+    holder.resumption = Resumption(4, 4)
     group.attach(holder.block_ids)
     group.check()
     assert group.num_needed == 2
@@ -84,7 +82,7 @@ def test_a_sweep_finds_what_was_collected(allocator, group) -> None:
 
 def test_check_names_what_a_sequence_lacks_to_go_on(allocator, group) -> None:
     holder = allocator.allocate(num_mutable_blocks=2)
-    holder.resumption = Resumption.at(4)
+    holder.resumption = Resumption(4, 4)
     group.attach(holder.block_ids[:1])
     with pytest.raises(BlockStateError, match=r"blocks \[2\] have no window block, and a sequence resumes from them"):
         group.check()

@@ -182,7 +182,6 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--host-bytes", "-1"], "--host-bytes is -1"),
     (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
     (["--disk-folder", ""], "--disk-folder is ''; give a folder's path"),
-    (["--eviction", "fifo"], "--eviction is 'fifo'; give 'reuse' or 'lru'"),
     (
         ["--dtype", "int4"],
         "there is no dtype int4; give fp32, bf16 or fp16, or leave it out: a quantized model",

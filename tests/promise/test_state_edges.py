@@ -226,9 +226,9 @@ def partly_lost(name: str, lengths: tuple[int, ...], lost: range) -> PagedPrefix
     cache = PagedPrefixCache(zoo.build(name), block_size=1, num_blocks=1000)
     for length in (*lengths, 60):
         play(cache.store.model, cache, **batch(row((1, 60))[:length]), max_new_tokens=1)
-    block_ids = blocks_of_the_last_row(cache)
+    block_ids, blocks = blocks_of_the_last_row(cache), cache.store.blocks
     for num_tokens in {*range(5, 61)} - {*lengths[1:]}:
-        cache.store.blocks.states.kept.drop(block_ids[num_tokens - 1])
+        blocks.states.kept._contents.pop(blocks.allocator.digest_of(block_ids[num_tokens - 1]), None)
     cache.reset()
     lose_window_blocks(cache, block_ids[lost.start : lost.stop])
     return cache

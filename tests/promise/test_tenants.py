@@ -38,7 +38,6 @@ STORES_OWN = (
     "pool_bytes",
     "static_bytes",
     "num_graphs",
-    "hit_rate_with_twice",
     "backend",
 )
 

@@ -6,8 +6,7 @@ Refuses positions beyond the ring's tokens.
 from __future__ import annotations
 
 from ...errors import CacheArgumentError
-from ..allocation import Allocation
-from ..allocator import PrefixCachingBlockAllocator
+from ..allocator import Allocation, PrefixCachingBlockAllocator
 from ..arguments import int_of_at_least
 
 
@@ -49,9 +48,8 @@ class Ring:
 
     def fork(self) -> Ring:
         """Return a second ring in the same blocks, which are copied on write."""
-        forked = object.__new__(type(self))
-        forked.num_tokens, forked.window, forked._allocator = self.num_tokens, self.window, self._allocator
-        forked.allocation = self._allocator.fork(self.allocation)
+        forked = Ring(self._allocator, 0, self.window)
+        forked.num_tokens, forked.allocation = self.num_tokens, self._allocator.fork(self.allocation)
         return forked
 
     def slots(self, start: int, stop: int) -> list[int]:

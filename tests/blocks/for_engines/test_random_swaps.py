@@ -48,8 +48,7 @@ def naive_swap(tables: list[Sequence], source: Model, destination: Model) -> lis
             destination.content[taken] = list(source.content[block])
             end = end_of(block, source)
             if end is not None and destination.find(end) is None:
-                destination.hash[taken] = end
-                destination.recall([taken])
+                destination.name(taken, end)
     for table in tables:
         left, blocks = table.blocks, [placed[block] for block in with_tokens(table)]
         source.holders = [other for other in source.holders if other is not table]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, WindowBlocks, root_hash
+from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, Window, WindowBlocks, root_hash
 from hf_paged_cache.blocks.for_engines import BlockSwapper
-from hf_paged_cache.blocks.window import Window
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
 from ..snapshot import snapshot_of
@@ -33,9 +32,7 @@ def swapper(device, host):
 
 
 def hash_of(tokens):
-    chain = HashChain(ROOT, 2)
-    chain.extend(tokens)
-    return [*chain.hashes()][-1]
+    return HashChain(ROOT, 2, tokens).hashes_of()[-1]
 
 
 def table_of(allocator, tokens, *, is_committed=True, namespace=b""):
@@ -97,20 +94,6 @@ def test_a_swapper_needs_two_allocators_of_one_block_size(device):
         BlockSwapper(device, device)
     with pytest.raises(CacheArgumentError, match="block_size is 2 on the device and 4 on the host"):
         BlockSwapper(device, PrefixCachingBlockAllocator(9, 4))
-
-
-def test_a_block_is_named_once_and_is_held_or_cached(device):
-    table = table_of(device, [1, 2])
-    (block_id,) = table.block_ids
-    with pytest.raises(CacheArgumentError, match="given twice"):
-        device.allocate_as([block_id, block_id])
-    with pytest.raises(CacheArgumentError, match="blocks are 1 to 16"):
-        device.allocate_as([99])
-    for wrong in (lambda: device.allocate_as([5]), lambda: device.allocate_as([block_id], b"tenant")):
-        with pytest.raises(BlockStateError, match=r"is free|of another namespace"):
-            wrong()
-    table.free()
-    assert device.allocate_as([block_id, None]).block_ids == [1, 2]
 
 
 class World:
