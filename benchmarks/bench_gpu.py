@@ -26,7 +26,7 @@ from transformers import DynamicCache, GenerationConfig, LlamaConfig, LlamaForCa
 from transformers.utils import logging
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.rows.graphs import Shapes
+from hf_paged_cache.rows.static import Arena
 
 SHAPES = {  # hidden size, intermediate size, layers, heads, heads of keys, vocabulary
     "tiny": (64, 128, 4, 4, 2, 512),
@@ -217,13 +217,13 @@ SCENES: dict[str, Callable[[Machine], dict[str, Any]]] = {
 
 def graphs(on: Machine) -> Iterator[dict[str, Any]]:
     """What is known of each shape, and how long its graph takes alone."""
-    for shapes in (each for each in gc.get_objects() if type(each) is Shapes):
-        for (rows, tokens, room, *_), shape in shapes._shapes.items():
-            line = {"rows": rows, "tokens": tokens, "room": room, "saved_s": shape.saved_seconds}
-            graph = None if shape.captured is None else shape.captured._graph
+    for arena in (each for each in gc.get_objects() if type(each) is Arena):
+        for (rows, tokens, room, *_), known in arena._graphs.items():
+            line = {"rows": rows, "tokens": tokens, "room": room, "saved_s": known.saved_seconds}
+            graph = None if known.captured is None else known.captured._graph
             if graph is not None:
                 line["replay_ms"] = 100 * on.seconds(lambda graph=graph: [graph.replay() for _ in range(10)])[0]
-            yield {**line, "why_not": shape.why_not, "capture_s": shapes.capture_seconds}
+            yield {**line, "why_not": known.why_not, "capture_s": arena.capture_seconds}
 
 
 def run(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -27,12 +27,12 @@ from hf_paged_cache.kv.states import StateKey
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows import states as rows_states
-from hf_paged_cache.rows.graphs import Shapes
 from hf_paged_cache.rows.groups import Group
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer, WindowLayer
 from hf_paged_cache.rows.rows import Rows
 from hf_paged_cache.rows.states import RowStates
+from hf_paged_cache.rows.static import Arena
 from hf_paged_cache.store import block_store, state_snapshots, tier_load
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.state_snapshots import StateRules
@@ -87,7 +87,7 @@ def split_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 def capture_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Whatever may be captured is, whatever that takes."""
-    patch.setattr(Shapes, "pays", lambda *_: True)
+    patch.setattr(Arena, "pays", lambda *_: True)
 
 
 def note_served(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:

@@ -55,7 +55,8 @@ def fill(
         first = shared.plan.first_own
         rows.share(shared, memory.make(memory.shapes_of_slabs(slabs), len(inputs), max(start, wanted) - first), start)
     elif done:
-        rows.all.make_room(max(start, wanted), done, wanted)
+        if max(start, wanted) > rows.all.room_end:
+            rows.all.make_room(max(start, wanted), done, wanted)
     else:
         elsewhere = (memory.shapes_of_rows(source.all.memory) for row in known for source, _, _ in row.sources())
         shapes = memory.shapes_of_slabs(slabs) or next(elsewhere, [])
@@ -148,9 +149,9 @@ def _take_over(
     lie together as these names do: they would lie apart from then on.
     """
     previous = None if known[0].previous is None else known[0].previous.rows
-    if previous is None or previous.escaped or not previous.all.memory or len(inputs) != previous.num_rows:
+    if previous is None or previous.escaped or not previous.all.memory or len(inputs) != len(previous.prompts):
         return 0
-    if previous.all.base or (rows.is_exact and not previous.can_go_on_at(start)):
+    if previous.shared is not None or (rows.is_exact and not previous.can_go_on_at(start)):
         return 0
     if [of_memory for _, of_memory in previous.all.memory] != [*names]:
         return 0
@@ -167,13 +168,14 @@ def _take_over(
 
 def _load(store: BlockStore, rows: Rows, number: int, known: Known, done: int, start: int) -> None:
     """Copy the known columns `[done, start)` of one row into it."""
-    size, base, pad = store.block_size, rows.all.base, rows.prompts[number].pad
+    size, pad = store.block_size, rows.prompts[number].pad
     first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
     if known.lease is not None and end > first * size:
         with store.lock:
             slabs = store.slabs()
         block_ids = known.lease.block_ids[first : -(-end // size)]
-        memory.load_blocks(rows.all.memory, slabs, number, pad + first * size - base, block_ids, end - first * size)
+        column = pad + first * size - rows.all.base
+        memory.load_blocks(rows.all.memory, slabs, number, column, block_ids, end - first * size)
         done = max(done, pad + end)
     for source, source_row, num_tokens in known.sources():
         done = _copy(source, source_row, rows, number, done, min(start, pad + num_tokens))

@@ -61,9 +61,7 @@ def keep(
     def may_write() -> bool:
         return store.pool.num_layouts == layout and is_wanted()
 
-    for number, (prompt, tokens) in enumerate(
-        zip(rows.prompts, rows.ids.rows([p.pad for p in rows.prompts], stop), strict=True)
-    ):
+    for number, (prompt, tokens) in enumerate(zip(rows.prompts, rows.ids.rows(rows.prompts, stop), strict=True)):
         if ends:
             tokens = _until_end(tokens, ends, max(0, prompt_columns - prompt.pad))
         if prompt.most_kept is not None:
@@ -118,12 +116,12 @@ def _keep_row(
             make_room(num_blocks - first)
             fresh = _take(store, held, hashes[first:]) if first < num_blocks else []
             store.pool.join_streams()
-            slabs = store.pool.all.slabs()
+            slabs = store.pool.all.slabs
         _write(rows, number, pad + first * size, fresh, size, slabs)
         with store.lock:
-            if store.pool.all.slabs() is not slabs:  # the slabs have grown meanwhile, and moved
+            if store.pool.all.slabs is not slabs:  # the slabs have grown meanwhile, and moved
                 store.pool.join_streams()
-                _write(rows, number, pad + first * size, fresh, size, store.pool.all.slabs())
+                _write(rows, number, pad + first * size, fresh, size, store.pool.all.slabs)
             store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
             if rows.states is not None:
                 _keep_states(store, rows.states.taken[number], held)
@@ -193,7 +191,7 @@ def _keep_windows(
         for group, missing, passed, places in taken:
             tensors = store.pool.groups[group.name]
             tensors.use(1 + max(places, default=0))
-            slabs = tensors.slabs()
+            slabs = tensors.slabs
             memory_of_rows, base = windows[group.window].memory, windows[group.window].base
             for index, place in zip((*missing, *passed), places, strict=True):
                 start, stop = pad + index * size - base, n - base

@@ -23,8 +23,8 @@ from ..model.support import attention_of, has_experts, takes
 from ..model.trial import layers_after_a_token
 from ..model.weights import plain_tensors
 from ..rows import memory
-from ..rows.captured import CapturedCall, Said, expects, room_wanted
-from ..rows.graphs import EXPERTS, NOT_WORTH_IT, TOKENS, Model, make, shapes_over
+from ..rows.captured import CapturedCall, Said, too_large
+from ..rows.graphs import EXPERTS, TOKENS, Model
 from ..rows.rows import Rows
 from ..rows.static import Arena, together
 
@@ -157,9 +157,8 @@ class Capturing:
     @property
     def is_asked(self) -> bool:
         """True if calls may be captured on the device where the model is now."""
-        return self.capture == "dry" or (self.capture == "auto" and self._is_on_cuda())
-
-    def _is_on_cuda(self) -> bool:
+        if self.capture != "auto":
+            return bool(self.capture == "dry")
         parameter = self._parameter()
         if parameter is None:  # the first one, which stays the same object where it moves
             parameter = next(self._fingerprint.model.parameters())
@@ -188,48 +187,29 @@ class Capturing:
         Returns:
             a `Said`, which tells how the call's forwards run.
         """
-        said = Said(self._begin(rows, num_rows, start, stop, max_columns, unusual) or "")
-        if rows.captured is not None:
-            rows.captured.said = said
-        return said
-
-    def _begin(
-        self, rows: Rows, num_rows: int, start: int, stop: int, max_columns: float, unusual: str | None
-    ) -> str | None:
-        digest = rows.state.digest
-        always = self.capture == "dry"
-        why_model, captured = self._of_model(digest)
-        why = why_model or unusual or self._unusual(rows, max_columns, always=always)
-        if why or captured is None:
-            return why
-        arena = self._arena
-        room = arena.room(num_rows, room_wanted(stop, 1, max_columns))
-        if not arena.fits(arena.shapes, num_rows, room):
-            return f"{num_rows} rows of {room} columns are more than the arena may take"
+        digest, always = rows.state.digest, self.capture == "dry"
+        why, model = self._of_model(digest)
+        why = why or unusual or self._unusual(rows, max_columns, always=always)
+        if why or model is None:
+            return Said(why)
         call = CapturedCall(
             rows,
-            captured,
-            arena,
-            digest,
+            model,
+            self._arena,
             always=always,
             first=(start, stop),
             max_columns=max_columns,
             may_change=partial(self._may_change, rows.state),
         )
-        if not arena.check_out(call):
-            return "another call has the arena"
-        if not always and not expects(
-            shapes_over(arena, digest), captured, arena, num_rows, stop - start, stop, max_columns
-        ):
-            arena.check_in(call)
-            return NOT_WORTH_IT
-        rows.captured = call
-        return None
+        call.said.why_not = call.begin(num_rows, digest)
+        if not call.said.why_not:
+            rows.captured = call
+        return call.said
 
     def _may_change(self, state: CallState) -> bool:
         return state.calls_back or self._fingerprint.may_change_in_a_forward()
 
-    def _unusual(self, rows: Rows, max_columns: float, *, always: bool) -> str | None:
+    def _unusual(self, rows: Rows, max_columns: float, *, always: bool) -> str:
         if not rows.in_generate:
             return "the forwards are a loop of one's own"
         if rows.records_drafts:
@@ -242,7 +222,7 @@ class Capturing:
             return "autocast is on"
         if not always and math.isinf(max_columns):
             return "nobody knows how many tokens come"
-        return None
+        return ""
 
     def _of_model(self, digest: bytes) -> tuple[str, Model | None]:
         """Return why forwards of the model, as it is now, are not captured; or "", and what is captured."""
@@ -313,7 +293,7 @@ class Capturing:
         if why or captured is None:
             return why
         holder = Said()
-        if not arena.check_out(holder):
+        if not arena.check_out(holder, digest):
             raise CacheBusyError("another call runs on static rows; warm up before there are calls")
         try:
             held = [
@@ -323,19 +303,15 @@ class Capturing:
                 if tensor is not None
             ]
             room = arena.room(num_rows, num_tokens)
-            shapes = together(memory.shapes_of_rows(held))
-            made = arena.memory(shapes, num_rows, room)
+            made = arena.memory(together(memory.shapes_of_rows(held)), num_rows, room)
             if made is None:
-                return f"{num_rows} rows of {room} columns are more than the arena may take"
-            for tensor, _ in made:
-                tensor.zero_()
-            over, facts = shapes_over(arena, digest), captured.look()
-            reasons = []
+                return too_large(num_rows, room)
+            facts, reasons = captured.look(), list[str]()
             for number in TOKENS[::-1]:
-                shape = over.of(num_rows, number, room, captured.attention, facts.get(EXPERTS))
-                if number <= num_tokens and shape.captured is None and not shape.why_not:
-                    make(shape, over, captured, made, number, facts)
-                reasons += [shape.why_not] if shape.why_not else []
+                graph = arena.graph(num_rows, number, room, captured.attention, facts.get(EXPERTS))
+                if number <= num_tokens and graph.captured is None and not graph.why_not:
+                    arena.capture(graph, captured, made, number, facts)
+                reasons += [graph.why_not] if graph.why_not else []
             return "; ".join(dict.fromkeys(reasons))
         finally:
             arena.check_in(holder)
@@ -354,11 +330,10 @@ class Capturing:
             CacheBusyError: a call runs on static rows.
         """
         holder = Said()
-        if not self._arena.check_out(holder):
+        if not self._arena.check_out(holder, b""):  # no model's graphs: those that there are are forgotten
             raise CacheBusyError("a call runs on static rows; release them when it has ended")
         try:
             self._arena.drop()
-            self._arena.captured = None
         finally:
             self._arena.check_in(holder)
 

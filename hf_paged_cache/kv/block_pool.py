@@ -85,20 +85,16 @@ class GroupTensors:
         self.layers: dict[int, dict[str, Tensor]] = {}
         self.capacity = self.num_blocks_used = 0
         self._streams = streams
-        self._slabs: list[Slab] = []
+        self.slabs: list[Slab] = []  # another list each time that they have grown
 
     def named(self) -> dict[tuple[int, str], Tensor]:
         """Return (layer index, name) -> tensor."""
         return {(idx, name): held for idx, layer in self.layers.items() for name, held in layer.items()}
 
-    def slabs(self) -> list[Slab]:
-        """Return the slabs as they lie now: another list each time that they have grown."""
-        return self._slabs
-
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block in all layers written so far."""
-        return sum(slab.bytes_per_block for slab in self._slabs)
+        return sum(slab.bytes_per_block for slab in self.slabs)
 
     def make_together(
         self,
@@ -111,7 +107,7 @@ class GroupTensors:
     ) -> None:
         """Make the tensors of these streams, which have none yet, as parts of one slab."""
         slab = Slab(zeros((len(streams), heads, self.capacity, block_size, head_dim), dtype, device), tuple(streams))
-        self._show([*self._slabs, slab])
+        self._show([*self.slabs, slab])
 
     def _show(self, slabs: list[Slab]) -> None:
         """Let the layers' tensors be parts of these slabs from here on."""
@@ -119,7 +115,7 @@ class GroupTensors:
         for tensor, streams in slabs:
             for (layer_idx, name), part in zip(streams, tensor, strict=True):
                 layers.setdefault(layer_idx, {})[name] = part.transpose(0, 1)
-        self.layers, self._slabs = layers, slabs  # together: an interrupt comes before both or after both
+        self.layers, self.slabs = layers, slabs  # together: an interrupt comes before both or after both
 
     def use(self, num_blocks: int) -> None:
         """Note that the first `num_blocks` blocks are about to be written."""
@@ -135,7 +131,7 @@ class GroupTensors:
 
     def _bytes_on(self, num_blocks_of: Callable[[Tensor], int]) -> dict[torch.device, int]:
         total: Counter[torch.device] = Counter()
-        for slab in self._slabs:
+        for slab in self.slabs:
             total[slab.tensor.device] += num_blocks_of(slab.tensor) * slab.bytes_per_block
         return dict(total)
 
@@ -147,10 +143,10 @@ class GroupTensors:
         Raises:
             torch.OutOfMemoryError: the content and `capacity` are as before; slabs that had grown stay large.
         """
-        for number in range(len(self._slabs)):
-            if self._slabs[number].tensor.shape[2] < num_blocks:
-                grown = self._grown(self._slabs[number], num_blocks)
-                self._show([*self._slabs[:number], grown, *self._slabs[number + 1 :]])
+        for number in range(len(self.slabs)):
+            if self.slabs[number].tensor.shape[2] < num_blocks:
+                grown = self._grown(self.slabs[number], num_blocks)
+                self._show([*self.slabs[:number], grown, *self.slabs[number + 1 :]])
         self.capacity = max(self.capacity, num_blocks)
 
     def _grown(self, slab: Slab, num_blocks: int) -> Slab:
@@ -163,9 +159,9 @@ class GroupTensors:
 
     def clear(self) -> None:
         """Give all memory back."""
-        for slab in self._slabs:
+        for slab in self.slabs:
             self._streams.release(slab.tensor)
-        self.layers, self._slabs = {}, []
+        self.layers, self.slabs = {}, []
         self.capacity = self.num_blocks_used = 0
 
 
@@ -192,7 +188,7 @@ class BlockPool:
         >>> pool.all.ensure_capacity(3)
         >>> new = torch.ones(1, 2, 5, 8)  # 1 row, 2 heads, 5 tokens, head size 8
         >>> pool.lay_out_together({(0, "key"): new, (0, "value"): new})
-        >>> pool.all.slabs()[0].tensor.shape
+        >>> pool.all.slabs[0].tensor.shape
         torch.Size([2, 2, 3, 4, 8])
 
     Source: block-table indirection, Kwon et al. 2023 (arXiv:2309.06180).
@@ -242,7 +238,7 @@ class BlockPool:
         return dict(total)
 
     def _slabs(self) -> Iterator[Slab]:
-        return (slab for group in self.groups.values() for slab in group.slabs())
+        return (slab for group in self.groups.values() for slab in group.slabs)
 
     @property
     def is_on_host(self) -> bool:

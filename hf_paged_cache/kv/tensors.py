@@ -78,8 +78,10 @@ def read_bytes(tensors: Mapping[tuple[torch.device, torch.dtype], Sequence[Tenso
     by_device: dict[torch.device, list[Tensor]] = {}
     for (device, _), same in tensors.items():
         by_device.setdefault(device, []).append(torch.cat([*same]).view(torch.uint8))
-    on_host = [(torch.cat(parts) if len(parts) > 1 else parts[0]).cpu() for parts in by_device.values()]
-    return b"".join([part.numpy().tobytes() for part in on_host])
+    found = b""
+    for parts in by_device.values():
+        found += (torch.cat(parts) if len(parts) > 1 else parts[0]).cpu().numpy().tobytes()
+    return found
 
 
 def to_device(numbers: Sequence[int], device: torch.device) -> Tensor:

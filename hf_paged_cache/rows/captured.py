@@ -14,10 +14,12 @@ from torch import Tensor
 
 from ..model.trial import distance
 from . import memory
-from .graphs import EXPERTS, FAILURES, NOT_WORTH_IT, TOKENS, Model, Shape, Shapes, failed, make, shapes_over
+from .graphs import EXPERTS, FAILURES, TOKENS, Model, failed
 from .memory import Streams
 from .rows import Rows
-from .static import Arena, together
+from .static import Arena, Graph, together
+
+NOT_WORTH_IT = "a capture takes more time than it would save"
 
 _TOLERANCE = 1e-4  # allowed difference in float32, as a share of the largest logit
 _TOLERANCE_IN_EPS = 4.0  # allowed difference of one layer below float32, in eps of the dtype
@@ -49,13 +51,12 @@ class Said:
 class CapturedCall:
     """`CapturedCall` runs the forwards of one call, whose rows are static as long as they can be.
 
-    It has the arena until it is closed.
+    It has the arena from `begin` until it is closed.
 
     Args:
         rows: rows of the call.
         model: what is captured.
-        arena: memory of static rows, checked out for this call.
-        digest: fingerprint of the model.
+        arena: memory of static rows.
         always: capture whatever a capture takes.
         first: first column, and the column after the last one, of the next forward.
         max_columns: most columns that rows may have; infinite where nobody knows.
@@ -67,7 +68,6 @@ class CapturedCall:
         rows: Rows,
         model: Model,
         arena: Arena,
-        digest: bytes,
         *,
         always: bool,
         first: tuple[int, int],
@@ -75,9 +75,41 @@ class CapturedCall:
         may_change: Callable[[], bool],
     ) -> None:
         self._facts, self._may_change = model.look(), may_change
-        self._rows, self._model, self._arena, self._digest = rows, model, arena, digest
+        self._rows, self._model, self._arena = rows, model, arena
         self._always, self._first, self._max_columns, self.said = always, first, max_columns, Said()
         self._memory: list[Streams] | None = None
+
+    def begin(self, num_rows: int, digest: bytes) -> str:
+        """Take the arena for so many rows of a model with this fingerprint; return why the call is not captured.
+
+        Where a capture would not pay, the call's forwards are counted as wanted.
+        """
+        (start, stop), arena = self._first, self._arena
+        room = arena.room(num_rows, self._room_wanted(stop, 1))
+        if not arena.fits(arena.shapes, num_rows, room):
+            return too_large(num_rows, room)
+        if not arena.check_out(self, digest):
+            return "another call has the arena"
+        if self._always:
+            return ""
+        steps = int(min(self._max_columns, room)) - stop
+        wanted = [(self._graph(num_rows, 1, room, self._model.experts()), steps)]
+        tokens = next((each for each in TOKENS if stop - start <= each), None)
+        if tokens is not None:
+            wanted.append((self._graph(num_rows, tokens, room, self._model.experts()), 1))
+        if any(number and arena.pays(graph, number) for graph, number in wanted):
+            return ""
+        for graph, number in wanted:
+            graph.num_wanted += number
+        arena.check_in(self)
+        return NOT_WORTH_IT
+
+    def _graph(self, num_rows: int, tokens: int, room: int, experts: object) -> Graph:
+        return self._arena.graph(num_rows, tokens, room, self._model.attention, experts)
+
+    def _room_wanted(self, n: int, tokens: int) -> int:
+        """Return the columns that rows need room for, of which there are `n`, in forwards of so many tokens."""
+        return max(n + tokens, int(min(self._max_columns + 1, n + tokens + _MOST_COMING)))
 
     def forward(self, eager: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
         """Run a forward of the rows by a graph where there may be one, else by the eager forward."""
@@ -93,17 +125,18 @@ class CapturedCall:
         if not why and self._may_change():
             self._facts = model.look()
         facts = {**self._facts, EXPERTS: model.experts()}  # `generate` sets others for steps than for prompts
-        shape = None if why else self._placed(tokens, facts)
-        if shape is None or shape.captured is None:
+        graph = None if why else self._placed(tokens, facts)
+        if graph is None or graph.captured is None:
             said.why_not = why or said.why_not
             return eager(**arguments)
-        if facts != shape.look:
-            said.why_not = f"{_first_difference(shape.look, facts)} changed after the capture"
+        if facts != graph.look:
+            changed = next((name for name, value in facts.items() if graph.look.get(name) != value), "the model")
+            said.why_not = f"{changed} changed after the capture"
             return eager(**arguments)
         pads = [prompt.pad for prompt in rows.prompts]
-        if shape.is_to_check(rows.n):
-            return self._check(shape, eager, arguments, pads)
-        output = shape.captured.run(arguments["input_ids"], arguments["position_ids"], pads, rows.n)
+        if graph.is_to_check(rows.n):
+            return self._check(graph, eager, arguments, pads)
+        output = graph.captured.run(arguments["input_ids"], arguments["position_ids"], pads, rows.n)
         for layer in rows.layers:
             if layer.held is not None:
                 layer.n += num
@@ -111,57 +144,59 @@ class CapturedCall:
         said.num_captured += 1
         return output
 
-    def _placed(self, tokens: int, facts: Mapping[str, object]) -> Shape | None:
-        """Return the shape of a forward of so many tokens, captured, with the rows in its memory.
+    def _placed(self, tokens: int, facts: Mapping[str, object]) -> Graph | None:
+        """Return the graph of a forward of so many tokens, captured, with the rows in its memory.
 
         None: it is not captured; `said` has the reason.
         """
         rows, arena, held, n, said = self._rows, self._arena, self._memory, self._rows.n, self.said
-        shapes = shapes_over(arena, self._digest)
         lies_there = held is not None and rows.all.memory is held
         room = held[0].tensor.shape[3] if lies_there and held is not None else 0
         if n + tokens > room:
-            lies_there, room = False, arena.room(rows.num_rows, room_wanted(n, tokens, self._max_columns))
-        shape = shapes.of(rows.num_rows, tokens, room, self._model.attention, facts.get(EXPERTS))
-        if shape.why_not:
-            said.why_not = shape.why_not
+            lies_there, room = False, arena.room(rows.num_rows, self._room_wanted(n, tokens))
+        graph = self._graph(rows.num_rows, tokens, room, facts.get(EXPERTS))
+        if graph.why_not:
+            said.why_not = graph.why_not
             return None
-        if said.num_forwards == 1 and shape.captured is not None and facts != shape.look:
-            shape.drop()  # changed since another call; within one call it may change back
-        if not self._always and not shapes.pays(shape, int(min(self._max_columns, room)) - n if tokens == 1 else 1):
-            shape.num_wanted += 1
+        if said.num_forwards == 1 and graph.captured is not None and facts != graph.look:
+            graph.drop()  # changed since another call; within one call it may change back
+        if not self._always and not arena.pays(graph, int(min(self._max_columns, room)) - n if tokens == 1 else 1):
+            graph.num_wanted += 1
             said.why_not = NOT_WORTH_IT
             return None
         if not lies_there and not self._enter(room):
             return None
-        if shape.captured is None:
+        if graph.captured is None:
             assert self._memory is not None
-            make(shape, shapes, self._model, self._memory, tokens, facts)
-            said.why_not = shape.why_not
-        return shape
+            arena.capture(graph, self._model, self._memory, tokens, facts)
+            said.why_not = graph.why_not
+        return graph
 
     def _enter(self, room: int) -> bool:
         """Let the rows lie in the arena, with room for so many columns; return whether they do."""
-        rows, n = self._rows, self._rows.n
-        written = [layer for layer in rows.layers if layer.held is not None]
-        if not written:
+        rows, n, source = self._rows, self._rows.n, self._rows.all.memory
+        if not source:
             self.said.why_not = "which layers keep what is known after the first forward"
             return False
-        if rows.shared is not None or rows.all.base or any(layer.n != n for layer in written):
+        if rows.shared is not None or any(layer.n != n for layer in rows.layers if layer.held is not None):
             self.said.why_not = "rows share columns, or layers have skipped some"
             return False
-        source = rows.all.memory
         shapes = together(memory.shapes_of_rows(source))
         if self._arena.holds(source) and self._arena.fits(shapes, rows.num_rows, room):
-            # the new memory begins at the same place
-            source = memory.selected(source, torch.arange(rows.num_rows, device="cpu"), n, max(1, n))
-            rows.take(source, n)
+            source = self._moved_out()  # the new memory begins at the same place
         made = self._take(shapes, rows.num_rows, room)
         if made is None:
             return False
         memory.copy_rows(source, made, n)
         rows.take(made, n)
         return True
+
+    def _moved_out(self) -> list[Streams]:
+        """Let the rows lie in memory of their own; return it."""
+        rows = self._rows
+        index = torch.arange(rows.num_rows, device="cpu")
+        rows.take(rows.all.selected(index, rows.n, max(1, rows.n)), rows.n)
+        return rows.all.memory
 
     def make(self, shapes: Sequence[memory.Shape], num_rows: int, wanted: int) -> list[Streams]:
         """Make memory for rows that begin, filled with zeros.
@@ -170,45 +205,43 @@ class CapturedCall:
         """
         start, stop = self._first
         tokens = next((each for each in TOKENS if stop - start <= each), 0)
-        room = self._arena.room(num_rows, max(start + tokens, room_wanted(stop, 1, self._max_columns)))
+        room = self._arena.room(num_rows, max(start + tokens, self._room_wanted(stop, 1)))
         made = self._take(together(shapes), num_rows, room) if shapes else None
         return memory.make(shapes, num_rows, wanted) if made is None else made
 
     def _take(self, shapes: Sequence[memory.Shape], num_rows: int, room: int) -> list[Streams] | None:
-        """Return the arena's memory of so many rows, zeroed: what others left may not be finite. None: no room."""
-        made = self._memory = self._arena.memory(shapes, num_rows, room)
-        if made is None:
-            self.said.why_not = f"{num_rows} rows of {room} columns are more than the arena may take"
-        for tensor, _ in made or ():
-            tensor.zero_()
-        return made
+        """Return the arena's memory of so many rows. None: no room."""
+        self._memory = self._arena.memory(shapes, num_rows, room)
+        if self._memory is None:
+            self.said.why_not = too_large(num_rows, room)
+        return self._memory
 
-    def _check(self, shape: Shape, eager: Callable[..., Any], arguments: Mapping[str, Any], pads: Sequence[int]) -> Any:
+    def _check(self, graph: Graph, eager: Callable[..., Any], arguments: Mapping[str, Any], pads: Sequence[int]) -> Any:
         """Run the graph, then the eager forward, which writes the same columns again; compare logits and times."""
         rows, ids, logits, times = self._rows, arguments["input_ids"], None, [self._now()]
-        n, shapes = rows.n, shapes_over(self._arena, self._digest)
-        assert shape.captured is not None
+        n = rows.n
+        assert graph.captured is not None
         try:
-            logits = shape.captured.run(ids, arguments["position_ids"], pads, n).logits
+            logits = graph.captured.run(ids, arguments["position_ids"], pads, n).logits
         except FAILURES as error:
-            shape.why_not = failed(error)
+            graph.why_not = failed(error)
         times.append(self._now())
         self.said.num_compared += 1
         output = eager(**arguments)
         times.append(self._now())
         extra = [name for name in output if name not in ("logits", "past_key_values")]
         if extra:
-            shape.why_not = f"the model returns {', '.join(extra)} beside logits"
+            graph.why_not = f"the model returns {', '.join(extra)} beside logits"
         elif logits is not None:
             wanted = output.logits[:, -1:]
             apart, most = distance(wanted.float(), logits.float()), tolerance(wanted.dtype, rows)
             if not apart <= most:
-                shape.why_not = f"a graph's logits differ by {apart:.1e} of their scale from the eager forward's"
-            shape.checked.append(n)
-            shapes.note_saved(shape, times[2] - times[1] - (times[1] - times[0]))
-        if shape.why_not:
-            shape.captured = None
-            self.said.why_not = shape.why_not
+                graph.why_not = f"a graph's logits differ by {apart:.1e} of their scale from the eager forward's"
+            graph.checked.append(n)
+            self._arena.note_saved(graph, times[2] - times[1] - (times[1] - times[0]))
+        if graph.why_not:
+            graph.captured = None
+            self.said.why_not = graph.why_not
         return output
 
     def _now(self) -> float:
@@ -224,8 +257,7 @@ class CapturedCall:
             if rows.is_open and self._arena.holds(rows.all.memory):
                 rows.is_whole = rows.is_whole and not rows.is_edited  # their memory is another one from here on
                 try:
-                    index = torch.arange(rows.num_rows, device="cpu")
-                    rows.take(memory.selected(rows.all.memory, index, rows.n, max(1, rows.n)), rows.n)
+                    self._moved_out()
                 except torch.OutOfMemoryError:
                     if rows.escaped:
                         self._arena.drop()  # the memory belongs to whoever holds the rows from here on
@@ -235,33 +267,9 @@ class CapturedCall:
             self._arena.check_in(self)
 
 
-def expects(
-    shapes: Shapes, model: Model, arena: Arena, num_rows: int, num_new: int, num_columns: int, max_columns: float
-) -> bool:
-    """Return whether it pays to capture a call that begins: a forward, then steps.
-
-    Where it does not, its forwards are counted as wanted.
-
-    Args:
-        num_new: tokens of the first forward.
-        num_columns: columns of the rows after the first forward.
-    """
-    room, experts = arena.room(num_rows, room_wanted(num_columns, 1, max_columns)), model.experts()
-    steps = int(min(max_columns, room)) - num_columns
-    step = shapes.of(num_rows, 1, room, model.attention, experts)
-    tokens = next((each for each in TOKENS if num_new <= each), None)
-    prompt = None if tokens is None else shapes.of(num_rows, tokens, room, model.attention, experts)
-    if (steps and shapes.pays(step, steps)) or (prompt is not None and shapes.pays(prompt, 1)):
-        return True
-    for shape, number in ((step, steps), (prompt, 1)):
-        if shape is not None:
-            shape.num_wanted += number
-    return False
-
-
-def room_wanted(n: int, tokens: int, max_columns: float) -> int:
-    """Return the columns that rows need room for, of which there are `n`, in forwards of so many tokens."""
-    return max(n + tokens, int(min(max_columns + 1, n + tokens + _MOST_COMING)))
+def too_large(num_rows: int, room: int) -> str:
+    """Say that rows are not captured for want of memory."""
+    return f"{num_rows} rows of {room} columns are more than the arena may take"
 
 
 def why_eager(arguments: Mapping[str, Any], rows: Rows) -> str:
@@ -297,7 +305,3 @@ def tolerance(dtype: torch.dtype, rows: Rows) -> float:
     if eps <= torch.finfo(torch.float32).eps:
         return _TOLERANCE
     return _TOLERANCE_IN_EPS * eps * sqrt(max(1, len(rows.layers)))  # each layer rounds anew
-
-
-def _first_difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
-    return next((name for name, value in now.items() if before.get(name) != value), "the model")

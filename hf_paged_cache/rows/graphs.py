@@ -1,10 +1,9 @@
-"""Owns captured graphs: for each shape, [rows, tokens] in a room, its static inputs, its graph, and what is known.
+"""Captures a model's own eager forward over static rows, of a shape [rows, tokens] in a room, and replays it.
 
-A graph is the model's own eager forward over static rows. Its mask is ours, and made inside the graph.
+The mask is ours, and made inside the graph.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -15,16 +14,10 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..attention.grouped import grouped
 from ..locks import new_lock
 from .memory import Streams
-from .static import Arena
 
 TOKENS = (1, 16, 64, 256)  # tokens that a shape may have; fewer are filled up on the right
-NUM_CHECKS = 2  # number of replays of a shape that are compared with the eager forward
 EXPERTS = "the setting of experts"  # name of one thing that `Model.look` returns
-NOT_WORTH_IT = "a capture takes more time than it would save"
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # errors where a capture fails
-_CAPTURE_SECONDS = 0.3  # time that a capture is taken to need, before one was measured
-_SAVED_SECONDS = 0.015  # time that a replay is taken to save, before one was measured
-_TIMES_AGAIN = 8  # a shape is expected to come this many times as often as it has come
 _capturing = new_lock()  # one capture at a time
 _sides: dict[torch.device, Any] = {}  # device -> the stream on which all its graphs are captured
 
@@ -216,117 +209,6 @@ class Captured:
                 return_dict=True,
                 **options,
             )
-
-
-class Shape:
-    """`Shape` keeps what is known of one shape.
-
-    Attributes:
-        captured: graph of the shape; None: not captured yet.
-        why_not: why the shape is not captured any more; "": it may be.
-        look: what `Model.look` returned when the shape was captured.
-        checked: for each replay that was compared with the eager forward, the number of columns before it.
-        num_wanted: number of forwards that would have been replays.
-        saved_seconds: time that a replay saves against the eager forward; None: not measured.
-    """
-
-    def __init__(self) -> None:
-        self.captured: Captured | None = None
-        self.why_not = ""
-        self.look: Mapping[str, object] = {}
-        self.checked: list[int] = []
-        self.num_wanted = 0
-        self.saved_seconds: float | None = None
-
-    def drop(self) -> None:
-        """Give the graph up; what was counted stays."""
-        self.captured = None
-        self.checked.clear()
-
-    def is_to_check(self, length: int) -> bool:
-        """Return whether the next replay, at this length, is compared.
-
-        The first replays are, and one more at another length, if all of these were at one length.
-        """
-        seen = {*self.checked}
-        return len(self.checked) < NUM_CHECKS or (len(seen) == 1 and length not in seen)
-
-
-class Shapes:
-    """`Shapes` has the shapes over one arena, under one fingerprint of the model.
-
-    Attributes:
-        digest: the fingerprint.
-        capture_seconds: time that a capture takes.
-        saved_seconds: most time that a replay of any shape was measured to save.
-    """
-
-    def __init__(self, digest: bytes) -> None:
-        self.digest = digest
-        self.pool: Any = None
-        self.capture_seconds = _CAPTURE_SECONDS
-        self.saved_seconds = _SAVED_SECONDS
-        self._is_measured = False
-        self._shapes: dict[tuple[object, ...], Shape] = {}
-
-    def of(self, *key: object) -> Shape:
-        """Return the shape of these rows, tokens, room and settings."""
-        return self._shapes.setdefault(key, Shape())
-
-    def go_on(self, before: "Shapes") -> None:
-        """Expect the times that were measured under another fingerprint."""
-        self.capture_seconds, self.saved_seconds = before.capture_seconds, before.saved_seconds
-        self._is_measured = before._is_measured
-
-    def drop(self) -> None:
-        """Give all graphs up; what was counted stays."""
-        self.pool = None
-        for shape in self._shapes.values():
-            shape.drop()
-
-    @property
-    def num_graphs(self) -> int:
-        """Number of shapes that are captured."""
-        return sum(shape.captured is not None for shape in self._shapes.values())
-
-    def pays(self, shape: Shape, num_coming: int) -> bool:
-        """Return whether a replay of the shape pays, or where it is not captured, whether a capture is expected to."""
-        if shape.captured is not None:
-            return shape.saved_seconds is None or shape.saved_seconds > 0 or len(shape.checked) < NUM_CHECKS
-        return (_TIMES_AGAIN * shape.num_wanted + num_coming) * self.saved_seconds > self.capture_seconds
-
-    def note_saved(self, shape: Shape, seconds: float) -> None:
-        """Note that a replay took so much less time than the eager forward."""
-        shape.saved_seconds = seconds
-        self.saved_seconds = max(self.saved_seconds, seconds) if self._is_measured else seconds
-        self._is_measured = self._is_measured or seconds > 0
-
-
-def shapes_over(arena: Arena, digest: bytes) -> Shapes:
-    """Return the shapes that were captured over an arena; new ones where the model's fingerprint is another."""
-    before = arena.captured
-    if isinstance(before, Shapes) and before.digest == digest:
-        return before
-    shapes = arena.captured = Shapes(digest)
-    if isinstance(before, Shapes):
-        shapes.go_on(before)
-    return shapes
-
-
-def make(
-    shape: Shape, shapes: Shapes, model: Model, held: Sequence[Streams], tokens: int, facts: Mapping[str, object]
-) -> None:
-    """Capture a shape over this memory, or note why that failed."""
-    began = perf_counter()
-    try:
-        captured = Captured(model, held, tokens)
-        shapes.pool = captured.capture(shapes.pool)
-    except FAILURES as error:
-        shape.why_not, shapes.pool = failed(error), None
-        return
-    shape.captured, shape.look = captured, facts
-    shape.checked.clear()
-    shapes.capture_seconds = perf_counter() - began
 
 
 def failed(error: Exception) -> str:

@@ -35,14 +35,19 @@ class Group:
     @property
     def base(self) -> int:
         """First column that lies in the memory: rows share the columns before it, or these have passed the window."""
-        return next((layer.base for layer in self.layers.values() if layer.held is not None), 0)
+        for layer in self.layers.values():
+            if layer.held is not None:
+                return layer.base
+        return 0
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """Let the layers lie in this memory from here on: its first columns are the columns `[base, n)`."""
-        self.memory, self.room_end = held, math.inf
-        for tensor, _ in held:
+        self.memory, self.room_end, of_layers = held, math.inf, dict[int, dict[str, Tensor]]()
+        for tensor, names in held:
             self.room_end = min(self.room_end, base + tensor.shape[3])
-        for layer_idx, tensors in memory.by_layer(held).items():
+            for (layer_idx, name), part in zip(names, tensor, strict=True):
+                of_layers.setdefault(layer_idx, {})[name] = part
+        for layer_idx, tensors in of_layers.items():
             if layer_idx not in self.layers:
                 self._owner().add_layers(1 + layer_idx)
             self.layers[layer_idx].lie_in(tensors, n, base)
@@ -55,9 +60,8 @@ class Group:
 
     def make_room(self, num_columns: int, n: int, wanted: int) -> None:
         """Make room for `num_columns` columns, of which there are `n`; `wanted` will come, if that is not 0."""
-        if num_columns > self.room_end:
-            index = torch.arange(self.memory[0].tensor.shape[1], device="cpu")
-            self.take(self.selected(index, n, room_for(num_columns, wanted) - self.base), n, self.base)
+        index = torch.arange(self.memory[0].tensor.shape[1], device="cpu")
+        self.take(self.selected(index, n, room_for(num_columns, wanted) - self.base), n, self.base)
 
     def make_window(self, shapes: Sequence[Shape], num_rows: int, n: int, wanted: int) -> None:
         """Make memory for rows that begin after `n` columns; what the next token sees is still to be filled."""

@@ -55,14 +55,12 @@ class IdsStream:
             with torch.inference_mode(False):
                 self._ids = self._ids.index_select(0, index.to(self._ids.device, copy=index.is_inference()))
 
-    def rows(self, pads: Sequence[int], stop: int) -> list[TokenIds]:
-        """Return the tokens of each row before column `stop`, without padding.  Cost: waits for their device."""
-        rows = [array("q") for _ in pads]
-        if self._ids is None:
-            return rows
-        ids = self._ids[:, :stop].cpu().numpy()
-        for row, pad in enumerate(pads):
-            rows[row].frombytes(ids[row, pad:].tobytes())
+    def rows(self, prompts: Sequence[Any], stop: int) -> list[TokenIds]:
+        """Return the tokens of each row, a `Prompt`, before column `stop`.  Cost: waits for their device."""
+        rows: list[TokenIds] = []
+        ids = None if self._ids is None else self._ids[:, :stop].cpu().numpy()
+        for row, prompt in enumerate(prompts):
+            rows.append(array("q", b"" if ids is None else ids[row, prompt.pad :].tobytes()))
         for row, named in self.named.items():
             num = min(len(rows[row]), len(named))
             rows[row][:num] = named[:num]

@@ -29,9 +29,11 @@ class LayerKinds(NamedTuple):
 
     def make(self, owner: Callable[[], Any]) -> list[Any]:
         """Make layers that hold nothing."""
-        if self.see_all and not self.placeholders:
-            return [RowsLayer(layer_idx, owner) for layer_idx in range(self.num_layers)]
-        return [self._layer(layer_idx, owner) for layer_idx in range(self.num_layers)]
+        layers = list[Any]()
+        are_plain = not (self.windows or self.num_states or self.indexed or self.placeholders)
+        for layer_idx in range(self.num_layers):
+            layers.append(RowsLayer(layer_idx, owner) if are_plain else self._layer(layer_idx, owner))
+        return layers
 
     def _layer(self, layer_idx: int, owner: Callable[[], Any]) -> Any:
         if layer_idx in self.placeholders:

@@ -63,15 +63,6 @@ def make(shapes: Iterable[Shape], num_rows: int, room: int) -> list[Streams]:
     ]
 
 
-def by_layer(memory: Iterable[Streams]) -> dict[int, dict[str, Tensor]]:
-    """Return the tensors of each layer, [R, H, room, D], by layer index and name."""
-    found: dict[int, dict[str, Tensor]] = {}
-    for tensor, names in memory:
-        for (layer_idx, name), part in zip(names, tensor, strict=True):
-            found.setdefault(layer_idx, {})[name] = part
-    return found
-
-
 def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield (first id, number of ids) for each run of ids that follow one another.
 

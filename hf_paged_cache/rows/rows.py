@@ -203,8 +203,8 @@ class Rows(Cache):
             self.states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
         self.ids.note(ids, self.n)
         if self.n + num_new > self.all.room_end:
-            self.wanted = 0
             self.all.make_room(self.n + num_new, self.n, 0)
+            self.wanted = 0
             self.note_writes()
         if num_new > 1 or self.reads is not None:
             self._start_reads(self.n, self.n + num_new)
@@ -331,9 +331,10 @@ class Rows(Cache):
 
     def note_writes(self) -> None:
         """Note that everything written to the rows until here was written by us."""
-        self._tensors = [tensor for tensor, _ in self.all.memory]
-        for group in self.windows.values():
-            self._tensors += [tensor for tensor, _ in group.memory]
+        self._tensors = []
+        for group in (self.all, *self.windows.values()):
+            for tensor, _ in group.memory:
+                self._tensors.append(tensor)
         self._versions = tuple(map(_VERSION, self._tensors))
 
     @property
@@ -467,7 +468,7 @@ class Rows(Cache):
 
     def token_ids(self) -> list[TokenIds]:
         """Return the token ids that ran in each row, without padding, as far as the columns are what these say."""
-        return self.ids.rows([prompt.pad for prompt in self.prompts], int(min(self.n, self.keep_end)))
+        return self.ids.rows(self.prompts, int(min(self.n, self.keep_end)))
 
     @property
     def num_rows(self) -> int:

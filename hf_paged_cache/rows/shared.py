@@ -17,7 +17,6 @@ from ..attention.lazy import lazily
 from ..attention.segments import Plan
 from ..attention.shared import LayerReads, SharedForward
 from ..blocks import Allocation
-from . import memory
 from .memory import Columns, Streams
 
 MODEL_LOOKS = "the model looks at keys and values itself, or torch has no kernel for them on this device"
@@ -77,8 +76,8 @@ class SharedColumns:
         self._forward: SharedForward | None = None
         self._of_layer: dict[int, dict[str, list[Tensor]]] = {}
         for held in segments:
-            for layer_idx, streams in memory.by_layer(held).items():
-                for name, part in streams.items():
+            for tensor, names in held:
+                for (layer_idx, name), part in zip(names, tensor, strict=True):
                     self._of_layer.setdefault(layer_idx, {}).setdefault(name, []).append(part)
 
     @property

@@ -249,11 +249,11 @@ class BlockStore:
 
     def slabs(self) -> list[Slab]:
         """Return the slabs in which blocks of layers without a window lie now; blocks that are held stay there."""
-        return self.pool.all.slabs()
+        return self.pool.all.slabs
 
     def window_slabs(self) -> dict[Window, list[Slab]]:
         """Return window -> slabs in which the window blocks of its layers lie now."""
-        return {group.window: self.pool.groups[group.name].slabs() for group in self.windows.groups}
+        return {group.window: self.pool.groups[group.name].slabs for group in self.windows.groups}
 
     def new_table(self, root: bytes, salt: bytes) -> BlockTable:
         """Return an empty table for blocks of this store."""
