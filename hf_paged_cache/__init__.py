@@ -39,60 +39,19 @@ if TYPE_CHECKING:
     from .store.loading import Loaded
     from .store.saving import Saved
 
-_HOMES = (
-    ".errors",
-    ".stats",
-    ".cache",
-    ".prefix_store",
-    ".ask.explanation",
-    ".ask.model_check",
-    ".ask.prefixes",
-    ".ask.saved_files",
-    ".ask.scoring",
-    ".ask.verification",
-    ".jobs.prompts",
-    ".jobs.job",
-    ".jobs.workers",
-    ".every_generate",
-)  # modules that have all public names; the first two import no torch
+# Modules that have all public names; the first two import no torch.
+_HOMES = [".errors", ".stats", ".cache", ".prefix_store", ".ask.explanation", ".ask.model_check", ".ask.prefixes"]
+_HOMES += [".ask.saved_files", ".ask.scoring", ".ask.verification"]
+_HOMES += [".jobs.prompts", ".jobs.job", ".jobs.workers", ".every_generate"]
 
-__all__ = [
-    "BatchResult",
-    "BatchSummary",
-    "BlockStateError",
-    "CacheArgumentError",
-    "CacheBusyError",
-    "CacheStats",
-    "CallStats",
-    "Explanation",
-    "Loaded",
-    "Lookup",
-    "ModelReport",
-    "NotPortableError",
-    "OutOfBlocksError",
-    "PagedCacheError",
-    "PagedPrefixCache",
-    "Prefilled",
-    "PrefixStore",
-    "Prompts",
-    "RowStats",
-    "Saved",
-    "SavedBlocksError",
-    "SavedFileReport",
-    "Score",
-    "TierStats",
-    "ForwardMismatchError",
-    "UnsupportedModelError",
-    "Verified",
-    "WorkersLostError",
-    "__version__",
-    "cache_every_generate",
-    "check_model",
-    "generate_all",
-    "generate_all_on_ray",
-    "read_prompts",
-    "saved_report",
-]
+__all__ = ["PagedPrefixCache", "PrefixStore", "__version__"]
+__all__ += ["CacheStats", "CallStats", "RowStats", "TierStats"]
+__all__ += ["Explanation", "Loaded", "Lookup", "Prefilled", "Saved", "Score", "Verified"]
+__all__ += ["ModelReport", "SavedFileReport", "check_model", "saved_report"]
+__all__ += ["cache_every_generate"]
+__all__ += ["BatchResult", "BatchSummary", "Prompts", "generate_all", "generate_all_on_ray", "read_prompts"]
+__all__ += ["BlockStateError", "CacheArgumentError", "CacheBusyError", "ForwardMismatchError", "NotPortableError"]
+__all__ += ["OutOfBlocksError", "PagedCacheError", "SavedBlocksError", "UnsupportedModelError", "WorkersLostError"]
 
 
 def __getattr__(name: str) -> Any:

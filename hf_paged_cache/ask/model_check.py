@@ -1,18 +1,17 @@
 """Reports, by `check_model`, whether a model is supported, and what a short trial of the model showed."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import Module
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError, PagedCacheError
-from ..integration.hooks import detach, is_attached
+from ..integration.hooks import left_as_it_was
 from ..model.layers import cache_layers
 from ..model.support import require_supported, takes, unwrapped
 from ..model.trial import (
@@ -28,9 +27,8 @@ from ..model.trial import (
     trial_inputs,
     undisturbed,
 )
-from ..prefix_store import PrefixStore
 
-_BLOCK_SIZE = 8
+_CAN_BE_CAPTURED = "on a CUDA device its steps can run as graphs (capture='auto')"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,11 @@ class ModelReport:
         lines = [f"{self.model} is supported" if self.is_supported else f"{self.model} is not supported: {self.reason}"]
         if self.layers:
             lines.append("cache layers: " + ", ".join(f"{count} {kind}" for kind, count in self.layers.items()))
-        if self.distance is not None and self.own_distance is not None:
+        if self.distance is not None:
             lines.append(
                 f"distance from one forward without a cache: {self.distance:.1e} of the logits' scale "
                 f"(DynamicCache: {self.own_distance:.1e})"
             )
-        if self.reused_tokens is not None:
             lines.append(f"reused {self.reused_tokens} of {self.prompt_tokens} tokens of a prompt that was known")
         if self.kv_bytes_per_token is not None:
             states = f", a snapshot of its states {self.snapshot_bytes / 2**20:,.2f} MiB" if self.snapshot_bytes else ""
@@ -87,11 +84,10 @@ class ModelReport:
 
 
 def check_model(model: Any) -> ModelReport:
-    """Try a model in a few short forwards, and report whether it is supported.
+    """Try a model in some twenty short forwards, and report whether it is supported.
 
-    Two rows of 24 tokens, one of them padded, and one row alone run with 16 tokens in a cache and without.
-
-    Effects: none that last. An unsupported model is reported; no error is raised.  Cost: some twenty short forwards.
+    Two rows of 24 tokens, one of them padded, and one row alone run with 16 tokens in a cache and without. An
+    unsupported model is reported; no error is raised. The model is left as it was.
 
     Raises:
         CacheArgumentError: `model` is no model at all, such as the name of one.
@@ -108,13 +104,8 @@ def check_model(model: Any) -> ModelReport:
         require_supported(model)
         layers = dict(Counter(type(layer).__name__ for layer in cache_layers(model)))
         require_continuable(model)
-        was_attached = is_attached(model)
-        try:
-            with undisturbed(model) as seen:
-                return _try(model, name, layers, seen)
-        finally:
-            if not was_attached:
-                detach(model)
+        with left_as_it_was(model), undisturbed(model) as seen:
+            return _try(model, name, layers, seen)
     except PagedCacheError as error:
         if not isinstance(model, Module):
             raise CacheArgumentError(str(error)) from None
@@ -130,16 +121,18 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int], seen: Iterab
     inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
     whole = last_logits(model(**inputs, use_cache=False), num_compared)
     own = distance(whole, continue_behind(model, inputs, dynamic_cache(model)))
-    cache = PagedPrefixCache(PrefixStore(model, block_size=_BLOCK_SIZE, num_blocks=16))
+    cache = PagedPrefixCache(model, block_size=8, num_blocks=16)
     ours = distance(whole, continue_behind(model, inputs, cache))
     cache.reset()
-    ours = max(ours, distance(whole[:1, -1], _first_step(model, cache, inputs)))
-    counts = cache.last_call
-    allowed = max(tolerance(model, seen), 5 * own)
-    reason = "" if ours <= allowed else f"with our cache its logits differ by {ours:.2g} of their scale"
-    can_reuse = cache.store.blocks.states.align < NUM_COLUMNS  # states may be kept after more tokens than are tried
-    if not reason and not counts.reused_tokens and can_reuse:
-        reason = f"nothing of a known prompt is reused: {counts.rows[0].stopped if counts.rows else 'no row ran'}"
+    known = {each: inputs[each][:1] for each in ("input_ids", "attention_mask")}
+    logits, rows = cache._side_rows.generate(known)
+    ours = max(ours, distance(whole[:1, -1:], logits.float().cpu()))
+    (counts,), states = rows.state.counts, cache.store.blocks.states
+    reason = ""
+    if ours > max(tolerance(model, seen), 5 * own):
+        reason = f"with our cache its logits differ by {ours:.2g} of their scale"
+    elif not counts.reused_tokens and states.align < NUM_COLUMNS:  # states may be kept after more tokens than are tried
+        reason = f"nothing of a known prompt is reused: {counts.stopped}"
     return ModelReport(
         model=name,
         is_supported=not reason,
@@ -150,43 +143,21 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int], seen: Iterab
         prompt_tokens=counts.prompt_tokens,
         layers=layers,
         kv_bytes_per_token=measure_bytes_per_token(model),
-        snapshot_bytes=cache.store.blocks.states.rules.num_bytes if cache.store.blocks.states else 0,
-        remarks=_remarks(model, cache),
+        snapshot_bytes=states.rules.num_bytes if states else 0,
+        remarks=tuple(_remarks(model, cache)),
     )
 
 
-def _first_step(model: PreTrainedModel, cache: PagedPrefixCache, inputs: Mapping[str, Tensor]) -> Tensor:
-    """Return the logits, [1, vocabulary], of the first token generated after the first row, whose blocks are cached."""
-    generate: Any = model.generate
-    first = {name: inputs[name][:1] for name in ("input_ids", "attention_mask")}
-    saved, model.generation_config = model.generation_config, GenerationConfig()  # type: ignore[no-untyped-call]
-    try:
-        output = generate(
-            **first, past_key_values=cache, max_new_tokens=1, output_logits=True, return_dict_in_generate=True
-        )
-    finally:
-        model.generation_config = saved
-    logits: Tensor = output.logits[0]
-    return logits.float().cpu()
-
-
-def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> tuple[str, ...]:
+def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> Iterator[str]:
     why = cache.why_not_captured()
-    remarks = [
-        f"its steps cannot run as CUDA graphs: {why}"
-        if why
-        else "on a CUDA device its steps can run as graphs (capture='auto')"
-    ]
+    yield f"its steps cannot run as CUDA graphs: {why}" if why else _CAN_BE_CAPTURED
     if not takes(model, "position_ids"):
-        remarks.append("it takes no position_ids: a prompt is reused only after as much padding as before")
+        yield "it takes no position_ids: a prompt is reused only after as much padding as before"
     if cache.store.fingerprint.rope.depends_on_length:
-        remarks.append("its rotary frequencies depend on length: a prompt is reused only where they are the same")
+        yield "its rotary frequencies depend on length: a prompt is reused only where they are the same"
     if cache.store.blocks.states:
         chunk = cache.store.fingerprint.state_traits.chunk
         multiple = "the block size" if chunk == 1 else f"{chunk} tokens and of the block size"
-        remarks.append(
-            f"its layers carry states: prompts are reused up to where one was kept, at a multiple of {multiple}"
-        )
+        yield f"its layers carry states: prompts are reused up to where one was kept, at a multiple of {multiple}"
     if not takes(model, "logits_to_keep"):
-        remarks.append("it takes no logits_to_keep: while drafts are verified, the whole prompt is computed")
-    return tuple(remarks)
+        yield "it takes no logits_to_keep: while drafts are verified, the whole prompt is computed"
