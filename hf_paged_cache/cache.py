@@ -125,15 +125,14 @@ class PagedPrefixCache(Cache):
     def _resume_rows(self, given: GenerateArguments) -> Rows:
         """Return the rows of the call before, which a `generate` of new tokens alone continues."""
         require_filled(self._calls, given.passed, given.num_masked - given.num_given)
-        require_continues(given, self.get_seq_length())
         rows = self._current.take()  # no other call goes on with these rows meanwhile
-        if rows is None:
-            require_continues(given, 0)
-            raise AssertionError("only new tokens follow some")
         try:
+            require_continues(given, 0 if rows is None else rows.get_seq_length())
+            assert rows is not None
             self._calls.resume(given, rows)
         except PagedCacheError:
-            self._current.put(rows)
+            if rows is not None:
+                self._current.put(rows)
             raise
         rows.handle, rows.is_behind_handle = ref(self), False
         return rows

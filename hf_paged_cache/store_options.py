@@ -1,7 +1,4 @@
-"""Reads what a store may be given besides its model, as a user writes it: sizes, a folder, permissions.
-
-Refuses bad options before anything is loaded. No torch.
-"""
+"""Reads what a store may be given besides its model, and refuses bad options before anything is loaded. No torch."""
 
 import difflib
 import inspect
@@ -17,10 +14,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class StoreSizes(TypedDict, total=False):
-    """`StoreSizes` names the options of a store, as they are given; see `PrefixStore`.
-
-    A function that takes these options has `**sizes: Unpack[StoreSizes]`.
-    """
+    """`StoreSizes` names the options of a `PrefixStore`, as functions take them: `**sizes: Unpack[StoreSizes]`."""
 
     block_size: int
     num_blocks: int | None
@@ -32,7 +26,7 @@ class StoreSizes(TypedDict, total=False):
 
 
 class StoreOptions(NamedTuple):
-    """`StoreOptions` holds the options of a store, with their defaults; those in bytes as numbers, once checked."""
+    """`StoreOptions` holds the options of a store; those in bytes as numbers, once checked."""
 
     block_size: int = 16
     num_blocks: int | None = None
@@ -44,10 +38,7 @@ class StoreOptions(NamedTuple):
 
 
 def shows_store_options(function: _Function) -> _Function:
-    """Let the signature of a function that takes `**sizes` show each option.
-
-    So `help`, notebooks, and whoever inspects the function see the options.
-    """
+    """Let the signature of a function that takes `**sizes` show each option: to `help`, notebooks and inspection."""
     signature, hints = inspect.signature(function), StoreSizes.__annotations__
     sizes = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
@@ -64,7 +55,7 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     """Return the options that say something: None counts as left out, and so does no host memory.
 
     Raises:
-        TypeError: an option that no store has; the message names it.
+        TypeError: no store has such an option.
     """
     for name in sizes:
         if name not in StoreOptions._fields:
@@ -79,11 +70,10 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
 
 @shows_store_options
 def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
-    """Read and check the options of a store.
+    """Read the options of a store.
 
     Raises:
-        CacheArgumentError: an option is out of its range, or does not go with another; the message names the first such
-            option.
+        CacheArgumentError: an option is out of its range, or does not go with another.
     """
     options = StoreOptions(**given_sizes(sizes))  # bytes may be texts until they are read below
     int_of_at_least("block_size", options.block_size, 1, "tokens; 16 suits most models")

@@ -27,19 +27,12 @@ def prefill(
     Whole blocks are cached, and known blocks are not computed again. Layers with a window or a state keep what is
     needed to resume at the end of a prefix. Any later call may evict the blocks; `pin` keeps them. They are found under
     the conditions that `pin` names. Processes that share a model call `prefill` together, with the same lengths and
-    `chunk_size`.
-
-    Effects: none on the rows of this cache. `stats()` counts what is computed as a call, and `last_call` shows this
-    call, unless a `generate` runs.
+    `chunk_size`. The rows of this cache stay; `stats()` and `last_call` count what is computed as a call.
 
     Args:
-        token_ids: token ids of a prefix as prompts begin with it, special tokens included: a list or tensor of [T] or
-            [1, T]; or what a processor returns, with images; or a list of such prefixes.
+        token_ids: a prefix as `pin` takes it, or a list of prefixes.
         chunk_size: new tokens that run in one forward, so that a long prefix takes bounded memory. Where rotary
             frequencies depend on length, and with images, each prefix runs in one forward.
-
-    Returns:
-        numbers of tokens that are cached now, were known before, and were computed; see `Prefilled`.
 
     Raises:
         OutOfBlocksError: the prefixes do not fit into the pool at a time; nothing was computed.
@@ -90,11 +83,10 @@ def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> Prompt:
 
 
 def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:
-    """Keep what is cached of a prefix until `unpin`: no call evicts it, and it outlives this cache.
+    """Keep what is cached of a prefix, in whole blocks, until `unpin`: no call evicts it, and it outlives this cache.
 
-    Nothing is computed: `prefill` the prefix, or run it once, then pin it. Whole blocks are pinned. Pinning the same
-    tokens again counts once, and also pins what has been cached of them since. A pin belongs to the store and to this
-    `cache_salt`.
+    Nothing is computed: `prefill` the prefix, or run it once, then pin it. Pinning the same tokens again counts once,
+    and also pins what has been cached of them since. A pin belongs to the store and to this `cache_salt`.
 
     A pin holds for the model as it is now; where a model numbers its columns, for rows without padding; and where
     rotary frequencies depend on length, for the frequencies of a prompt as long as the prefix. When the model changes,

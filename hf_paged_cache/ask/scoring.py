@@ -1,8 +1,4 @@
-"""Computes log-probabilities of continuations: each context runs once, and its continuations run after it.
-
-The number of forwards follows from the arguments alone, never from what is cached, so processes that share a model's
-weights stay in step.
-"""
+"""Computes log-probabilities of continuations: each context runs once, and its continuations run after it."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -66,14 +62,14 @@ def score(
 
     The context is reused from the store as far as it is known, runs once, and is stored. A continuation that is the
     beginning of another one runs with that one. Where rotary frequencies depend on length (dynamic, longrope), each
-    continuation runs alone, from the context's start. The number of forwards follows from the arguments alone.
+    continuation runs alone, from the context's start. The number of forwards follows from the arguments alone, and
+    not from what is cached, so that processes which share a model stay in step.
 
     The scores equal the `log_softmax` of one plain forward for each continuation, of all tokens of context and
     continuation, at positions that count from 0, on the model as it is when the call begins. No gradients are computed.
 
-    Effects: none on the rows of this cache, also while its `generate` runs, and none on rotary frequencies. `stats()`
-    counts a call with a row for each continuation, after the context, and `last_call` shows it, unless a `generate`
-    runs.
+    The rows of this cache stay, also while its `generate` runs, and so do rotary frequencies. `stats()` counts a call
+    with a row for each continuation, after the context, and `last_call` shows it, unless a `generate` runs.
 
     Args:
         context: token ids, [T] or [1, T], at least one; or what a processor returns, with images: such a context runs

@@ -3,7 +3,6 @@
 What is cached is read as a call reads it: rows of our own begin with it.
 """
 
-from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -90,8 +89,13 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     """
     if num_blocks is not None:
         int_of_at_least("num_blocks", num_blocks, 1, "blocks, or None for all")
-    store = cache.store
-    _require_comparable(cache)
+    store, why = cache.store, why_in_general(cache._calls)
+    if store.fingerprint.rope.depends_on_length:
+        why = "rotary frequencies of this model depend on length"
+    elif cache._ranks.are_several:
+        why = "other processes share this model, and must run as many forwards"
+    if why:
+        raise UnsupportedModelError(f"no block can be recomputed alone, so none was: {why}; see reset_prefix_cache()")
     with store.blocks.lock:
         store.blocks.settle()
         hashes = [*store.blocks.allocator.hashes(cache.cache_salt).values()]
@@ -115,39 +119,18 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     return Verified(len(seen), len(hashes) - len(seen), tuple(differing))
 
 
-def _require_comparable(cache: AskedCache) -> None:
-    why = why_in_general(cache._calls)
-    if cache.store.fingerprint.rope.depends_on_length:
-        why = "rotary frequencies of this model depend on length"
-    elif cache._ranks.are_several:
-        why = "other processes share this model, and must run as many forwards"
-    if why:
-        raise UnsupportedModelError(f"no block can be recomputed alone, so none was: {why}; see reset_prefix_cache()")
-
-
 def _sequences(hashes: Sequence[BlockHash], root: bytes) -> list[list[BlockHash]]:
     """Return the longest cached sequences of text that begin with this root, as their blocks."""
-    children: dict[bytes, list[BlockHash]] = defaultdict(list)
-    for block in hashes:
-        if not hold_images(tokens_of(block.token_bytes)):
-            children[block.parent].append(block)
-    known: dict[bytes, BlockHash] = {}
-    last, waiting = [], [root]
-    while waiting:
-        digest = waiting.pop()
-        if digest in known and digest not in children:
-            last.append(digest)
-        for block in children.get(digest, ()):
-            known[block.digest] = block
-            waiting.append(block.digest)
+    known = {block.digest: block for block in hashes if not hold_images(tokens_of(block.token_bytes))}
+    parents = {block.parent for block in known.values()}
     sequences = []
-    for digest in last:
-        blocks = []
-        while digest in known:
-            blocks.append(known[digest])
-            digest = known[digest].parent
-        sequences.append(blocks[::-1])
-    return sequences
+    for digest in known.keys() - parents:
+        blocks = [known[digest]]
+        while blocks[-1].parent in known:
+            blocks.append(known[blocks[-1].parent])
+        if blocks[-1].parent == root:
+            sequences.append(blocks[::-1])
+    return sorted(sequences)
 
 
 @torch.no_grad()
