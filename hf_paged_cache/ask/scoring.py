@@ -13,7 +13,7 @@ from ..errors import CacheArgumentError
 from ..integration.side_rows import row_of
 from ..rows.rows import Rows
 from ..stats import RowStats
-from .prompts import AskedCache, asked_prompt, text_of
+from .prompts import AskedCache, AskedPrompt, asked_prompt, text_of
 
 _MAX_LOGITS = 2**27  # most numbers in the logits of one forward, where no batch_size is given
 
@@ -95,9 +95,10 @@ def score(
     for name, size, what in (("batch_size", batch_size, "rows"), ("prefill_chunk_size", prefill_chunk_size, "tokens")):
         if size is not None:
             int_of_at_least(name, size, 1, f"{what} of a forward, or None")
-    inputs, shift = None, 0
+    asked = None
     if isinstance(context, Mapping):
-        inputs, (prompt, shift) = context, _prompt_of(cache, context, prefill_chunk_size)
+        asked = _prompt_of(cache, context, prefill_chunk_size)
+        prompt = tuple(asked.row.token_ids)
     else:
         prompt = text_of(cache, "the context", context)
     if isinstance(continuations, str | bytes) or not isinstance(continuations, Iterable):
@@ -107,13 +108,11 @@ def score(
     wanted = [text_of(cache, f"continuation {number}", tokens) for number, tokens in enumerate(continuations)]
     if not wanted:
         return []
-    return score_contexts(
-        cache, [(prompt, wanted)], batch_size=batch_size, inputs=inputs, shift=shift, chunk_size=prefill_chunk_size
-    )[0]
+    return score_contexts(cache, [(prompt, wanted)], batch_size=batch_size, asked=asked, chunk_size=prefill_chunk_size)
 
 
-def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> tuple[Tokens, int]:
-    """Return the tokens of a context that is more than token ids, and how far its images move later positions."""
+def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size: int | None) -> AskedPrompt:
+    """Read a context that is more than token ids."""
     if prefill_chunk_size is not None:
         raise CacheArgumentError(
             "a context as a processor returns it runs in one forward; leave prefill_chunk_size out"
@@ -125,7 +124,7 @@ def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size:
     asked = asked_prompt(cache, "the context", inputs)
     if asked.row.shift is None:
         raise CacheArgumentError(f"at which positions tokens follow the context is not known: {asked.why_whole}")
-    return tuple(asked.row.token_ids), asked.row.shift
+    return asked
 
 
 def may_score_together(cache: AskedCache) -> bool:
@@ -143,18 +142,16 @@ def score_contexts(
     *,
     batch_size: int | None,
     dtype: torch.dtype | None = torch.float32,
-    inputs: Mapping[str, Any] | None = None,
-    shift: int = 0,
+    asked: AskedPrompt | None = None,
     chunk_size: int | None = None,
-) -> list[list[Score]]:
-    """Score the continuations of several contexts as one call: the contexts run in one batch.
+) -> list[Score]:
+    """Score the continuations of several contexts, one after the other, as one call: the contexts run in one batch.
 
     Args:
         wanted: contexts, each with at least one continuation; token ids of the vocabulary. More than one context is
             allowed only where `may_score_together`.
         dtype: dtype in which logits become log-probabilities; None: that of the logits.
-        inputs: what a processor returned for the one context, where it is more than token ids.
-        shift: how far the images of that context move later positions.
+        asked: the one context, where it is more than token ids.
         chunk_size: tokens of a forward; None: as many as there are.
     """
     cache.store.fingerprint.digest()  # reads which rope the model has now
@@ -163,11 +160,10 @@ def score_contexts(
         for number in range(len(scorer.asked)):
             scorer.run_alone(number, chunk_size)
     else:
-        scorer.run_after_contexts([prompt for prompt, _ in wanted], batch_size, inputs, shift)
+        scorer.run_after_contexts([prompt for prompt, _ in wanted], batch_size, asked)
     with cache.store.blocks.lock:
         cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes, bypassed=scorer.is_bypassed)
-    scores = iter(scorer.scores())
-    return [[next(scores) for _ in continuations] for _, continuations in wanted]
+    return [Score(tuple(found), best) for found, best in zip(scorer.log_probs, scorer.is_greedy, strict=True)]
 
 
 class _Asked(NamedTuple):
@@ -190,11 +186,8 @@ class _Scorer:
         self.counts: list[RowStats] = []
         self.peak_kv_bytes, self.is_bypassed = 0, False
         self._found: dict[bytes, int] = {}  # root -> tokens that the first row alone has found: later rows find its own
-        self._log_probs: list[list[float]] = [[] for _ in self.asked]
-        self._is_greedy = [True] * len(self.asked)
-
-    def scores(self) -> list[Score]:
-        return [Score(tuple(log_probs), best) for log_probs, best in zip(self._log_probs, self._is_greedy, strict=True)]
+        self.log_probs: list[list[float]] = [[] for _ in self.asked]
+        self.is_greedy = [True] * len(self.asked)
 
     def run_alone(self, number: int, chunk_size: int | None) -> None:
         """Run one continuation in a row of its own, from the context's start, and read its logits."""
@@ -213,22 +206,20 @@ class _Scorer:
         count.reused_tokens, count.matched_tokens = min(count.reused_tokens, most), min(count.matched_tokens, most)
         self.counts.append(count)
 
-    def run_after_contexts(
-        self, prompts: Sequence[Tokens], batch_size: int | None, inputs: Mapping[str, Any] | None, shift: int
-    ) -> None:
+    def run_after_contexts(self, prompts: Sequence[Tokens], batch_size: int | None, asked: AskedPrompt | None) -> None:
         """Run the contexts in one batch, and after them all continuations; see `score_contexts`."""
         pads = [max(map(len, prompts)) - len(prompt) for prompt in prompts]
-        if inputs is None:
+        if asked is None:
             stems = self._side.begin("score")
             rows = [row_of(prompt, pad) for prompt, pad in zip(prompts, pads, strict=True)]
             logits = self._side.run(stems, rows)
             self._side.close(stems)
         else:
-            logits, stems = self._side.generate(inputs)
+            logits, stems = self._side.generate(asked.inputs or {})
         self._note(stems)
         self._read(logits, [(each.stem, 0, number, each.tokens[0]) for number, each in enumerate(self.asked)])
         self._count_contexts(stems.state.counts)
-        waiting = self._branches()
+        shift, waiting = 0 if asked is None else asked.row.shift, self._branches()
         while waiting:
             num_new = len(self.asked[waiting[0][0]].tokens) - 1
             size = batch_size or max(1, _MAX_LOGITS // self._vocabulary_size // num_new)
@@ -272,11 +263,11 @@ class _Scorer:
 
     def _count_contexts(self, of_stems: Sequence[RowStats]) -> None:
         """Count the contexts: what was reused counts for each continuation, what was computed for the first."""
+        computed = [of_stem.computed_tokens for of_stem in of_stems]
         for stem, prompt, tokens in self.asked:
-            is_first = len(self.counts) == 0 or self.asked[len(self.counts) - 1].stem != stem
-            num_computed = of_stems[stem].computed_tokens if is_first else 0
             num_tokens = len(prompt) + len(tokens) - 1
-            self.counts.append(replace(of_stems[stem], prompt_tokens=num_tokens, computed_tokens=num_computed))
+            self.counts.append(replace(of_stems[stem], prompt_tokens=num_tokens, computed_tokens=computed[stem]))
+            computed[stem] = 0
 
     def _read(self, logits: Tensor, readings: Sequence[tuple[int, int, int, int]]) -> None:
         """Read log-probabilities, of a continuation in the order of its tokens.
@@ -288,5 +279,5 @@ class _Scorer:
         chosen = logits.log_softmax(dim=-1, dtype=self._dtype)[row, column, token].float()
         is_best = logits.argmax(dim=-1)[row, column] == token
         for (_, _, number, _), log_prob, best in zip(readings, chosen.tolist(), is_best.tolist(), strict=True):
-            self._log_probs[number].append(log_prob)
-            self._is_greedy[number] &= best
+            self.log_probs[number].append(log_prob)
+            self.is_greedy[number] &= best

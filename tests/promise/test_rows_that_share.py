@@ -96,5 +96,5 @@ def test_scores_of_some_contexts_of_a_batch_are_right_whatever_a_launch_costs(
         cache.prefill(context[:224])
     wanted = [(context, [some]) for context, some in zip(contexts, continuations, strict=True)]
     found = score_contexts(cache, wanted, batch_size=None)
-    for context, some, (score,) in zip(contexts, continuations, found, strict=True):
+    for context, some, score in zip(contexts, continuations, found, strict=True):
         torch.testing.assert_close(torch.tensor(score.log_probs), log_probs(model, context, some), rtol=0, atol=1e-4)
