@@ -17,8 +17,7 @@ from transformers import GenerationMixin
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, PagedCacheError, UnsupportedModelError
 from .integration.ambient import AmbientScope, ambient_cache, close_scope, open_scope
-from .integration.generate_arguments import functions_of
-from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of
+from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of, has_own_generate
 from .locks import new_lock
 from .model.support import unwrapped
 from .store.call_totals import CallTotals
@@ -150,7 +149,7 @@ def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
     """Run a call of the model's `generate`, whose bracket finds the cache."""
     attach(model)
     bracket, scope = bracket_of(model), AmbientScope(model, cache)
-    if len(functions_of(model)) > 1 or bracket is None or bracket.replaced is not None:
+    if has_own_generate(model) or bracket is None or bracket.replaced is not None:
         raise UnsupportedModelError(f"{type(model).__name__} has a generate of its own")
     open_scope(scope)
     try:

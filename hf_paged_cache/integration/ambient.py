@@ -20,11 +20,8 @@ from ..locks import new_lock
 class AmbientScope:
     """`AmbientScope` is one `with cache:` block, or one block of `in_all_threads`."""
 
-    __slots__ = ("_cache", "_model", "in_all_threads", "is_open")
-
     def __init__(self, model: nn.Module, cache: Any, *, in_all_threads: bool = False) -> None:
-        self._model, self._cache = ref(model), ref(cache)
-        self.in_all_threads = in_all_threads
+        self._model, self._cache, self.in_all_threads = ref(model), ref(cache), in_all_threads
         self.is_open = True  # if not, the scope is over in every context that still lists it
 
     @property

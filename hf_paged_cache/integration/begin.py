@@ -9,7 +9,7 @@ from ..errors import CacheArgumentError
 from ..model.support import require_layer_adapters
 from .chunked_prompt import require_slices
 from .generate_arguments import GenerateArguments
-from .hooks import is_attached
+from .hooks import bracket_of
 
 NO_CACHE_WANTED = (
     "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole "
@@ -79,6 +79,6 @@ def another_model(own: Any, other: Any) -> CacheArgumentError:
 
 def how_to_run(model: nn.Module) -> str:
     """Return advice on how to run a model so that its forwards are announced."""
-    if not is_attached(model):
+    if bracket_of(model) is None:
         return "this cache is detached from its model; enter `with cache:`, or build another cache, to attach it again"
     return "run the model that the cache was built for through its own __call__, not model.model(...)"

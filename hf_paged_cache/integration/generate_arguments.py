@@ -18,61 +18,51 @@ _OPTIONS = (
     *("prefill_chunk_size", "pad_token_id", "assistant_early_exit", "use_mtp", *OUTPUT_FLAGS),
 )
 _OF_DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
-_PLAIN = {type(None), bool, int, float, str, Tensor, GenerationConfig}
+_PLAIN = {type(None), bool, int, float, str, Tensor, GenerationConfig}  # an argument of another type may bring code
 _DEFAULT_NEW_TOKENS = 20  # transformers' own, where neither max_length nor max_new_tokens is set
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateArguments:
-    """`GenerateArguments` says what is known of one call of `generate` before it starts.
-
-    Attributes:
-        num_masked: number of columns of the mask.
-        num_given: number of columns of the prompt.
-        why_no_cache: what was given under which the call can use no cache of ours, in words; "": nothing.
-        is_assistant: True if the call drafts for another model's `generate`.
-        synced_gpus: True if the call was told that several processes run equally many forwards.
-        chunk_size: columns of each forward in which the prompt is computed; None: all in one forward.
-        num_logits: number of last columns of the prompt whose logits are asked for.
-        pad_token_id: id of padding; where no mask is passed, a prompt without this id has no padding.
-        calls_back: True if code of the caller's may run between forwards.
-        verifies_drafts: True if drafts are verified: transformers then runs the whole prompt in one forward, whatever
-            `chunk_size` is.
-        outputs: outputs that are asked for beside logits, by flag.
-        passed: tensors and all other arguments, by name, the ids among them as "input_ids".
-    """
+    """`GenerateArguments` says what is known of one call of `generate` before it starts."""
 
     limits: CallLimits = UNLIMITED
-    num_masked: int = 0
-    num_given: int = 0
+    num_masked: int = 0  # columns of the mask
+    num_given: int = 0  # columns of the prompt
+    only_new_tokens: bool = False  # the mask has more columns than the prompt, so the rows resume with these tokens
     cache_implementation: str | None = None
-    why_no_cache: str = ""
-    is_assistant: bool = False
-    synced_gpus: bool = False
-    chunk_size: int | None = None
+    why_no_cache: str = ""  # what was given under which the call can use no cache of ours, in words; "": nothing
+    is_assistant: bool = False  # the call drafts for another model's `generate`
+    synced_gpus: bool = False  # the call was told that several processes run equally many forwards
+    chunk_size: int | None = None  # columns of each forward in which the prompt is computed; None: all in one forward
     num_beams: int | None = None
-    num_logits: int = 1
-    pad_token_id: Any = None
-    calls_back: bool = True
-    verifies_drafts: bool = False
-    outputs: Mapping[str, bool] = field(default_factory=dict)
-    passed: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def only_new_tokens(self) -> bool:
-        """True if the mask has more columns than the prompt, so the rows resume with these tokens."""
-        return self.num_masked > self.num_given
+    num_logits: int = 1  # last columns of the prompt whose logits are asked for
+    pad_token_id: Any = None  # where no mask is passed, a prompt without this id has no padding
+    calls_back: bool = True  # code of the caller's may run between forwards
+    verifies_drafts: bool = False  # then transformers runs the whole prompt in one forward, whatever `chunk_size` is
+    outputs: Mapping[str, bool] = field(default_factory=dict)  # outputs that are asked for beside logits, by flag
+    passed: Mapping[str, Any] = field(default_factory=dict)  # all arguments by name, the ids among them as "input_ids"
 
 
 def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
     """Read the arguments of `generate(inputs=None, generation_config=None, ..., **kwargs)`."""
-    options = _options(model, args[1] if len(args) > 1 else kwargs.get("generation_config"), kwargs)
-    implementation = options["cache_implementation"]
+    config, own = args[1] if len(args) > 1 else kwargs.get("generation_config"), model.generation_config
+    options = {}
+    for name in _OPTIONS:  # looked up as transformers does: keyword, given generation config, model's own
+        options[name] = getattr(config, name, None)
+        if options[name] is None:
+            options[name] = getattr(own, name, None)
+        if name in kwargs and (kwargs[name] is not None or name != "use_cache"):
+            options[name] = kwargs[name]  # None, too, takes the place of what a config has
+    implementation, why_no_cache = options["cache_implementation"], ""
+    if options["use_cache"] is False:
+        why_no_cache = "use_cache=False:"
+    elif attended := [name for name in cross_inputs(model) if kwargs.get(name) is not None]:
+        why_no_cache = f"{attended[0]}: cross attention keeps keys and values that are no tokens';"
     ids = args[0] if args else kwargs.get("inputs")
     ids = kwargs.get("input_ids") if ids is None else ids
-    embeddings, mask = kwargs.get("inputs_embeds"), kwargs.get("attention_mask")
-    limits, num_masked, num_given = UNLIMITED, 0, 0
-    for prompt, num_dims in ((embeddings, 3), (ids, 2)):
+    mask, limits, num_masked, num_given = kwargs.get("attention_mask"), UNLIMITED, 0, 0
+    for prompt, num_dims in ((kwargs.get("inputs_embeds"), 3), (ids, 2)):
         if isinstance(prompt, Tensor) and prompt.dim() == num_dims:
             num_given = prompt.shape[1]
             num_masked = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
@@ -82,52 +72,19 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         limits=limits,
         num_masked=num_masked,
         num_given=num_given,
+        only_new_tokens=num_masked > num_given,
         cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
-        why_no_cache=_why_no_cache(model, options, kwargs),
+        why_no_cache=why_no_cache,
         is_assistant=bool(options["is_assistant"]),
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
         chunk_size=options["prefill_chunk_size"],
         num_beams=options["num_beams"],
         pad_token_id=options["pad_token_id"],
-        calls_back=_calls_back(model, args, kwargs),
+        calls_back=not {*map(type, (*args, *kwargs.values(), own))} <= _PLAIN,
         verifies_drafts=kwargs.get("assistant_model") is not None or any(map(options.get, _OF_DRAFTS)),
         outputs=dict.fromkeys(filter(options.get, OUTPUT_FLAGS), True),
         passed={**kwargs, "input_ids": ids},
     )
-
-
-def _why_no_cache(model: Any, options: Mapping[str, Any], kwargs: Mapping[str, Any]) -> str:
-    """Return, in words, under what a call can use no cache of ours; "": it can."""
-    if options["use_cache"] is False:
-        return "use_cache=False:"
-    for name in cross_inputs(model):
-        if kwargs.get(name) is not None:
-            return f"{name}: cross attention keeps keys and values that are no tokens';"
-    return ""
-
-
-def _options(model: Any, given: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options read here, looked up as transformers does: keyword, given generation config, model's own."""
-    configs = (given, getattr(model, "generation_config", None))
-    options = dict.fromkeys(_OPTIONS)
-    for name in _OPTIONS:
-        for config in configs:
-            if options[name] is None:
-                options[name] = getattr(config, name, None)
-        if name in kwargs and (kwargs[name] is not None or name != "use_cache"):
-            options[name] = kwargs[name]  # None, too, takes the place of what a config has
-    return options
-
-
-def _calls_back(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an argument may bring code that runs between forwards: it is of no plain type."""
-    values = [*args, *kwargs.values(), getattr(model, "generation_config", None)]
-    return not {*map(type, values)} <= _PLAIN
-
-
-def functions_of(model: Any) -> list[Any]:
-    """Return each `generate` that a model's class has or inherits; the last one is transformers' own."""
-    return [vars(owner)["generate"] for owner in type(model).__mro__ if "generate" in vars(owner)]
 
 
 def _limits(options: Mapping[str, Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:

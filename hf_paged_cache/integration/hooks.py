@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationMixin
 
 from ..errors import CacheArgumentError
 from ..locks import new_lock
@@ -22,7 +23,7 @@ from ..model.support import cache_argument
 from ..rows.rows import Rows
 from .ambient import ambient_cache
 from .capturing import detach_forward
-from .generate_arguments import functions_of, read_generate
+from .generate_arguments import read_generate
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names that forwards have for a cache
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
@@ -49,31 +50,31 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = cache = _paged(kwargs)
-        is_round = self.replaced is not None or len(functions_of(self.model)) > 1
-        brings_none = all(kwargs.get(name) is None for name in CACHE_ARGUMENTS)
-        if brings_none and (not is_round or self._takes_cache()):
-            cache = ambient_cache(self.model)
-        if cache is None:
-            return self._generate()(*args, **kwargs)
+        generate, is_round = self._generate(), self.replaced is not None or has_own_generate(self.model)
+        if brought is None:
+            if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS) and (not is_round or self._takes_cache()):
+                cache = ambient_cache(self.model)
+            if cache is None:
+                return generate(*args, **kwargs)
         for name in CACHE_ARGUMENTS:
             kwargs.pop(name, None)
         given = read_generate(self.model, args, kwargs)
-        if given.why_no_cache and brought is not None:
+        if brought is not None and given.why_no_cache:
             warnings.warn(f"{given.why_no_cache} this call runs without the cache it was given", stacklevel=2)
         needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens
         if given.why_no_cache or (brought is None and needs_none):
-            return self._generate()(*args, **kwargs)
+            return generate(*args, **kwargs)
         if brought is None and cache.is_generating:
             cache = cache.sibling()
         name = cache_argument(self.model)
         if is_round:
             with nullcontext() if type(cache) is Rows else cache.around(self.model, given):
-                return self._generate()(*args, **kwargs, **{name: cache})
+                return generate(*args, **kwargs, **{name: cache})
         rows = cache.begin_rows(self.model, given)
         if rows.state.images is not None:  # a tower is to run for images that are not known alone
             kwargs = {name: value for name, value in kwargs.items() if name not in rows.state.images.pixels}
         with cache.running(rows):
-            output = self._generate()(*args, **kwargs, **{name: rows})
+            output = generate(*args, **kwargs, **{name: rows})
             if not rows.is_open:
                 rows.calls.note_elsewhere(rows, given)
             rows.escaped = rows.escaped or getattr(output, name, None) is rows
@@ -92,10 +93,21 @@ class GenerateBracket:
         return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
 
 
+def has_own_generate(model: Any) -> bool:
+    """Return whether the `generate` of a model's class is another than transformers' own."""
+    return type(model).generate is not GenerationMixin.generate
+
+
+def bracket_of(model: nn.Module) -> GenerateBracket | None:
+    """Return the bracket that is attached to a model; None: there is none."""
+    bracket = model.__dict__.get("generate")
+    return bracket if isinstance(bracket, GenerateBracket) else None
+
+
 def attach(model: Any) -> None:
     """Attach bracket and hooks to a model, unless it has them."""
     with _attaching:
-        if not is_attached(model):
+        if bracket_of(model) is None:
             _remove_hooks(model)  # hooks of an `attach` or a `detach` that was interrupted
             model.generate = GenerateBracket(model)
 
@@ -125,16 +137,11 @@ def _remove_hooks(model: nn.Module) -> None:
             with_kwargs.pop(key, None)
 
 
-def is_attached(model: nn.Module) -> bool:
-    """Return whether a model has bracket and hooks."""
-    return bracket_of(model) is not None
-
-
 @contextmanager
 def left_as_it_was(model: Any) -> Iterator[None]:
     """Take bracket and hooks off at the end, if the model had none; of overlapping spans, at the end of the last."""
     with _attaching:
-        is_ours = model in _spans or not is_attached(model)
+        is_ours = model in _spans or bracket_of(model) is None
         if is_ours:
             _spans[model] = _spans.get(model, 0) + 1
     try:
@@ -172,24 +179,13 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tell rows that their forward has returned, and give the caller a row for each row passed: a forward hook."""
     cache = kwargs.get("past_key_values")
-    if type(cache) is Rows:
-        return cache.after_forward(output)
-    cache = _paged(kwargs)
+    if type(cache) is not Rows:
+        cache = _paged(kwargs)
     return None if cache is None else cache.after_forward(output)
 
 
-def bracket_of(model: nn.Module) -> GenerateBracket | None:
-    """Return the bracket that is attached to a model; None: there is none."""
-    bracket = model.__dict__.get("generate")
-    return bracket if isinstance(bracket, GenerateBracket) else None
-
-
 def _paged(arguments: Mapping[str, Any]) -> Any:
-    """Return the cache of ours among the arguments; None: there is none.
-
-    Raises:
-        CacheArgumentError: in place of a cache stands its class, its store, or what is never a cache.
-    """
+    """Return the cache of ours among the arguments; refuse its class, its store, and what is never a cache."""
     cache: Any = arguments.get("past_key_values")
     cache = arguments.get("cache_params") if cache is None else cache
     if isinstance(cache, str | bool | int | float | dict | Tensor | nn.Module):

@@ -17,7 +17,6 @@ from .capturing import Capturing
 from .forward_arguments import ArgumentReader
 from .images import ImageInputs
 from .ranks import Ranks
-from .side_forward import SideForwards
 
 _MOST_MAPPED_AHEAD = 4096  # columns made ahead for shorter prompts, on a host
 _MOST_TAKEN_BACK = 32  # most tokens of drafts that layers with a window can take back
@@ -56,7 +55,7 @@ class CallParts:
         self.reader, self.image_inputs = parts.argument_reader, parts.image_inputs
         self.placeholders, self.looks = parts.placeholders, parts.looks
         self.salt, self.counters, self.ranks, self.capturing = salt, counters, ranks, capturing
-        self.side, self.reads_only = SideForwards(self.model, self.reader), False
+        self.reads_only = False
         self.has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         states, rules = self.store.states, self.store.states.rules
         places = StatePlaces(states.align, rules.is_recorded, rules.clamps_one_token, states.kept.most)

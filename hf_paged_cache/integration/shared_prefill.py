@@ -15,6 +15,7 @@ from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bound
 from ..call.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
 from .parts import CallParts
+from .side_rows import run_columns
 
 _LEAST_GAIN = 64  # states are kept only if they save the next prompt so many tokens after a known place
 
@@ -134,11 +135,11 @@ def _run(
             fill(calls.store, going_on, some, [known[number] for number in numbers], start, stop)
             going_on.in_generate = True
             made.append(going_on)
-        calls.side.run(going_on, some, start, stop, options=options)
+        run_columns(calls.reader, going_on, some, start, stop, options=options)
 
     for prefix in found.prefixes:
         row = inputs[prefix.row]
-        pad = min(row.pad, calls.store.states.rules.width) if calls.side.takes_positions else row.pad
+        pad = min(row.pad, calls.store.states.rules.width) if calls.reader.takes_positions else row.pad
         start = pad + prefix.known if prefix.known else 0
         forward([row._replace(pad=pad)], [prefix.row], start, pad + prefix.num_tokens, None)
         num_computed[prefix.row] += prefix.num_tokens - prefix.known

@@ -1,11 +1,12 @@
-"""Runs calls of our own, for scores and prefills, each on rows of its own: no cache of a user is touched.
+"""Runs forwards of our own, for scores, prefills, checks and what runs ahead of a call, and calls made of them.
 
-What they compute is kept as that of any call is, and counted by whoever asks for it.
+Each such call has rows of its own: no cache of a user is touched. What it computes is kept as that of any call is, and
+counted by whoever asks for it.
 """
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -13,11 +14,14 @@ from torch import Tensor
 
 from ..call.counters import PromptCounters
 from ..call.request import CallLimits, ForwardRequest, RequestRead, RowInput
+from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
+from ..model.support import cache_argument
+from ..model.trial import input_device
 from ..rows.rows import Rows
+from .forward_arguments import ArgumentReader
 from .generate_arguments import GenerateArguments
 from .parts import StoreParts
-from .side_forward import SideForwards
 
 # Arguments of a `generate` that runs one prompt, whatever the model's generation config says.
 _FIRST_TOKEN: dict[str, Any] = {
@@ -31,8 +35,8 @@ class SideRows:
     """`SideRows` runs calls on rows of their own, of another cache on the same store each."""
 
     def __init__(self, parts: StoreParts, make_cache: Callable[[], Any]) -> None:
+        self._reader, self._make_cache = parts.argument_reader, make_cache
         self.model, self.takes_positions = parts.model, parts.argument_reader.takes_positions
-        self._side, self._make_cache = SideForwards(parts.model, parts.argument_reader), make_cache
 
     def _cache(self) -> Any:
         cache = self._make_cache()
@@ -54,10 +58,10 @@ class SideRows:
         """
         start = rows.n
         stops = stops or [max(max(start, row.pad) + len(row.token_ids) for row in inputs)]
-        if num_logits > 1 and not self._side.takes_logits_to_keep:
+        if num_logits > 1 and not self._reader.takes_logits_to_keep:
             rows.records_drafts = True  # the logits of all columns are wanted
         for span in pairwise((start, *stops)):
-            logits = self._side.run(rows, inputs, *span, num_held=start, num_logits=num_logits)
+            logits = run_columns(self._reader, rows, inputs, *span, num_held=start, num_logits=num_logits)
         for prompt, row in zip(rows.prompts, inputs, strict=False):
             prompt.most_kept = max(0, start - row.pad) + len(row.token_ids)
         return logits[:, -num_logits:]
@@ -73,7 +77,7 @@ class SideRows:
             limits=CallLimits(num_prompt_columns=num_tokens, max_columns=num_tokens, num_rows=1),
             num_masked=num_tokens,
             num_given=num_tokens,
-            passed=self._side.arguments_of([row], 0, num_tokens),
+            passed=_arguments_of(self._reader, [row], 0, num_tokens),
             chunk_size=size,
             num_logits=num_logits,
         )
@@ -81,7 +85,7 @@ class SideRows:
         found, first = [], num_tokens - num_logits
         for start in range(rows.n, num_tokens, size):
             stop = min(num_tokens, start + size)
-            logits = self._side.run(rows, [row], start, stop, num_logits=1 if stop <= first else 0)
+            logits = run_columns(self._reader, rows, [row], start, stop, num_logits=1 if stop <= first else 0)
             if stop > first:
                 found.append(logits[:, max(0, first - start) :])
         calls.close(rows)
@@ -121,3 +125,52 @@ class SideRows:
 def row_of(tokens: Sequence[int], pad: int = 0, shift: int | None = 0) -> RowInput:
     """Make a row that runs these tokens."""
     return RowInput(array("q", tokens), pad, 0, shift=shift)
+
+
+def run_columns(
+    reader: ArgumentReader,
+    rows: Rows,
+    inputs: Sequence[RowInput],
+    start: int,
+    stop: int,
+    *,
+    num_held: int = 0,
+    num_logits: int = 1,
+    options: Mapping[str, Any] | None = None,
+) -> Tensor:
+    """Run the columns `[start, stop)` on rows, without gradients, and return the logits.
+
+    Shorter rows are filled up on the right with their own last token; no other token sees these.
+
+    Args:
+        num_held: number of columns before the tokens of `inputs`.
+        num_logits: number of last columns whose logits are wanted; 0: of all.
+        options: other arguments of the forward.
+    """
+    given = {**(options or {}), cache_argument(reader.model): rows, "use_cache": True, "return_dict": True}
+    if reader.takes_logits_to_keep:
+        given["logits_to_keep"] = num_logits
+    with torch.no_grad():
+        logits: Tensor = reader.model(**given, **_arguments_of(reader, inputs, start, stop, num_held)).logits
+    return logits
+
+
+def _arguments_of(
+    reader: ArgumentReader, inputs: Sequence[RowInput], start: int, stop: int, num_held: int = 0
+) -> dict[str, Tensor]:
+    """Return ids, mask and positions of a forward of the columns `[start, stop)`; see `run_columns`."""
+    device, num_new, filled = input_device(reader.model), stop - start, []
+    pads = [min(row.pad, stop) for row in inputs]
+    for row, pad in zip(inputs, pads, strict=True):
+        first = max(num_held, row.pad)  # column of the row's first token
+        padding = array("q", [0]) * min(num_new, max(0, pad - start))
+        tokens = padding + row.token_ids[max(0, start - first) : max(0, stop - first)]
+        filled.append(tokens + row.token_ids[-1:] * (num_new - len(tokens)))
+    ids = to_device([*chain(*filled)], device).view(len(inputs), -1)
+    mask = torch.arange(stop, device=device)[None] >= to_device(pads, device)[:, None]
+    arguments = {"input_ids": ids, "attention_mask": mask.to(torch.int64)}
+    if reader.takes_positions:
+        firsts = to_device([row.first_position + (row.shift or 0) for row in inputs], device)[:, None]
+        columns = torch.arange(start, stop, device=device)[None] - to_device(pads, device)[:, None]
+        arguments["position_ids"] = columns.clamp_(min=0) + firsts
+    return arguments
