@@ -17,7 +17,8 @@ from transformers import GenerationMixin
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, PagedCacheError, UnsupportedModelError
 from .integration.ambient import AmbientScope, ambient_cache, close_scope, open_scope
-from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of, has_own_generate
+from .integration.generate_arguments import has_own_generate
+from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of
 from .locks import new_lock
 from .model.support import unwrapped
 from .store.call_totals import CallTotals

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, GenerationMixin
 
 from ..call.request import UNLIMITED, CallLimits
 from ..model.fingerprint import OUTPUT_FLAGS
@@ -85,6 +85,11 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         outputs=dict.fromkeys(filter(options.get, OUTPUT_FLAGS), True),
         passed={**kwargs, "input_ids": ids},
     )
+
+
+def has_own_generate(model: Any) -> bool:
+    """Return whether the `generate` of a model's class is another than transformers' own."""
+    return type(model).generate is not GenerationMixin.generate
 
 
 def _limits(options: Mapping[str, Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin
 
 from ..errors import CacheArgumentError
 from ..locks import new_lock
@@ -23,7 +22,7 @@ from ..model.support import cache_argument
 from ..rows.rows import Rows
 from .ambient import ambient_cache
 from .capturing import detach_forward
-from .generate_arguments import read_generate
+from .generate_arguments import has_own_generate, read_generate
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names that forwards have for a cache
 _attaching = new_lock()  # held while bracket and hooks come or go: two caches of a model may be built at once
@@ -91,11 +90,6 @@ class GenerateBracket:
 
     def _generate(self) -> Any:
         return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
-
-
-def has_own_generate(model: Any) -> bool:
-    """Return whether the `generate` of a model's class is another than transformers' own."""
-    return type(model).generate is not GenerationMixin.generate
 
 
 def bracket_of(model: nn.Module) -> GenerateBracket | None:
