@@ -35,7 +35,6 @@ from .model.trial import (
     layers_after_a_token,
     measure_bytes_per_token,
     require_continuable,
-    state_traits,
     text_types,
 )
 from .rows.shared import Looks
@@ -95,9 +94,10 @@ class PrefixStore:
         model = unwrapped(model)
         require_supported(model)
         in_doubt = leaves_doubt(model)
+        traits = None
         if in_doubt or not is_tested_version():
-            require_continuable(model, if_it_runs=not in_doubt)
-        self.fingerprint = fingerprint = Fingerprint(model, state_traits(model), trusts_hooks=options.trust_hooks)
+            traits = require_continuable(model, if_it_runs=not in_doubt)
+        self.fingerprint = fingerprint = Fingerprint(model, traits, trusts_hooks=options.trust_hooks)
         window_of = {} if fingerprint.rank_groups else fingerprint.windows  # no windows with ranks: see `Ranks`
         layers = {index for index, layer in enumerate(cache_layers(model)) if has_keys(layer)}
         num_blocks, window_share = options.num_blocks, 1.0 if options.num_blocks is not None else SHARE_OF_A_BUDGET

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, cache_utils
 from transformers.cache_utils import CacheLayerMixin, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
@@ -84,12 +83,6 @@ def put_streams(layer: Any, held: Mapping[str, Tensor], num_columns: int) -> Non
         layer.cumulative_length = num_columns
     if INDEX in held:
         layer.update_indexer(held[INDEX].squeeze(1))
-
-
-def hold_as(layer: Any, of_keys: torch.dtype, of_values: torch.dtype) -> None:
-    """Convert the keys and values that a layer holds, if it holds any."""
-    if getattr(layer, "keys", None) is not None:
-        layer.keys, layer.values = layer.keys.to(of_keys), layer.values.to(of_values)
 
 
 def own_cache_class(model: nn.Module) -> Any:

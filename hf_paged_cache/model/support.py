@@ -295,7 +295,7 @@ def read_state_traits(modules: Iterable[nn.Module], tried: StateTraits) -> State
     return StateTraits(
         lcm(tried.chunk, *_chunks(modules)),
         tried.clamps_one_token or any(map(_limits_time_steps, modules)),
-        max([tried.num_pads_that_show, *map(_num_pads_that_show, modules)]),
+        EVERY_PAD if any(map(_shows_padding, modules)) else tried.num_pads_that_show,
     )
 
 
@@ -307,7 +307,7 @@ def _chunks(modules: list[nn.Module]) -> Iterator[int]:
     """
     for kind in {type(module) for module in modules}:
         forward: Any = inspect.unwrap(kind.forward)
-        for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
+        for name in _names_of(forward):
             with suppress(TypeError, ValueError):  # what has no signature, such as a builtin
                 parameter = inspect.signature(forward.__globals__.get(name)).parameters.get("chunk_size")
                 if parameter is not None and isinstance(parameter.default, int):
@@ -320,15 +320,10 @@ def _limits_time_steps(module: nn.Module) -> bool:
     return isinstance(limit, tuple | list) and len(limit) == 2 and (limit[0] > 0 or limit[1] < inf)
 
 
-def _num_pads_that_show(module: nn.Module) -> int:
-    """Return how far the convolutions of one module look back, if what they look at is not zero where padding was.
-
-    Padding is zeroed before the projection, so a bias is all that is left of it.
-    """
-    children = list(module.children())
-    convolutions = [child for child in children if isinstance(child, nn.Conv1d)]
+def _shows_padding(module: nn.Module) -> bool:
+    """Return whether convolutions of a module see padding: it is zeroed before a projection, whose bias is left."""
+    children = [*module.children()]
     projections = [child for child in children if not isinstance(child, nn.Conv1d) and hasattr(child, "in_features")]
     parts = [part for child in projections for part in child.modules()]  # an adapter may have a bias, too
-    if not any(getattr(part, "bias", None) is not None for part in parts):
-        return 0
-    return sum((child.kernel_size[0] - 1) * child.dilation[0] for child in convolutions)
+    has_bias = any(getattr(part, "bias", None) is not None for part in parts)
+    return has_bias and any(isinstance(child, nn.Conv1d) for child in children)

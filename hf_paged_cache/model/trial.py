@@ -1,4 +1,4 @@
-"""Tries a model for a short time: are its logits with a cache those of one forward without?
+"""Runs short forwards of our own, and tries by them whether a model's logits with a cache are those of one without.
 
 The trial runs a row of 24 tokens, for which most models make no mask; then that row beside one with padding; then the
 row with its last tokens each in a forward of its own. It shows what structure does not: attention to later tokens, a
@@ -21,30 +21,17 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import UnsupportedModelError
-from .layers import cache_layers, has_keys, has_state, hold_as, presented, states_of, streams_of
-from .support import (
-    EVERY_PAD,
-    StateTraits,
-    cache_argument,
-    is_no_decoder,
-    other_version,
-    quoted,
-    read_state_traits,
-    takes,
-)
+from .layers import cache_layers, has_keys, has_state, presented, states_of, streams_of
+from .support import EVERY_PAD, StateTraits, cache_argument, is_no_decoder, other_version, quoted, takes
 
 NUM_COLUMNS = 24
 NUM_CACHED = 16
-NUM_SINGLE = 4  # columns that run each in a forward of its own
-MIN_TOLERANCE = 1e-3  # a share of the logits' scale; attention to later tokens makes 0.04 and more
-NUM_PADS = 5  # columns of padding of the second row
+_NUM_SINGLE = 4  # columns that run each in a forward of its own
+_NUM_PADS = 5  # columns of padding of the second row
+_MIN_TOLERANCE = 1e-3  # a share of the logits' scale; attention to later tokens makes 0.04 and more
 _TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
 _Inputs = dict[str, Tensor]
-_STATE_TOLERANCE_IN_EPS = 4  # allowed difference of the first layer's state, which is rounded a few times
-_FORGOTTEN = (
-    "its {} of several tokens starts without {} before them, which only a single token continues, so no prompt can "
-    "resume from a prefix"
-)
+
 # Models that passed, and the traits that their states were seen to have; None for a model without any. Models that
 # failed are tried again, since they may have been mended.
 _passed: WeakKeyDictionary[nn.Module, StateTraits | None] = WeakKeyDictionary()
@@ -63,6 +50,24 @@ def eps_computed_in(model: Any, seen: Iterable[torch.dtype] = ()) -> float:
     if torch.is_autocast_enabled(device_type):
         dtypes.append(torch.get_autocast_dtype(device_type))
     return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
+    """Return how far rounding may move logits between forwards of other lengths, as a share of their scale."""
+    return max(_MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
+
+
+def distance(reference: Tensor, logits: Tensor) -> float:
+    """Return the largest difference of any column, as `_distances` does; infinite if one is NaN."""
+    return float(_distances(reference, logits).max())
+
+
+def _distances(reference: Tensor, logits: Tensor) -> Tensor:
+    """Return the largest difference of each column, as a share of the reference's largest finite number, or of 1."""
+    finite = reference.isfinite()
+    known = reference.where(finite, 0).double()
+    differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
+    return differences.amax(-1) / (float(known.abs().max()) or 1.0)
 
 
 @contextmanager
@@ -85,16 +90,52 @@ def undisturbed(model: Any) -> Iterator[set[torch.dtype]]:
             module.training = True
 
 
-def logits_at_once(
-    model: PreTrainedModel, inputs: dict[str, Tensor], num_columns: int = NUM_COLUMNS - NUM_CACHED
-) -> Tensor:
-    """Return the logits of the last columns, of one forward without a cache: [R, num_columns, vocabulary]."""
-    return last_logits(model(**inputs, use_cache=False), num_columns)
+def trial_inputs(model: PreTrainedModel) -> _Inputs:
+    """Make ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
+    config = model.config.get_text_config(decoder=True)
+    named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
+    special = [token for value in named for token in (value if isinstance(value, list) else [value])]
+    known = range(min(int(config.vocab_size), 512))
+    plain = [token for token in known[3:] if token not in special] or list(known)
+    numbers = [plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]
+    ids = torch.tensor(numbers, device="cpu").view(2, NUM_COLUMNS)
+    mask = torch.ones_like(ids)
+    padding = getattr(config, "pad_token_id", None)
+    ids[1, :_NUM_PADS] = padding if isinstance(padding, int) and padding >= 0 else 0
+    mask[1, :_NUM_PADS] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if takes(model, "position_ids"):
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
+    return {name: value.to(input_device(model)) for name, value in inputs.items()}
+
+
+def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
+    """Make the cache that transformers makes. It grows where the model has more layers than its config names."""
+    cache = DynamicCache(config=model.config)
+    cache.layer_class_to_replicate = DynamicLayer
+    return cache
+
+
+def run_columns(model: PreTrainedModel, inputs: _Inputs, cache: Any, start: int, stop: int, **options: Any) -> Any:
+    """Run a forward of the columns `[start, stop)`, after those that the cache holds; return its output."""
+    argument = cache_argument(model)
+    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # a cache of ours cuts the mask
+    mask_begins = start if wants_new_columns else 0
+    columns = {
+        name: value[:, mask_begins if name == "attention_mask" else start : stop] for name, value in inputs.items()
+    }
+    return model(**columns, **options, **{argument: presented(model, cache), "use_cache": True})
+
+
+def last_logits(output: Any, num_columns: int = NUM_COLUMNS - NUM_CACHED) -> Tensor:
+    """Return the logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
+    logits: Tensor = output.logits[:, -num_columns:]
+    return logits.float().cpu()
 
 
 def continue_behind(
     model: PreTrainedModel,
-    inputs: dict[str, Tensor],
+    inputs: _Inputs,
     cache: Any,
     num_cached: int = NUM_CACHED,
     step: int = NUM_COLUMNS - NUM_CACHED,
@@ -114,92 +155,6 @@ def continue_behind(
     return torch.cat([last_logits(run_columns(model, inputs, cache, *span), step) for span in spans], 1)
 
 
-def run_columns(
-    model: PreTrainedModel, inputs: dict[str, Tensor], cache: Any, start: int, stop: int, **options: Any
-) -> Any:
-    """Run a forward of the columns `[start, stop)`, after those that the cache holds; return its output."""
-    argument = cache_argument(model)
-    wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # a cache of ours cuts the mask
-    mask_begins = start if wants_new_columns else 0
-    columns = {
-        name: value[:, mask_begins if name == "attention_mask" else start : stop] for name, value in inputs.items()
-    }
-    return model(**columns, **options, **{argument: presented(model, cache), "use_cache": True})
-
-
-class _OfAnyDtype(DynamicCache):
-    """`_OfAnyDtype` is transformers' cache; its layers may be given rows in a finer dtype than the model's."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Update a layer in the dtypes of what is new. Under autocast, attention casts what it reads."""
-        if layer_idx < len(self.layers) and not torch.is_autocast_enabled(key_states.device.type):
-            hold_as(self.layers[layer_idx], key_states.dtype, value_states.dtype)
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
-    """Make the cache that transformers makes. It grows where the model has more layers than its config names."""
-    cache = _OfAnyDtype(config=model.config)
-    cache.layer_class_to_replicate = DynamicLayer
-    return cache
-
-
-def distance(reference: Tensor, logits: Tensor) -> float:
-    """Return the largest difference of `distances`; infinite if one is NaN."""
-    return float(distances(reference, logits).max())
-
-
-def distances(reference: Tensor, logits: Tensor) -> Tensor:
-    """Return the largest difference of each column, as a share of the reference's largest finite number, or of 1."""
-    finite = reference.isfinite()
-    known = reference.where(finite, 0).double()
-    differences = (logits - known).where(finite, 0).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    return differences.amax(-1) / (float(known.abs().max()) or 1.0)
-
-
-def tolerance(model: PreTrainedModel, seen: Iterable[torch.dtype]) -> float:
-    """Return how far rounding may move logits between forwards of other lengths, as a share of their scale."""
-    return max(MIN_TOLERANCE, _TOLERANCE_IN_EPS * eps_computed_in(model, seen))
-
-
-def trial_inputs(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Make ids of no special tokens, their mask and, where the model takes them, positions: [2, 24] each."""
-    config = model.config.get_text_config(decoder=True)
-    named = [value for part in (model.config, config) for name, value in vars(part).items() if "token" in name]
-    special = [token for value in named for token in (value if isinstance(value, list) else [value])]
-    known = range(min(int(config.vocab_size), 512))
-    plain = [token for token in known[3:] if token not in special] or list(known)
-    numbers = [plain[(7 * i * i + 3 * i) % len(plain)] for i in range(2 * NUM_COLUMNS)]
-    ids = torch.tensor(numbers, device="cpu").view(2, NUM_COLUMNS)
-    mask = torch.ones_like(ids)
-    pad = getattr(config, "pad_token_id", None)
-    ids[1, :NUM_PADS] = pad if isinstance(pad, int) and pad >= 0 else 0
-    mask[1, :NUM_PADS] = 0
-    inputs = {"input_ids": ids, "attention_mask": mask}
-    if takes(model, "position_ids"):
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp_(min=0)
-    return {name: value.to(input_device(model)) for name, value in inputs.items()}
-
-
-def last_logits(output: Any, num_columns: int) -> Tensor:
-    """Return the logits of the last columns, in float32 on the CPU: [R, columns, vocabulary]."""
-    logits: Tensor = output.logits[:, -num_columns:]
-    return logits.float().cpu()
-
-
-def measure_layers(model: PreTrainedModel) -> dict[int, tuple[torch.device, int]]:
-    """Return layer index -> (device of its keys and values, their bytes for one token)."""
-    held = [[*streams_of(layer).values()] for layer in layers_after_a_token(model)]
-    return {at: (keys[0].device, sum(tensor.nbytes for tensor in keys)) for at, keys in enumerate(held) if keys}
-
-
-def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
-    """Return the bytes of keys and values of one token in all layers; of a layer in `shares`, this part counts."""
-    return sum(shares.get(index, 1) * num_bytes for index, (_, num_bytes) in measure_layers(model).items())
-
-
 def layers_after_a_token(model: PreTrainedModel) -> Sequence[Any]:
     """Return the layers of a `DynamicCache` after a forward of one token."""
     cache, ids = dynamic_cache(model), torch.zeros((1, 1), dtype=torch.int64, device=input_device(model))
@@ -208,28 +163,32 @@ def layers_after_a_token(model: PreTrainedModel) -> Sequence[Any]:
     return cache.layers
 
 
-def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> None:
+def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] = MappingProxyType({})) -> float:
+    """Return the bytes of keys and values of one token in all layers; of a layer in `shares`, this part counts."""
+    held = [[*streams_of(layer).values()] for layer in layers_after_a_token(model)]
+    return sum(shares.get(index, 1) * sum(tensor.nbytes for tensor in keys) for index, keys in enumerate(held))
+
+
+def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> StateTraits | None:
     """Refuse a model whose logits with a cache are not those without.
 
-    Cost: eleven short forwards, until the model has passed; about twenty for a model with states.
+    Cost: about ten short forwards, until the model has passed.
 
     Args:
         if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
 
+    Returns:
+        what is seen of the model's states beyond what its modules say; None for a model without any.
+
     Raises:
         UnsupportedModelError: the model failed; the error names what was seen.
     """
-    if model in _passed:
-        return
-    reason, was_tried = _try(model)
-    if reason and (was_tried or not if_it_runs):
-        hint = " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
-        hint = hint if is_no_decoder(model) else other_version()
-        raise UnsupportedModelError(f"{type(model).__name__}: {reason}{hint}")
-
-
-def state_traits(model: PreTrainedModel) -> StateTraits | None:
-    """Return what the trial has shown of a model's states beyond what its modules say; None for a model without any."""
+    if model not in _passed:
+        reason, was_tried = _try(model)
+        if reason and (was_tried or not if_it_runs):
+            hint = " (config.is_decoder is False; load it with is_decoder=True if it is to generate)"
+            hint = hint if is_no_decoder(model) else other_version()
+            raise UnsupportedModelError(f"{type(model).__name__}: {reason}{hint}")
     return _passed.get(model)
 
 
@@ -239,26 +198,30 @@ def _try(model: PreTrainedModel) -> tuple[str, bool]:
     Returns:
         why it failed, or ""; False where nothing could be compared.
     """
-    padded, was_run = trial_inputs(model), False
+    padded, was_run, traits = trial_inputs(model), False, None
     alone = {name: value[:1] for name, value in padded.items()}
     with undisturbed(model) as seen:
         try:
-            whole = logits_at_once(model, alone)
+            whole = last_logits(model(**alone, use_cache=False))
             was_run = True
             if not whole.isfinite().any():
                 return "none of its logits is finite, so nothing can be compared", False
-            reason = _why_states_are_lost(model, alone) or _why_not_continued(model, alone, whole, seen)
-            if reason := reason or _why_not_continued(model, padded, logits_at_once(model, padded), seen):
+            has_states = any(map(has_state, cache_layers(model)))
+            reason = _why_states_are_lost(model, alone) if has_states else ""
+            if (
+                reason := reason
+                or _why_not_continued(model, alone, whole, seen)
+                or _why_not_continued(model, padded, last_logits(model(**padded, use_cache=False)), seen)
+            ):
                 return reason, True
-            single = continue_behind(model, alone, dynamic_cache(model), NUM_COLUMNS - NUM_SINGLE, 1)
+            single = continue_behind(model, alone, dynamic_cache(model), NUM_COLUMNS - _NUM_SINGLE, 1)
             differ = _why_they_differ(whole, single, tolerance(model, seen))
-            traits = None
-            if any(map(has_state, cache_layers(model))):
-                traits = StateTraits(
-                    clamps_one_token=bool(differ), num_pads_that_show=_pads_that_show(model, alone, seen)
-                )
-            elif differ:
+            if differ and not has_states:
                 return f"{differ}: it computes one token otherwise than several", True
+            if has_states:
+                behind = {name: pad(value, (_NUM_PADS, 0)) for name, value in alone.items()}
+                shows = distance(whole, last_logits(model(**behind, use_cache=False))) > tolerance(model, seen)
+                traits = StateTraits(1, bool(differ), EVERY_PAD if shows else 0)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # noqa: BLE001 (a model may raise anything)
@@ -278,65 +241,46 @@ def _why_not_continued(model: PreTrainedModel, inputs: _Inputs, whole: Tensor, s
     continued = continue_behind(model, inputs, cache)
     if reason := _why_they_differ(whole, continued, tolerance(model, seen)):
         return f"{reason}: its keys and values depend on more than the tokens before them, or it does not use its cache"
-    if reason := _why_states_differ(model, inputs, cache, eps_computed_in(model, seen)):
-        return reason
     # what a model has put on the cache itself, such as positions, belongs to the rows, and no block holds it
     names = sorted(vars(cache).keys() - vars(dynamic_cache(model)).keys())
-    if not names:
-        return ""
-    return f"it keeps {', '.join(names)} on the cache, beside the layers, so it is not kept of a prefix"
-
-
-def _pads_that_show(model: PreTrainedModel, row: _Inputs, seen: Iterable[torch.dtype]) -> int:
-    """Return `EVERY_PAD` if a row's logits depend on more padding than its modules say; else 0."""
-    least = read_state_traits(model.modules(), StateTraits()).num_pads_that_show
-    less, more = (
-        logits_at_once(model, {name: pad(value, (num_pads, 0)) for name, value in row.items()}, NUM_COLUMNS)
-        for num_pads in (least, least + NUM_PADS)
-    )
-    return EVERY_PAD if distance(less, more) > tolerance(model, seen) else 0
-
-
-def _why_states_differ(model: PreTrainedModel, inputs: _Inputs, continued: Any, eps: float) -> str:
-    """Say how a state differs from that of one forward, though logits may hardly show it; "" if it does not.
-
-    The first layer that has a state is compared: what reaches it has hardly been rounded, nor been sent to another
-    expert.
-
-    Args:
-        continued: the cache in which the inputs were continued.
-    """
-    carriers = [index for index, layer in enumerate(continued.layers) if has_state(layer)]
-    if not carriers:
-        return ""
-    at_once = dynamic_cache(model)
-    run_columns(model, inputs, at_once, 0, NUM_COLUMNS)
-    pairs = zip(*(states_of(cache.layers[carriers[0]]) for cache in (at_once, continued)), strict=True)
-    most = max((distance(*(state.float().cpu().flatten() for state in pair)) for pair in pairs), default=0.0)
-    if most <= max(MIN_TOLERANCE, _STATE_TOLERANCE_IN_EPS * eps):
-        return ""
     return (
-        f"continued after {NUM_CACHED} cached tokens a state differs by {most:.2g} of its scale from that of one "
-        "forward: it does not follow from the state before it"
+        f"it keeps {', '.join(names)} on the cache, beside the layers, so it is not kept of a prefix" if names else ""
+    )
+
+
+def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
+    """Say by how much the last logits differ, if they differ by more than rounding; "" if they do not."""
+    num = continued.shape[1]
+    # the median over columns: rounding may send one token to another expert, but not most of them
+    pairs = zip(whole[:, -num:], continued, strict=True)
+    rows = [float(_distances(*pair).sort().values[num // 2]) for pair in pairs]
+    if max(rows) <= allowed:
+        return ""
+    where = "" if rows[0] > allowed else " in a row with padding"
+    return (
+        f"continued after {NUM_COLUMNS - num} cached tokens its logits differ{where} by {max(rows):.2g} of their scale"
     )
 
 
 def _why_states_are_lost(model: PreTrainedModel, inputs: _Inputs) -> str:
     """Say which states several tokens do not resume from: NaN in the place of such a state does not come out.
 
-    "" if there are no such states. Whether a scan reads the state before it does not depend on weights. How much the
-    state shows in logits does.
+    Whether a scan reads the state before it does not depend on weights. How much the state shows in logits does.
     """
-    if not any(map(has_state, cache_layers(model))):
-        return ""
     begun: Any = dynamic_cache(model)
     run_columns(model, inputs, begun, 0, NUM_CACHED)
     if not all(any(layer.has_previous_state.values()) for layer in begun.layers if has_state(layer)):
         return "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
-    for name, said in (("recurrent_states", ("scan", "the state")), ("conv_states", ("convolution", "the inputs"))):
+    for name, kind, before in (
+        ("recurrent_states", "scan", "the state"),
+        ("conv_states", "convolution", "the inputs"),
+    ):
         index = next((index for index, layer in enumerate(begun.layers) if _numbers_of(layer, name)), None)
         if index is not None and not _comes_out(model, inputs, copy.deepcopy(begun), index, name):
-            return _FORGOTTEN.format(*said)
+            return (
+                f"its {kind} of several tokens starts without {before} before them, which only a single token "
+                "continues, so no prompt can resume from a prefix"
+            )
     return ""
 
 
@@ -355,25 +299,8 @@ def _comes_out(model: PreTrainedModel, inputs: _Inputs, cache: Any, layer_idx: i
 
 
 def _numbers_of(layer: Any, name: str) -> list[Tensor]:
-    """Return the states of one kind that a layer holds.
-
-    Token ids, which some layers keep as inputs of a convolution, are left out.
-    """
+    """Return the states of one kind that a layer holds, but for token ids, which some keep of a convolution."""
     return [state for state in states_of(layer, name) if state.is_floating_point()]
-
-
-def _why_they_differ(whole: Tensor, continued: Tensor, allowed: float) -> str:
-    """Say by how much the last logits differ, if they differ by more than rounding; "" if they do not."""
-    num = continued.shape[1]
-    # the median over columns: rounding may send one token to another expert, but not most of them
-    pairs = zip(whole[:, -num:], continued, strict=True)
-    rows = [float(distances(*pair).sort().values[num // 2]) for pair in pairs]
-    if max(rows) <= allowed:
-        return ""
-    where = "" if rows[0] > allowed else " in a row with padding"
-    return (
-        f"continued after {NUM_COLUMNS - num} cached tokens its logits differ{where} by {max(rows):.2g} of their scale"
-    )
 
 
 def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
@@ -387,10 +314,10 @@ def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
     inputs, found = trial_inputs(model), set[str]()
     with undisturbed(model):
         try:
-            plain = logits_at_once(model, inputs)
+            plain = last_logits(model(**inputs, use_cache=False))
             for name in taken:
-                typed = logits_at_once(model, {**inputs, name: torch.zeros_like(inputs["input_ids"])})
-                if distance(plain, typed) <= MIN_TOLERANCE / 10:
+                typed = {**inputs, name: torch.zeros_like(inputs["input_ids"])}
+                if distance(plain, last_logits(model(**typed, use_cache=False))) <= _MIN_TOLERANCE / 10:
                     found.add(name)
         except torch.OutOfMemoryError:
             raise
