@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.ask.scoring import score_contexts as score_contexts
-from hf_paged_cache.attention import causal, launches
+from hf_paged_cache.attention import backends, causal
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
 from hf_paged_cache.call import fill
 from hf_paged_cache.integration import ambient, asking, chunked_prompt, keeping, opening, shared_prefill
@@ -42,7 +42,7 @@ from hf_paged_cache.tiers.tiers import Tiers
 # What a compiled graph meets of ours.
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
 # Where the pool's tensors become those of layers.
-SHOW_SLABS = GroupTensors._show
+SHOW_SLABS = GroupTensors.show
 
 # What is held.
 
@@ -78,9 +78,9 @@ def held_tensors(
 
 def split_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Rows read once what they share, and a forward is one causal square, wherever they can, whatever that costs."""
-    patch.setattr(launches, "LAUNCH_BYTES", {})
-    patch.setattr(launches, "_OTHER_LAUNCH_BYTES", 0)
-    patch.setattr(launches, "_OTHER_FUSED_BYTES", 0)
+    patch.setattr(backends, "LAUNCH_BYTES", {})
+    patch.setattr(backends, "_OTHER_LAUNCH_BYTES", 0)
+    patch.setattr(backends, "_OTHER_FUSED_BYTES", 0)
     patch.setattr(causal, "MIN_COLUMNS", 0)
     patch.setattr(causal, "MIN_NEW", 0)
 

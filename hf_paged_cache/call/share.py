@@ -5,9 +5,7 @@ Rows share blocks that are known when they begin, and the whole prompt where one
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
-from ..attention import launches
+from ..attention.backends import launch_tokens
 from ..attention.segments import BlockRow, Plan, Segment, find_segments, follow
 from ..blocks import Allocation
 from ..kv.block_pool import Slab
@@ -49,7 +47,9 @@ def share_known(
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
         digests = [each.digest for each in of_row.chain.hashes_of(0, num_blocks)]
         layouts.append(BlockRow(row.pad, [numbers.setdefault(each, len(numbers)) for each in digests]))
-    launch = _launch_tokens([slab for slab, _ in slabs], any(row.pad for row in layouts), looks)
+    launch = 0.0
+    if looks.weighs_launches:
+        launch = launch_tokens([slab for slab, _ in slabs], are_padded=any(row.pad for row in layouts))
     plan = find_segments([layouts[source] for source in copies], start, size, launch)
     plan = None if plan is None else _of_sources(plan, copies)
     if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
@@ -97,7 +97,9 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
                 segments.append(segment._replace(rows=of_all))
                 lies.append(old.segments[number])
     pads = tuple(rows.prompts[source].pad for source in copies)
-    launch = _launch_tokens([tensor[:, 0] for tensor, _ in held], any(pads), looks)
+    launch = 0.0
+    if looks.weighs_launches:
+        launch = launch_tokens([tensor[:, 0] for tensor, _ in held], are_padded=any(pads))
     behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
     apart = len(copies) * (rows.n - rows.all.base)  # columns read where each row has its own
     once = sum(rows.n - first + launch for first in behind if first < rows.n)
@@ -122,19 +124,6 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
     plan = Plan(tuple(segments), pads, ends, rows.n if is_once else rows.all.base)
     leases, num_pool_blocks = ((), 0) if old is None else (old.leases, old.num_pool_blocks)
     return SharedColumns(plan, lies, leases, looks, num_pool_blocks)
-
-
-def _launch_tokens(tensors: Sequence[Tensor], are_padded: bool, looks: Looks) -> float:
-    """Return how many tokens one more launch costs; see `tokens_of_a_launch`.
-
-    Args:
-        tensors: streams of all layers, [S, H, .., D] each.
-    """
-    if not looks.weighs_launches:
-        return 0
-    num_bytes = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[-1] * tensor.dtype.itemsize for tensor in tensors)
-    num_layers = max(1, sum(tensor.shape[0] for tensor in tensors) // 2)
-    return launches.tokens_of_a_launch(tensors[0], num_bytes / num_layers, are_padded=are_padded)
 
 
 def _where(

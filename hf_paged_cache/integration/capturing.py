@@ -1,17 +1,14 @@
 """Decides which calls run on static rows, or says why not; attaches to a model's forward what runs them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import chain
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as everywhere
 
 from ..blocks.arguments import int_of_at_least
 from ..call.call_state import CallState
@@ -19,9 +16,8 @@ from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
 from ..model.fingerprint import Fingerprint
 from ..model.layers import cache_layers, sees_all
-from ..model.support import attention_of, has_experts, takes
+from ..model.support import attention_of
 from ..model.trial import layers_after_a_token
-from ..model.weights import plain_tensors
 from ..rows import memory
 from ..rows.captured import CapturedCall, Said, too_large
 from ..rows.graphs import EXPERTS, TOKENS, Model
@@ -30,11 +26,7 @@ from ..rows.static import Arena, together
 
 CAPTURES = ("auto", False, "dry")
 _ATTENTIONS = ("sdpa", "eager")
-_TRAINING = attrgetter("training")
 _attaching = new_lock()  # two caches of a model may be built at once
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_HOOKS_OF_ALL = (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks)
-_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 def require_capture(capture: Any) -> None:
@@ -76,8 +68,6 @@ class CapturedForward:
 
 def attach_forward(model: Any) -> None:
     """Put a `CapturedForward` on a model, unless it has one."""
-    if isinstance(model.__dict__.get("forward"), CapturedForward):
-        return
     with _attaching:
         if not isinstance(model.__dict__.get("forward"), CapturedForward):
             model.forward = CapturedForward(model)
@@ -95,45 +85,6 @@ def detach_forward(model: Any) -> None:
             model.forward = attached.replaced
 
 
-class Look:
-    """`Look` reads what a replay would not see of a model.
-
-    It is called before each replay, so it reads little, of modules that are listed once.
-
-    Cost: some 0.2 ms for 500 modules.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._config = model.config.get_text_config(decoder=True)
-        self._modules = modules = [*model.modules()]
-        self._attributes = [module.__dict__ for module in modules]
-        self._hooks = [module.__dict__[name] for module in modules for name in _HOOKS]
-        owners = (held for module in modules for held in (module._parameters, module._buffers))
-        self._tensors = [held for held in owners if held]
-        self._parts = [module._modules for module in modules if module._modules]
-        self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
-
-    def __call__(self) -> Mapping[str, object]:
-        config = self._config
-        tensors = [each for each in chain.from_iterable(map(dict.values, self._tensors)) if each is not None]
-        return {
-            "the attention": getattr(config, "_attn_implementation", None),
-            EXPERTS: self.experts(),
-            "the training flag": sum(map(_TRAINING, self._modules)),
-            "hooks": [*map(tuple, filter(None, self._hooks)), *map(len, _HOOKS_OF_ALL)],
-            "a module's forward": [each["forward"] for each in self._attributes if "forward" in each],
-            "weights": [*map(id, tensors)],
-            "where weights lie": _addresses(tensors),
-            "modules": [*map(id, chain.from_iterable(map(dict.values, self._parts)))],
-            "adapters": repr([[getattr(module, name, None) for name in _ADAPTERS] for module in self._adapters]),
-            "autocast": torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"),
-        }
-
-    def experts(self) -> object:
-        """Return the setting of experts, as it is now."""
-        return getattr(self._config, "_experts_implementation", None)
-
-
 class Capturing:
     """`Capturing` lets calls of one cache run on static rows.
 
@@ -148,11 +99,8 @@ class Capturing:
         self.capture, self._fingerprint, self._arena = capture, fingerprint, arena
         self._takes_positions = takes_positions
         self._parameter: Callable[[], Tensor | None] = lambda: None
-        self._known: tuple[bytes, str, Model | None] = (
-            b"",
-            "",
-            None,
-        )  # fingerprint, why it is not captured, what is captured
+        self._digest, self._why = b"", ""  # fingerprint of the model; why it is not captured
+        self._model: Model | None = None  # what is captured
 
     @property
     def is_asked(self) -> bool:
@@ -226,28 +174,15 @@ class Capturing:
 
     def _of_model(self, digest: bytes) -> tuple[str, Model | None]:
         """Return why forwards of the model, as it is now, are not captured; or "", and what is captured."""
-        known = self._known
-        if known[0] != digest or not digest:
-            why = self.why_not_the_model()
-            known = self._known = (digest, why, None if why else self._model())
-        return known[1], known[2]
-
-    def _model(self) -> Model:
-        model: Any = self._fingerprint.model
-        attached = model.__dict__.get("forward")
-        forward = attached.__wrapped__ if isinstance(attached, CapturedForward) else model.forward
-        attention = attention_of(model)
-        assert attention is not None
-        look = Look(model)
-        return Model(
-            forward=forward,
-            num_layers=len(cache_layers(model)),
-            attention=attention,
-            takes_logits_to_keep=takes(model, "logits_to_keep"),
-            fills_up=not has_experts(model),
-            look=look,
-            experts=look.experts,
-        )
+        if self._digest != digest or not digest:
+            self._why, self._model = self.why_not_the_model(), None
+            if not self._why:
+                model: Any = self._fingerprint.model
+                attached = model.__dict__.get("forward")
+                forward = attached.__wrapped__ if isinstance(attached, CapturedForward) else model.forward
+                self._model = Model(model, forward)
+            self._digest = digest
+        return self._why, self._model
 
     def why_not_the_model(self) -> str:
         """Return why forwards of the model, as it is now, are captured on no device; "": they may be captured."""
@@ -343,14 +278,6 @@ def _is_compiled(module: Any) -> bool:
     inside = forward.replaced if isinstance(forward, CapturedForward) else forward
     is_inside = hasattr(inside, "_torchdynamo_orig_callable")
     return is_inside or type(module).__name__ == "OptimizedModule" or bool(module._compiled_call_impl)
-
-
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    """Return the addresses of tensors: a graph reads what lies there."""
-    try:
-        return [*map(Tensor.data_ptr, tensors)]
-    except RuntimeError:  # wrappers have no memory of their own
-        return [part.data_ptr() for tensor in tensors for part in plain_tensors(tensor)]
 
 
 def _offloads(hook: Any) -> bool:

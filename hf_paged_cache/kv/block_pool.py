@@ -5,7 +5,7 @@ hashes, rows or who holds a block. Block ids are trusted: a range check would sy
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -96,20 +96,7 @@ class GroupTensors:
         """Bytes of a block in all layers written so far."""
         return sum(slab.bytes_per_block for slab in self.slabs)
 
-    def make_together(
-        self,
-        streams: Sequence[tuple[int, str]],
-        heads: int,
-        block_size: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Make the tensors of these streams, which have none yet, as parts of one slab."""
-        slab = Slab(zeros((len(streams), heads, self.capacity, block_size, head_dim), dtype, device), tuple(streams))
-        self._show([*self.slabs, slab])
-
-    def _show(self, slabs: list[Slab]) -> None:
+    def show(self, slabs: list[Slab]) -> None:
         """Let the layers' tensors be parts of these slabs from here on."""
         layers: dict[int, dict[str, Tensor]] = {}
         for tensor, streams in slabs:
@@ -121,18 +108,11 @@ class GroupTensors:
         """Note that the first `num_blocks` blocks are about to be written."""
         self.num_blocks_used = max(self.num_blocks_used, num_blocks)
 
-    def bytes_on(self) -> dict[torch.device, int]:
-        """Return the bytes taken of each device; on a host of blocks used so far, as untouched pages cost nothing."""
-        return self._bytes_on(lambda held: self.num_blocks_used if held.is_cpu else held.shape[2])
-
     def bytes_per_block_on(self) -> dict[torch.device, int]:
         """Return the bytes that a block takes of each device, in the layers written so far."""
-        return self._bytes_on(lambda held: 1)
-
-    def _bytes_on(self, num_blocks_of: Callable[[Tensor], int]) -> dict[torch.device, int]:
         total: Counter[torch.device] = Counter()
         for slab in self.slabs:
-            total[slab.tensor.device] += num_blocks_of(slab.tensor) * slab.bytes_per_block
+            total[slab.tensor.device] += slab.bytes_per_block
         return dict(total)
 
     def ensure_capacity(self, num_blocks: int) -> None:
@@ -146,7 +126,7 @@ class GroupTensors:
         for number in range(len(self.slabs)):
             if self.slabs[number].tensor.shape[2] < num_blocks:
                 grown = self._grown(self.slabs[number], num_blocks)
-                self._show([*self.slabs[:number], grown, *self.slabs[number + 1 :]])
+                self.show([*self.slabs[:number], grown, *self.slabs[number + 1 :]])
         self.capacity = max(self.capacity, num_blocks)
 
     def _grown(self, slab: Slab, num_blocks: int) -> Slab:
@@ -231,14 +211,13 @@ class BlockPool:
         return sum(self.bytes_on().values())
 
     def bytes_on(self) -> dict[torch.device, int]:
-        """Return the bytes taken of each device; see `GroupTensors.bytes_on`."""
+        """Return the bytes taken of each device; on a host of blocks used so far, as untouched pages cost nothing."""
         total: Counter[torch.device] = Counter()
         for group in self.groups.values():
-            total.update(group.bytes_on())
+            for slab in group.slabs:
+                num_blocks = group.num_blocks_used if slab.tensor.is_cpu else slab.tensor.shape[2]
+                total[slab.tensor.device] += num_blocks * slab.bytes_per_block
         return dict(total)
-
-    def _slabs(self) -> Iterator[Slab]:
-        return (slab for group in self.groups.values() for slab in group.slabs)
 
     @property
     def is_on_host(self) -> bool:
@@ -246,8 +225,8 @@ class BlockPool:
 
         Capacity that is not used costs nothing in host memory.
         """
-        devices = [slab.tensor.device for slab in self._slabs()] or [self.first_device()]
-        return all(device.type == "cpu" for device in devices)
+        devices = [slab.tensor.device for group in self.groups.values() for slab in group.slabs]
+        return all(device.type == "cpu" for device in devices or [self.first_device()])
 
     def join_streams(self) -> None:
         """Let what this thread launches come after what other calls have launched: blocks pass from call to call."""
@@ -273,7 +252,8 @@ class BlockPool:
                 kind = group, states.shape[1], states.shape[3], states.dtype, states.device
                 alike.setdefault(kind, []).append((layer_idx, name))
         for (group, heads, head_dim, dtype, device), same in alike.items():
-            group.make_together(same, heads, self.block_size, head_dim, dtype, device)
+            shape = len(same), heads, group.capacity, self.block_size, head_dim
+            group.show([*group.slabs, Slab(zeros(shape, dtype, device), tuple(same))])
             if device.type not in _WITHOUT_STREAMS:
                 self.accelerators.add(device)
                 self._streams.join([device])

@@ -4,7 +4,8 @@ So what is kept has the name of what ran, whoever generates: beams, loops of one
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,9 +20,8 @@ class IdsStream:
     They stay on the device of the forwards, so nobody waits.
     """
 
-    def __init__(self) -> None:
-        self._ids: Tensor | None = None
-        self.named: dict[int, TokenIds] = {}  # row -> tokens of its prompt, for rows with images, which tokens name
+    _ids: Tensor | None = None
+    named: Mapping[int, TokenIds] = MappingProxyType({})  # row -> its prompt, for rows with images, which tokens name
 
     def start(self, inputs: Sequence[Any], num_columns: int) -> None:
         """Start with the tokens that are known of each row, a `RowInput`: those in the first `num_columns` columns."""
@@ -68,7 +68,7 @@ class IdsStream:
 
     def copy(self) -> "IdsStream":
         copied = IdsStream()
-        copied.named = {**self.named}
+        copied.named = self.named
         with torch.inference_mode(False):
             copied._ids = None if self._ids is None else self._ids.clone()
         return copied

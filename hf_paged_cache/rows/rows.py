@@ -84,8 +84,24 @@ class Rows(Cache):
         self.reset()
 
     def reset(self) -> None:
-        """Drop all that the rows hold; others may begin."""
-        self._make_layers()
+        """Drop all that the rows hold, also in the layers that were; others may begin."""
+        kinds, itself = self.kinds, self._itself
+        for layer in self.layers:
+            layer.reset()
+        self.layers[:] = layers = kinds.make(itself)  # the same list: whoever holds it sees these layers
+        self.all, self.windows = Group(itself), dict[Window, Group]()  # columns of layers without, and with a window
+        self.first: Any = None  # first layer with columns; None: no layer has any, or the rows are bypassed
+        for layer_idx, layer in enumerate(layers):
+            if isinstance(layer, RowsLayer):
+                self.first = self.first or layer
+                group = self.all
+                if layer.window is not None:
+                    group = self.windows.setdefault(layer.window, Group(itself, layer.window))
+                group.layers[layer_idx] = layer
+        self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
+        # rows can go on only after certain columns, because layers have windows or carry states
+        self.is_exact = bool(kinds.windows) or self.states is not None
+        self.layer_class_to_replicate = partial(_another_layer, itself)  # type: ignore[assignment]
         self.ids = IdsStream()  # token ids that ran
         self.prompts: list[Prompt] = []  # what each row began with; empty before the first forward
         self.n = 0  # columns
@@ -111,26 +127,6 @@ class Rows(Cache):
         self._versions: tuple[int, ...] = ()  # versions of these tensors after our own last write
         if self.records_drafts:
             self.activate_past_recording()
-
-    def _make_layers(self) -> None:
-        """Put new layers that hold nothing into the same list of layers; the old ones hold nothing more either."""
-        kinds, itself = self.kinds, self._itself
-        for layer in self.layers:
-            layer.reset()
-        self.layers[:] = layers = kinds.make(itself)
-        self.all, self.windows = Group(itself), dict[Window, Group]()  # columns of layers without, and with a window
-        self.first: Any = None  # first layer with columns; None: no layer has any, or the rows are bypassed
-        for layer_idx, layer in enumerate(layers):
-            if isinstance(layer, RowsLayer):
-                self.first = self.first or layer
-                group = self.all
-                if layer.window is not None:
-                    group = self.windows.setdefault(layer.window, Group(itself, layer.window))
-                group.layers[layer_idx] = layer
-        self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
-        # rows can go on only after certain columns, because layers have windows or carry states
-        self.is_exact = bool(kinds.windows) or self.states is not None
-        self.layer_class_to_replicate = partial(_another_layer, itself)  # type: ignore[assignment]
 
     def add_layers(self, num_layers: int) -> None:
         """Have so many layers, of which the model's config names fewer."""
@@ -303,7 +299,7 @@ class Rows(Cache):
             prompt = Prompt(row.root, row.pad, row.first_position, row.shift)
             if hold_images(row.token_ids):
                 prompt.image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
-                self.ids.named[len(self.prompts)] = row.token_ids
+                self.ids.named = {**self.ids.named, len(self.prompts): row.token_ids}
             self.prompts.append(prompt)
         if self.states is not None:
             self.states.begin(len(inputs))

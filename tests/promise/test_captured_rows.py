@@ -21,9 +21,9 @@ import torch
 from transformers import DynamicCache, GenerationMixin
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
-from hf_paged_cache.integration.capturing import CapturedForward, Capturing, Look
+from hf_paged_cache.integration.capturing import CapturedForward, Capturing
 from hf_paged_cache.rows.captured import tolerance
-from hf_paged_cache.rows.graphs import Captured
+from hf_paged_cache.rows.graphs import Captured, Model
 
 from ..internals import capture_everywhere
 from ..reference import IDS, PROMPT, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
@@ -155,7 +155,7 @@ def test_steps_are_captured_where_generate_sets_other_experts_for_them(monkeypat
 
 @pytest.mark.parametrize("way", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3, "top_k": 0}, {}])
 def test_rows_that_are_captured_share_nothing(way: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.attention.launches.tokens_of_a_launch", lambda *_, **__: 0)
+    monkeypatch.setattr("hf_paged_cache.call.share.launch_tokens", lambda *_, **__: 0)
     model = build("llama")
     inputs = batch(PROMPT, row((1, 48), (2, 2)), row((1, 48), (3, 2))) if not way else {"input_ids": IDS}
     reference = run(model, **inputs, max_new_tokens=STEPS, **way)
@@ -316,12 +316,12 @@ def test_weights_that_are_others_or_lie_elsewhere_are_captured_anew(change: Any)
 def test_the_model_is_looked_at_before_each_step_where_code_of_others_may_run(
     calls_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    looks, look = [], Look.__call__
+    looks, look = [], Model.look
     model = build("llama")
     cache = captured(model)
     monkeypatch.setattr(cache.store.fingerprint, "may_change_in_a_forward", lambda: False)  # whatever threads there are
     run(model, cache, input_ids=IDS, max_new_tokens=STEPS)
-    monkeypatch.setattr(Look, "__call__", lambda looking: looks.append(1) or look(looking))
+    monkeypatch.setattr(Model, "look", lambda looking: looks.append(1) or look(looking))
     given = {"logits_processor": [AtStep(99, lambda: None)]} if calls_back else {}
     run(model, cache, input_ids=IDS, max_new_tokens=STEPS, **given)
     assert len(looks) == (STEPS + 1 if calls_back else 1)

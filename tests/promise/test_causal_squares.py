@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.attention import causal, launches
+from hf_paged_cache.attention import backends, causal
 from hf_paged_cache.attention.lazy import LazyStates
 
 from ..internals import note_served, split_everywhere
@@ -57,7 +57,7 @@ def test_a_long_rest_gives_the_same_logits(name: str, what: str, served: list[bo
 def test_rows_that_share_too_little_to_be_read_once_are_squares(
     served: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launches, "LAUNCH_BYTES", {"cpu": 2**40})
+    monkeypatch.setattr(backends, "LAUNCH_BYTES", {"cpu": 2**40})
     model, call = tiny("llama"), CALLS["rows of one length"]
     run(model, cache := PagedPrefixCache(model), **batch(row(KNOWN)))
     assert_right(model, cache, **call)

@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention import launches
+from hf_paged_cache.attention import backends
 from hf_paged_cache.attention.shared import LayerReads
 from hf_paged_cache.rows.shared import CALL_LOOKS
 
@@ -190,7 +190,7 @@ def test_rows_that_changed_places_go_on_step_by_step_in_a_call_of_their_own(
     shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not shares:
-        monkeypatch.setattr(launches, "LAUNCH_BYTES", {"cpu": 2**40})
+        monkeypatch.setattr(backends, "LAUNCH_BYTES", {"cpu": 2**40})
     model, new = tiny("llama"), torch.tensor([[7], [8], [9]])
     caches = PagedPrefixCache(tiny("llama")), DynamicCache(config=model.config)
     outputs = []

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.attention import launches
+from hf_paged_cache.attention import backends
 
 from ..internals import make_forwards_cheap, score_contexts, split_everywhere
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
@@ -46,7 +46,7 @@ def launch_costs(monkeypatch: pytest.MonkeyPatch, model: PreTrainedModel, num_to
     """Let one more launch cost as much as to read so many tokens of a row."""
     config: Any = model.config
     token = 2 * config.num_key_value_heads * config.head_dim * model.dtype.itemsize
-    monkeypatch.setattr(launches, "LAUNCH_BYTES", MappingProxyType({"cpu": num_tokens * token}))
+    monkeypatch.setattr(backends, "LAUNCH_BYTES", MappingProxyType({"cpu": num_tokens * token}))
 
 
 @pytest.mark.parametrize("num_tokens", [0, 40, 1000])
