@@ -31,7 +31,6 @@ from .model.support import cache_argument
 from .prefix_store import PrefixStore, store_of
 from .rows.rows import Rows
 from .stats import CacheStats, CallStats
-from .store.store_stats import stats_of
 from .store_options import StoreSizes, shows_store_options
 
 
@@ -308,7 +307,7 @@ class PagedPrefixCache(Cache):
             running = [each for each in [*blocks.running] if each.handle() is self]
             of_rows, backend = bytes_of_rows([self._current.rows], running), name_of(blocks.first_device().type)
             of_caches = (self.store.arena, of_rows, counters.peak_kv_bytes, backend)
-            return stats_of(blocks, counters.totals, self.cache_salt, *of_caches)
+            return blocks.stats(counters.totals, self.cache_salt, *of_caches)
 
     @property
     def last_call(self) -> CallStats:

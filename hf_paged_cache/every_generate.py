@@ -21,7 +21,7 @@ from .integration.generate_arguments import has_own_generate
 from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of
 from .locks import new_lock
 from .model.support import unwrapped
-from .store.call_totals import CallTotals
+from .store.totals import CallTotals
 from .store_options import StoreSizes, given_sizes, shows_store_options, store_options
 from .wording import counted
 

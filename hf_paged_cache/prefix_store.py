@@ -41,11 +41,9 @@ from .rows.shared import Looks
 from .rows.static import Arena
 from .stats import CacheStats
 from .store.block_store import BlockStore
+from .store.groups import SHARE_OF_A_BUDGET, StateRules
 from .store.loading import Loaded, load_blocks
 from .store.saving import Model, Saved, save_blocks
-from .store.state_snapshots import StateRules, StateSnapshots
-from .store.store_stats import stats_of
-from .store.window_groups import SHARE_OF_A_BUDGET
 from .store_options import StoreOptions, StoreSizes, given_sizes, shows_store_options, store_options
 from .tiers.folder import folder_of, writable_folder
 from .tiers.tiers import Tiers
@@ -108,7 +106,7 @@ class PrefixStore:
         if options.max_bytes is not None:
             num_bytes = bytes_per_block
             if states is not None:  # as many bytes for snapshots
-                num_bytes += StateSnapshots.bytes_beside(states, num_bytes)
+                num_bytes += states.bytes_beside(num_bytes)
             num_blocks = options.max_bytes // num_bytes
             if num_blocks < 2:
                 raise CacheArgumentError(
@@ -125,7 +123,7 @@ class PrefixStore:
             window_share,
             states,
             bytes_per_block,
-            has_budget=options.max_bytes is not None,
+            has_max_bytes=options.max_bytes is not None,
             tiers=_tiers(model, fingerprint, options),
         )
         self.placeholders = Placeholders(model)
@@ -134,8 +132,8 @@ class PrefixStore:
         self.looks = Looks()
         self.arena = arena = Arena()
         if options.max_bytes is not None:
-            arena.most_bytes = partial(self.blocks.bytes_left_of, options.max_bytes)
-            self.blocks.bytes_of_static_rows = lambda: arena.num_bytes
+            arena.most_bytes = partial(self.blocks.budget.bytes_left_of, options.max_bytes)
+            self.blocks.budget.bytes_of_static_rows = lambda: arena.num_bytes
         attach(model)
 
     def reset_prefix_cache(self) -> None:
@@ -244,7 +242,7 @@ class PrefixStore:
         with blocks.lock:
             blocks.settle()
             of_rows = bytes_of_rows([each.rows for each in [*blocks.currents]], [*blocks.running])
-            return stats_of(blocks, blocks.call_totals, b"", self.arena, of_rows, None, None)
+            return blocks.stats(blocks.call_totals, b"", self.arena, of_rows, None, None)
 
     def check(self) -> None:
         """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""

@@ -33,9 +33,9 @@ from hf_paged_cache.rows.layers import RowsLayer, WindowLayer
 from hf_paged_cache.rows.rows import Rows
 from hf_paged_cache.rows.states import RowStates
 from hf_paged_cache.rows.static import Arena
-from hf_paged_cache.store import block_store, state_snapshots, tier_load
+from hf_paged_cache.store import groups, memory_budget, tier_load
 from hf_paged_cache.store.block_store import BlockStore
-from hf_paged_cache.store.state_snapshots import StateRules
+from hf_paged_cache.store.groups import StateRules
 from hf_paged_cache.tiers.saved_file import encoded
 from hf_paged_cache.tiers.tiers import Tiers
 
@@ -291,7 +291,7 @@ FAULT_POINTS: list[tuple[Any, str]] = [
 
 # Where a snapshot takes memory: a module, and the name of its function.
 SNAPSHOT_COPIES = [
-    (state_snapshots, "copied"),
+    (groups, "copied"),
     (rows_states, "copied"),
     (kv_states, "to_device"),
     (rows_states, "to_device"),
@@ -378,7 +378,7 @@ def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:
 
 def keep_no_copies(patch: pytest.MonkeyPatch) -> None:
     """A snapshot is what the layers hold."""
-    for module in (state_snapshots, rows_states):
+    for module in (groups, rows_states):
         patch.setattr(module, "copied", dict)
 
 
@@ -404,7 +404,7 @@ def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
 
 def make_pools_grow(patch: pytest.MonkeyPatch) -> None:
     """A store begins with four blocks."""
-    patch.setattr(block_store, "_FIRST_NUM_BLOCKS", 4)
+    patch.setattr(memory_budget, "_FIRST_NUM_BLOCKS", 4)
 
 
 def make_forwards_cheap(patch: pytest.MonkeyPatch) -> None:

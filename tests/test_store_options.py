@@ -45,10 +45,10 @@ def test_a_text_buys_what_its_bytes_buy(tmp_path: Any) -> None:
     model = tiny("llama")
     for text, number in (("1MB", 10**6), ("1MiB", 2**20)):
         stores = [PrefixStore(model, max_bytes=size) for size in (text, number)]
-        assert len({store.blocks.max_num_blocks for store in stores}) == 1
+        assert len({store.blocks.budget.num_blocks for store in stores}) == 1
     assert (
-        PagedPrefixCache(model, max_bytes="1MB").store.blocks.max_num_blocks
-        == PrefixStore(model, max_bytes=10**6).blocks.max_num_blocks
+        PagedPrefixCache(model, max_bytes="1MB").store.blocks.budget.num_blocks
+        == PrefixStore(model, max_bytes=10**6).blocks.budget.num_blocks
     )
     store = PrefixStore(model, disk_folder=tmp_path, disk_bytes="3 MB")
     assert [tier.max_bytes for tier in store.stats().tiers] == [3 * 10**6]

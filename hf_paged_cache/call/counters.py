@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..stats import CallStats, RowStats
-from ..store.call_totals import CallTotals
+from ..store.totals import CallTotals
 from .call_state import CallState
 from .find import Known
 from .request import ForwardRequest

@@ -178,7 +178,7 @@ def _keep_windows(
             return
         before = [index for index in range(first, seen.start) if not group.has(block_ids[index])]
         wanted.append((group, missing, before[::-1]))
-    store.make_room(max(len(missing) for _, missing, _ in wanted))
+    store.budget.make_room(max(len(missing) for _, missing, _ in wanted))
     for group, _, _ in wanted:
         group.require(group.num_to_take(block_ids[index] for index in group.seen(num_tokens)))
     with Changing(groups):
@@ -215,8 +215,8 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
     allocator, before = store.allocator, len(held.block_ids)
     # also known are hashes whose blocks another call is writing
     known = [allocator.hash_of_digest(each.digest) is not None for each in hashes]
-    store.make_room(known.count(False))
-    left = min(store.num_obtainable_blocks(), allocator.num_available_blocks - known.count(True))
+    store.budget.make_room(known.count(False))
+    left = min(store.budget.num_obtainable_blocks(), allocator.num_available_blocks - known.count(True))
     num = 0
     while num < len(hashes) and (known[num] or left >= 1):
         left -= not known[num]
@@ -247,7 +247,7 @@ def lay_out(store: BlockStore, rows: Rows) -> int | None:
     """
     pool = store.pool
     with store.lock:
-        if store.is_settled and _lies_alike(store, rows):
+        if store.budget.is_settled and _lies_alike(store, rows):
             return pool.num_layouts
         streams = {
             (layer.layer_idx, name): states
@@ -256,14 +256,14 @@ def lay_out(store: BlockStore, rows: Rows) -> int | None:
             for name, states in layer.named()
         }
         if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
-            store.make_room(1)  # tensors are made as large as the pool is
+            store.budget.make_room(1)  # tensors are made as large as the pool is
             if not pool.all.capacity:
                 return None  # there was no memory for a block
             pool.lay_out_together(streams)
-    if not store.is_settled:
-        store.settle_budget()
+    if not store.budget.is_settled:
+        store.budget.settle()
     with store.lock:
-        if all(_can_hold(store, stream, states) for stream, states in streams.items()) and store.fits_budget():
+        if all(_can_hold(store, stream, states) for stream, states in streams.items()) and store.budget.fits():
             return pool.num_layouts
         is_empty = store.begin_anew()
     return lay_out(store, rows) if is_empty else None

@@ -350,7 +350,7 @@ class Calls(CallParts):
         """Count a forward of a prompt that has returned; after the first one of all it is known what a block takes."""
         state = rows.state
         (new, begins), state.pending = state.pending, None
-        if not self.store.is_settled and rows.why_bypassed is None:
+        if not self.store.budget.is_settled and rows.why_bypassed is None:
             with contextlib.suppress(torch.OutOfMemoryError):  # without memory nothing is kept
                 lay_out(self.store, rows)
         with self.store.lock:

@@ -56,7 +56,7 @@ def leave_blocks(calls: CallParts, rows: Rows) -> None:
     if shared is None or not shared.leases:
         return
     with store.lock:
-        most, in_use = store.max_num_blocks, store.allocator.num_blocks_in_use
+        most, in_use = store.budget.num_blocks, store.allocator.num_blocks_in_use
         has_grown = store.pool.all.capacity != shared.num_pool_blocks
     if has_grown or (most is not None and 2 * in_use > most):
         rows.make_dense()

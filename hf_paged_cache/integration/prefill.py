@@ -139,7 +139,7 @@ class Prefill:
             wanted |= {(block_hash, prompt.salt) for block_hash in chain.hashes()}
         found = [allocator.match_prefix((block_hash,), salt) for block_hash, salt in wanted]
         num_taken = sum(not block_ids or not allocator.ref_count(block_ids[0]) for block_ids in found)
-        if num_taken > self._blocks.num_obtainable_blocks():  # which number that is, another tenant is not told
+        if num_taken > self._blocks.budget.num_obtainable_blocks():  # which number that is, another tenant is not told
             raise OutOfBlocksError(
                 f"these prompts have {len(wanted)} blocks of {allocator.block_size} tokens, {num_taken} of which "
                 "nobody holds, and so many cannot be had beside what is in use; give fewer tokens, unpin() or reset() "

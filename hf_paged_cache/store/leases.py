@@ -1,18 +1,32 @@
-"""Owns the leases of the blocks that calls read or write.
+"""Owns the leases of the blocks that calls read or write, and those of pinned prefixes.
 
-Leases are noted by the thread that took them, so that a forked child can give them back.
+A leased block is neither evicted nor written by others. The caller holds the store's lock.
 """
 
+from __future__ import annotations
+
 import threading
+from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..blocks import Allocation, BlockHash, Changing, Group, PrefixCachingBlockAllocator, Resumption, resumable
+from ..blocks import (
+    Allocation,
+    BlockHash,
+    Changing,
+    Group,
+    HashChain,
+    PrefixCachingBlockAllocator,
+    Resumption,
+    resumable,
+)
 from ..blocks.image_tokens import WholeImages
 from ..blocks.tokens import TokenIds
-from .state_snapshots import StateSnapshots
-from .window_groups import WindowGroups
+from ..errors import CacheArgumentError, OutOfBlocksError
+from ..wording import counted
+from .groups import StateSnapshots, WindowGroups
 
 
 class Resumable(NamedTuple):
@@ -25,10 +39,7 @@ class Resumable(NamedTuple):
 
 
 class Leases:
-    """`Leases` leases blocks: a leased block is neither evicted nor written by others.
-
-    The caller holds the store's lock.
-    """
+    """`Leases` leases blocks, and notes for which thread, so that a forked child can give back those of the others."""
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, states: StateSnapshots) -> None:
         self._allocator, self._windows, self._states = allocator, windows, states
@@ -91,3 +102,94 @@ class Leases:
     def _noted(self, lease: Allocation) -> Allocation:
         self._threads[lease] = threading.get_ident()
         return lease
+
+
+class Pins:
+    """`Pins` holds the pinned prefixes of one store, for which there is room; it computes nothing.
+
+    Pins outlive the cache that asked for them.
+    """
+
+    def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, leases: Leases) -> None:
+        self._allocator, self._windows, self._leases = allocator, windows, leases
+        # (salt, token ids) -> lease of their blocks, and number of tokens pinned
+        self._pinned: dict[tuple[bytes, bytes], tuple[Allocation, int]] = {}
+
+    def block_ids(self, salt: bytes | None = None) -> set[int]:
+        """Return the blocks that are pinned, of one salt or of all."""
+        return set(chain.from_iterable(lease.block_ids for lease in self.allocations(salt)))
+
+    def allocations(self, salt: bytes | None = None) -> list[Allocation]:
+        """Return the leases of pinned blocks, of one salt or of all."""
+        return [lease for (of_pin, _), (lease, _) in self._pinned.items() if salt in (None, of_pin)]
+
+    @property
+    def num_blocks_held_alone(self) -> int:
+        """Number of pinned blocks that no row holds: unpinning everything would give them back."""
+        counts = Counter(chain.from_iterable(lease.block_ids for lease in self.allocations()))
+        return sum(self._allocator.ref_count(block_id) == count for block_id, count in counts.items())
+
+    def pin(self, salt: bytes, root: bytes, token_ids: TokenIds) -> int:
+        """Hold the longest cached prefix of `token_ids` from which a prompt can resume; return its number of tokens.
+
+        It takes the place of what was pinned for these tokens and this salt.
+
+        Raises:
+            CacheArgumentError: there is no such prefix in the cache; nothing has changed.
+            OutOfBlocksError: there is no room for its window blocks; nothing has changed.
+        """
+        hashes = HashChain(root, self._allocator.block_size, token_ids).hashes_of()
+        found = self._leases.take_resumable(hashes, salt, token_ids, len(token_ids))
+        has_room = all(group.num_needed < group.most for group in self._windows.groups)
+        if not has_room or not found.num_tokens:
+            self._leases.give_back(found.lease)
+        if not has_room:
+            raise OutOfBlocksError(
+                f"pinning {found.num_tokens} tokens takes more blocks of layers with a window than there can be; pin "
+                "fewer tokens, or build the cache with a larger num_blocks or max_bytes"
+            )
+        if not found.num_tokens:
+            raise CacheArgumentError(_why_nothing(len(token_ids), found.num_matched, self._allocator.block_size))
+        key = (salt, token_ids.tobytes())
+        replaced = self._pinned.get(key)
+        self._pinned[key] = found.lease, found.num_tokens  # if interrupted here, the other lease is collected
+        if replaced is not None:
+            self._leases.give_back(replaced[0])
+        return found.num_tokens
+
+    def unpin(self, salt: bytes, token_ids: TokenIds | None) -> int:
+        """Give back what is pinned for these tokens and this salt, or without tokens for the salt.
+
+        The blocks stay cached. Returns the number of tokens that were pinned.
+        """
+        wanted, num_given_back = None if token_ids is None else token_ids.tobytes(), 0
+        for key in list(self._pinned):
+            if key[0] == salt and wanted in (None, key[1]):
+                lease, num_tokens = self._pinned.pop(key)
+                self._leases.give_back(lease)
+                num_given_back += num_tokens
+        return num_given_back
+
+    def clear(self) -> None:
+        """Give back the pins of all salts."""
+        for salt in {salt for salt, _ in self._pinned}:
+            self.unpin(salt, None)
+
+
+def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:
+    """Say why nothing can be pinned of a prefix with `num_cached` tokens in cached blocks, and what to do."""
+    if num_tokens < block_size:
+        return (
+            f"the prefix has {counted(num_tokens, 'token')}, fewer than a block of {block_size}, and only whole blocks "
+            f"are pinned; give at least {block_size} tokens"
+        )
+    if num_cached:
+        return (
+            f"blocks of {num_cached} tokens of this prefix of {num_tokens} are cached, but no prompt can resume within "
+            "them: what layers with a state or a window keep there is not cached; compute it again, with prefill, "
+            "or pin a longer prefix"
+        )
+    return (
+        f"nothing of this prefix of {num_tokens} tokens is cached for the model as it is now, so there is nothing to "
+        "pin; compute it first, with prefill, then pin it"
+    )

@@ -75,10 +75,10 @@ def load_blocks(blocks: BlockStore, model: Model, folder: Path, *, progress: Cal
             if why is None:
                 tiers.adopt(run, found)
     if blocks.layout.has_all_layers:
-        blocks.settle_budget()
+        blocks.budget.settle()
     left_out[_NO_PARENT] = len({block.digest for file in files for block in file.blocks}) - len(found)
     with blocks.lock:
-        known, num_left = _cached(blocks, found), blocks.num_obtainable_blocks()
+        known, num_left = _cached(blocks, found), blocks.budget.num_obtainable_blocks()
     sequences = _sequences(blocks, files, found)
     for number, sequence in enumerate(sequences):
         num_left -= _load_path(blocks, tiers, sequence, num_left)

@@ -58,7 +58,7 @@ def load(store: BlockStore, rows: Sequence[Wanted]) -> dict[int, str]:
     with store.lock:
         _find_files(store, tiers)
     if store.layout.has_all_layers:
-        store.settle_budget()
+        store.budget.settle()
     for row in rows:
         loaded |= load_row(store, tiers, row)
     return loaded
@@ -136,7 +136,7 @@ def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
         ids.append(at[0] if at else None)
     # cached blocks that nobody holds take room, too: they could be evicted for the others
     num_taken = accumulate(at is None or not store.allocator.ref_count(at) for at in ids)
-    ids = ids[: bisect_right([*num_taken], store.num_obtainable_blocks())]
+    ids = ids[: bisect_right([*num_taken], store.budget.num_obtainable_blocks())]
     names = [(block_hash, row.namespace) for block_hash in chain.hashes_of(0, len(ids))]
 
     def is_held(group: Group, index: int) -> bool:
@@ -171,7 +171,7 @@ def _bring_up(store: BlockStore, tiers: Tiers, prefix: _Prefix, namespace: bytes
     for kind, places in prefix.missing.items():
         tiers.touch(kind, [prefix.names[index] for index in places])
     groups = store.windows.groups
-    store.make_room(max([prefix.ids.count(None), *(len(prefix.missing[group.name]) for group in groups)]))
+    store.budget.make_room(max([prefix.ids.count(None), *(len(prefix.missing[group.name]) for group in groups)]))
     for group in groups:
         ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * store.block_size)]
         held = [at for at in ids if at is not None and at in group.places]

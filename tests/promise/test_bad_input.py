@@ -118,7 +118,7 @@ def test_max_bytes_buys_as_many_blocks_as_it_pays_for() -> None:
     bytes_per_block = 2 * 2 * 2 * 16 * 4 * 16
     with pytest.raises(CacheArgumentError, match="PrefixStore"):
         PagedPrefixCache(PrefixStore(tiny("llama")), block_size=8)
-    assert PrefixStore(tiny("llama"), max_bytes=10 * bytes_per_block + 1).blocks.max_num_blocks == 10
+    assert PrefixStore(tiny("llama"), max_bytes=10 * bytes_per_block + 1).blocks.budget.num_blocks == 10
     with pytest.raises(CacheArgumentError):
         PrefixStore(tiny("llama"), max_bytes=2 * bytes_per_block - 1)
 

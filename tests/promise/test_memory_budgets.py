@@ -25,7 +25,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """
     available = SimpleNamespace(available=1000 * BYTES_OF_A_BLOCK)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
-    monkeypatch.setattr(memory_budget, "_stores", WeakSet())
+    monkeypatch.setattr(memory_budget, "_budgets", WeakSet())
     monkeypatch.setattr(memory_budget, "_CONTROL_GROUP_ROOT", tmp_path)
     (tmp_path / "memory").mkdir()
     return tmp_path

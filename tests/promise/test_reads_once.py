@@ -75,7 +75,7 @@ def test_a_pool_that_grows_while_rows_share_gives_its_old_memory_back(served: li
     def grow() -> None:
         replaced = [weakref.ref(tensor._base) for tensor in held_tensors(cache)]  # what parts of it keep
         num_blocks = cache.store.blocks.allocator.num_blocks
-        cache.store.blocks.make_room(cache.store.blocks.pool.all.capacity)
+        cache.store.blocks.budget.make_room(cache.store.blocks.pool.all.capacity)
         assert cache.store.blocks.allocator.num_blocks > num_blocks
         live.append(sum(each() is not None for each in replaced))
 
