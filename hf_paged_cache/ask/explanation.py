@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ..blocks.hashing import bytes_of
 from ..blocks.image_tokens import num_common, said_image, shown_ids
-from ..call.find import PreviousRow, previous_rows
-from ..call.look_up import Found, continuation, look_up
+from ..call.find import Found, PreviousRow, continuation, look_up, previous_rows
 from ..errors import CacheArgumentError
 from ..wording import counted
 from .prompts import AskedCache, AskedPrompt, asked_prompt

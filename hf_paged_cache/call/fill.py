@@ -25,7 +25,6 @@ def fill(
     start: int,
     wanted: int,
     *,
-    copies: Sequence[int] | None = None,
     takes_over: bool = False,
 ) -> None:
     """Let rows begin with their columns before `start`, all of which are known.
@@ -34,7 +33,6 @@ def fill(
         inputs: the rows as they were asked for.
         known: what is known of each row.
         wanted: columns that the rows will have, as far as that is known.
-        copies: row that goes on after the first forward -> the row that runs for it there; None: each row runs.
         takes_over: the memory of the call before may become these rows'.
     """
     rows.begin(inputs, wanted)
@@ -47,8 +45,8 @@ def fill(
         rows.start_at(0, inputs)
         return
     shared = None
-    if rows.may_be_lazy and captured is None:
-        shared = share_known(store, inputs, known, start, rows.looks, copies or range(len(inputs)))
+    if len(inputs) > 1 and rows.may_be_lazy and captured is None and rows.copies is None:
+        shared = share_known(store, inputs, known, start, rows.looks)
     may_take = takes_over and shared is None and captured is None
     done = _take_over(rows, inputs, known, start, [names for _, names in slabs]) if may_take else 0
     if shared is not None:

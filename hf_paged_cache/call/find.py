@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..blocks import Allocation, HashChain
+from ..blocks.hashing import tokens_of
 from ..blocks.image_tokens import end_of_image, filled_up, hold_images, said_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..kv.states import States
 from ..rows.rows import Rows
+from ..store import tier_load
 from ..store.block_store import BlockStore
-from ..store.tier_load import Wanted, load
+from ..store.tier_load import Wanted
 from .request import RowInput
 
 
@@ -115,11 +117,11 @@ class Finding:
         self, store: BlockStore, inputs: Sequence[RowInput], latest: int, previous: Rows | None, *, is_exact: bool
     ) -> None:
         self.known: list[Known] = []
-        self._store, self.inputs, self._previous, self._is_exact = store, inputs, previous, is_exact
+        self._store, self.inputs, self._previous, self.is_exact = store, inputs, previous, is_exact
         self._brought: Mapping[int, str] = {}  # block -> lower tier that it has come from for this call
         if store.tiers is not None:
             wanted = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in inputs if row.pad < latest]
-            self._brought = load(store, wanted)
+            self._brought = tier_load.load(store, wanted)
 
     def __enter__(self) -> "Finding":
         if self._previous is not None:
@@ -145,34 +147,20 @@ class Finding:
         """
         store, previous = self._store, self._previous
         chains = {} if previous is None or previous.state is None else previous.state.chains
+        exactly, is_alone = latest if self.is_exact else None, len(self.inputs) == 1
         with store.lock:
             self._give_back()
             self.known = found = []
             store.settle()
             before = previous_rows(previous)
             for row in self.inputs:
-                closest, num_common = closest_row(before, row)
                 chain = chain_of(row.root, store.block_size, row.token_ids, chains)
-                if self._is_exact:
-                    known = _exactly(store, row, chain, closest, num_common, latest)
-                else:
-                    known = _anywhere(store, row, chain, closest, num_common, is_alone=len(self.inputs) == 1)
-                if not known.num_tokens and closest is not None and not num_common and closest.token_ids:
-                    known.stopped += ", and the last call's begin otherwise"
+                known = known_of(store, row, chain, before, exactly, is_alone=is_alone)
                 if self._brought and known.lease is not None:
                     tiers = Counter(self._brought[each] for each in known.lease.block_ids if each in self._brought)
                     known.brought = {name: number * store.block_size for name, number in tiers.items()}
                 found.append(known)
             store.pool.join_streams()
-
-    def ends(self) -> list[int]:
-        """Return for each row the column up to which it is known."""
-        return [row.pad + of_row.num_tokens for row, of_row in zip(self.inputs, self.known, strict=True)]
-
-    def are_apart(self) -> bool:
-        """Return whether some rows are known further than others that are not padding alone up to there."""
-        least = min(self.ends())
-        return not all(end == least or row.pad >= least for row, end in zip(self.inputs, self.ends(), strict=True))
 
     def look_together(self, latest: int, size: int = 1) -> int:
         """Find what is known of rows that all start at one column without a forward ahead; return this column.
@@ -181,91 +169,79 @@ class Finding:
         """
         while True:
             self.look(latest)
-            ends = self.ends()
+            ends = [row.pad + of_row.num_tokens for row, of_row in zip(self.inputs, self.known, strict=True)]
             column = min(*ends, latest) // size * size
             if all(row.pad >= column for row in self.inputs):
                 return 0
             there = [row.pad >= column or end == column for row, end in zip(self.inputs, ends, strict=True)]
-            if not column or not self._is_exact or all(there):
+            if not column or not self.is_exact or all(there):
                 return column
             latest = column
 
 
-def _anywhere(
-    store: BlockStore, row: RowInput, chain: HashChain, closest: PreviousRow | None, num_common: int, *, is_alone: bool
+def known_of(
+    store: BlockStore,
+    row: RowInput,
+    chain: HashChain,
+    previous: Sequence[PreviousRow],
+    latest: int | None,
+    *,
+    is_alone: bool = False,
+    leases: bool = True,
 ) -> Known:
-    """Find what is known of a row that may start after any of its tokens, but for those inside an image."""
-    lease, num_held, size, tokens = None, 0, store.block_size, row.token_ids
-    are_images = hold_images(tokens)
-    if are_images:
-        num_common = whole_images(tokens, num_common)
-    block, are_wanted = num_common // size, not is_alone or not num_common % size
-    if not are_wanted and block < chain.num_full_blocks:  # do blocks know more than that row?
-        are_wanted = bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), row.salt))
-    if are_wanted:
-        lease = store.leases.take(chain.hashes_of(), row.salt)
-        num_held = len(lease.block_ids) * size
-        if are_images:
-            lease, num_held = _up_to_an_image(store, row, lease, whole_images(tokens, num_held), num_held, None)
-    num_tokens, num_previous = num_held, None
-    if closest is not None and num_common > num_held:
-        num_tokens, num_previous = num_common, len(closest.token_ids)
-    stopped = why_stopped(num_tokens, tokens, size, num_previous)
-    return Known(chain, lease, num_held, closest, num_common, num_tokens, num_tokens, num_held, stopped)
-
-
-def _exactly(
-    store: BlockStore, row: RowInput, chain: HashChain, closest: PreviousRow | None, num_common: int, latest: int
-) -> Known:
-    """Find what is known of a row that starts exactly where it is known: where its layers can resume."""
-    most, tokens = max(0, latest - row.pad), row.token_ids
-    num_there = whole_images(tokens, min(num_common, most))
-    if closest is None or not closest.can_go_on_at(num_there):
-        closest, num_there, num_common = None, 0, 0
-    hashes = chain.hashes_of()
-    lease, num_held, num_whole, num_matched = store.leases.take_resumable(hashes, row.salt, tokens, most)
-    if hold_images(tokens):
-        lease, num_held = _up_to_an_image(store, row, lease, num_held, num_matched, latest)
-    num_tokens = max(num_held, num_there)
-    known = Known(chain, lease, num_held, closest, num_there, num_tokens, num_tokens, num_matched, "")
-    if store.states:
-        if num_held:
-            known.states = store.states.use(lease.block_ids, num_held)
-        if num_tokens < min(num_matched, most // store.block_size * store.block_size):
-            known.stopped = why_no_state(num_matched, num_tokens)
-            return known
-        num_whole = num_matched
-    known.num_found = max(num_whole, num_common, num_tokens)
-    by_previous = closest is not None and (num_there > num_held or num_common > num_whole)
-    num_previous = len(closest.token_ids) if closest is not None and by_previous else None
-    known.stopped = why_stopped(known.num_found, tokens, store.block_size, num_previous)
-    if known.num_found < (shown := whole_images(tokens, num_matched)):
-        known.stopped = why_no_window(shown)
-    return known
-
-
-def _up_to_an_image(
-    store: BlockStore, row: RowInput, lease: Allocation, num_held: int, num_matched: int, latest: int | None
-) -> tuple[Allocation, int]:
-    """Return a lease that also holds the end of the image in the block after what is known, and its tokens.
-
-    The given lease is returned where the end of the image was not kept.
+    """Find what is known of a row. The store's lock is held.
 
     Args:
-        lease: lease of the known blocks.
-        num_held: number of tokens that this lease holds.
-        num_matched: number of tokens that are known, whether a row can resume after them or not.
+        previous: rows of the call before.
+        latest: last column at which the row may start, where it starts exactly where it is known, because layers have
+            windows or carry states. None: it may start after any of its known tokens, but for those inside an image.
+        is_alone: blocks are of no use where a row of the call before knows more than they do.
+        leases: what is found in blocks is leased; else nothing has changed.
     """
-    end = end_of_image(row.token_ids, num_matched, num_matched + store.block_size)
-    if end is None or (latest is not None and end > latest - row.pad):
-        return lease, num_held
-    chain = HashChain(row.root, store.block_size, filled_up(row.token_ids, end, store.block_size))
-    longer, num_tokens, _, _ = store.leases.take_resumable(chain.hashes_of(), row.salt, row.token_ids, end)
-    if num_tokens < end:
-        store.leases.give_back(longer)
-        return lease, num_held
-    store.leases.give_back(lease)
-    return longer, end
+    size, tokens, lease = store.block_size, row.token_ids, None
+    most = len(tokens) if latest is None else max(0, latest - row.pad)
+    closest, num_common = closest_row(previous, row)
+    begins_otherwise = closest is not None and not num_common and bool(closest.token_ids)
+    are_images = hold_images(tokens)
+    num_there = min(num_common, most)
+    if are_images:
+        num_there = whole_images(tokens, num_there)
+    if closest is None or (latest is not None and not closest.can_go_on_at(num_there)):
+        closest, num_there, num_common = None, 0, 0
+    if latest is None:
+        num_common = num_there
+    block, asks = num_common // size, not is_alone or latest is not None or not num_common % size
+    num_held = num_whole = num_matched = 0
+    if not asks and block < chain.num_full_blocks:  # do blocks know more than that row?
+        asks = bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), row.salt))
+    if asks:
+        hashes = chain.hashes_of()
+        num_held, num_whole, num_matched = store.leases.look(hashes, row.salt, tokens, most)
+        end = end_of_image(tokens, num_matched, num_matched + size) if are_images else None
+        if end is not None and end <= most:  # the block that the image ends in may have been kept up to there
+            up_to_end = HashChain(row.root, size, filled_up(tokens, end, size)).hashes_of()
+            if store.leases.look(up_to_end, row.salt, tokens, end).num_tokens == end:
+                hashes, num_held = up_to_end, end
+        if num_held and leases:
+            lease = store.leases.take(hashes, row.salt, num_held)
+    num_tokens = max(num_held, num_there)
+    known = Known(chain, lease, num_held, closest, num_there, num_tokens, num_tokens, num_matched, "")
+    if lease is not None and store.states:
+        known.states = store.states.use(lease.block_ids, num_held)
+    if store.states and num_tokens < min(num_matched, most // size * size):
+        known.stopped = f"blocks are cached up to token {num_matched}, but no state after token {num_tokens}"
+        return known
+    num_whole = max(num_held, num_matched if store.states else num_whole)
+    known.num_found = max(num_whole, num_common, num_tokens)
+    num_previous = None
+    if closest is not None and (num_there > num_held or num_common > num_whole):
+        num_previous = len(closest.token_ids)
+    known.stopped = why_stopped(known.num_found, tokens, size, num_previous)
+    if known.num_found < (shown := whole_images(tokens, num_matched)):
+        known.stopped = f"a window no longer shows what is before token {shown}, up to which blocks are cached"
+    if begins_otherwise and not known.num_tokens:
+        known.stopped += ", and the last call's begin otherwise"
+    return known
 
 
 def chain_of(root: bytes, size: int, tokens: TokenIds, chains: Mapping[bytes, HashChain]) -> HashChain:
@@ -298,11 +274,41 @@ def why_stopped(num_known: int, token_ids: TokenIds, block_size: int, num_previo
     return f"no cached block continues with tokens {num_known} to {end - 1}"
 
 
-def why_no_state(num_cached: int, num_known: int) -> str:
-    """Say why a row with a state resumes after `num_known` tokens, though blocks of more are cached."""
-    return f"blocks are cached up to token {num_cached}, but no state after token {num_known}"
+class Found(NamedTuple):
+    """`Found` says how many leading tokens of a row a call would find, and why no more."""
+
+    num_tokens: int
+    stopped: str
+    tier: str | None = None  # furthest lower tier that some of them would come up from
 
 
-def why_no_window(num_cached: int) -> str:
-    """Say why a row with a window does not resume after what is cached."""
-    return f"a window no longer shows what is before token {num_cached}, up to which blocks are cached"
+def look_up(store: BlockStore, row: RowInput, previous: Sequence[PreviousRow], num_needed: int) -> Found:
+    """Return what a call of one row would find that began now. The store's lock is held.  Effects: none.
+
+    Args:
+        previous: rows of the cache's last call.
+        num_needed: number of the row's last tokens that run in any case.
+    """
+    most, size = max(0, len(row.token_ids) - num_needed), store.block_size
+    latest = most if store.groups else None
+    known = known_of(store, row, chain_of(row.root, size, row.token_ids, {}), previous, latest, leases=False)
+    below = tier_load.look_up(store, Wanted(row.root, row.salt, row.token_ids, most))
+    if below is None or below[0] <= known.num_found:
+        return Found(known.num_found, known.stopped)
+    return Found(below[0], why_stopped(below[0], row.token_ids, size, None), below[1])
+
+
+def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequence[PreviousRow]) -> TokenIds:
+    """Return how the closest of what a call would find continues after a row's first `num_tokens` tokens, if it does.
+
+    Cost: a SHA-256 for each block of the prefix, and a look at each block of the store.
+    """
+    row, num_common = closest_row(last, new)
+    found = [row.token_ids[num_tokens:]] if row is not None and num_common >= num_tokens else []
+    if num_tokens % store.block_size == 0:
+        chain = HashChain(new.root, store.block_size, new.token_ids[:num_tokens])
+        parent = chain.hashes_of()[-1].digest if num_tokens else new.root
+        known = store.allocator.hashes(new.salt).values()
+        found += [tokens_of(block_hash.token_bytes) for block_hash in known if block_hash.parent == parent]
+    rest = new.token_ids[num_tokens:]
+    return max(found, key=lambda tokens: common_prefix_length(tokens, rest), default=rest[:0])

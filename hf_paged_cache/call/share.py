@@ -19,29 +19,17 @@ from .request import RowInput
 
 
 def share_known(
-    store: BlockStore,
-    inputs: Sequence[RowInput],
-    known: Sequence[Known],
-    start: int,
-    looks: Looks,
-    copies: Sequence[int],
+    store: BlockStore, inputs: Sequence[RowInput], known: Sequence[Known], start: int, looks: Looks
 ) -> SharedColumns | None:
     """Find what rows have in common of the blocks that hold their columns before `start`.
 
     None where it does not pay to hold that once.
-
-    Args:
-        copies: row that goes on -> the row that runs for it in the first forward. All rows that go on read what is held
-            once.
     """
-    size = store.block_size
-    if len(inputs) < 2 or not start:
-        return None
+    size, numbers = store.block_size, dict[bytes, int]()  # a block's digest -> a number for the block
     with store.lock:
         slabs, num_pool_blocks = store.slabs(), store.pool.all.capacity
     if not slabs:
         return None
-    numbers: dict[bytes, int] = {}  # a block's digest -> a number for the block
     layouts = []
     for row, of_row in zip(inputs, known, strict=True):
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
@@ -50,80 +38,44 @@ def share_known(
     launch = 0.0
     if looks.weighs_launches:
         launch = launch_tokens([slab for slab, _ in slabs], are_padded=any(row.pad for row in layouts))
-    plan = find_segments([layouts[source] for source in copies], start, size, launch)
-    plan = None if plan is None else _of_sources(plan, copies)
-    if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
+    plan = find_segments(layouts, start, size, launch)
+    if plan is None:
         return None
-    if not all(follow(segment.rows) for segment in plan.segments):
+    found = [_where(store, slabs, segment, known, size) for segment in plan.segments]
+    if None in found:
         return None
-    segments, leases = [], []
-    for segment in plan.segments:
-        found = _where(store, slabs, segment, known, size)
-        if found is None:
-            return None
-        held, lease = found
-        segments.append(held)
-        leases += [] if lease is None else [lease]
-    return SharedColumns(plan, segments, leases, looks, num_pool_blocks)
-
-
-def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
-    """Turn the plan of rows into that of the rows which run for them."""
-    firsts = [copies.index(source) for source in range(1 + max(copies))]
-    segments = dict.fromkeys(  # equal rows may each have got a segment of their own
-        segment._replace(rows=tuple(sorted({copies[row] for row in segment.rows}))) for segment in plan.segments
-    )
-    pads, ends = tuple(plan.pads[row] for row in firsts), tuple(plan.ends[row] for row in firsts)
-    return plan._replace(segments=tuple(segments), pads=pads, ends=ends)
+    leases = [each[1] for each in found if each is not None and each[1] is not None]
+    return SharedColumns(plan, [each[0] for each in found if each is not None], leases, looks, num_pool_blocks)
 
 
 def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColumns | None:
     """Find what rows have in common that go on from the rows which ran for them, row `i` from row `copies[i]`.
 
-    None where it does not pay to hold that once. Columns behind those that rows share already are held once for the
-    rows of one source, or lie in the tail of each row, whichever costs less.
+    That is the whole of each such row. None where it does not pay to hold that once.
     """
-    held = rows.all.memory
+    rows.make_dense()
+    held, n = rows.all.memory, rows.n
     if not held or not rows.is_whole:
         return None
     members: list[list[int]] = [[] for _ in rows.prompts]
     for row, source in enumerate(copies):
         members[source].append(row)
-    old, segments, lies = rows.shared, list[Segment](), list[Sequence[Streams]]()
-    if old is not None:
-        for number, segment in enumerate(old.plan.segments):
-            of_all = tuple(sorted(row for source in segment.rows for row in members[source]))
-            if of_all:
-                segments.append(segment._replace(rows=of_all))
-                lies.append(old.segments[number])
     pads = tuple(rows.prompts[source].pad for source in copies)
+    sources = [source for source, of_source in enumerate(members) if of_source]
+    lengths = [n - rows.prompts[source].pad for source in sources]
     launch = 0.0
     if looks.weighs_launches:
         launch = launch_tokens([tensor[:, 0] for tensor, _ in held], are_padded=any(pads))
-    behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
-    apart = len(copies) * (rows.n - rows.all.base)  # columns read where each row has its own
-    once = sum(rows.n - first + launch for first in behind if first < rows.n)
-    is_once = old is None or once < apart
-    for source, first in enumerate(behind) if is_once else ():
-        if first < rows.n and members[source]:
-            segments.append(Segment(tuple(members[source]), first - rows.prompts[source].pad, (source,)))
-            lies.append(
-                [
-                    Streams(tensor[:, source : source + 1, :, first - rows.all.base : rows.n - rows.all.base], names)
-                    for tensor, names in held
-                ]
-            )
-    if not all(follow(segment.rows) for segment in segments):
+    if sum(lengths) + launch * len(sources) >= len(copies) * (n - min(pads)) or not all(
+        follow(members[source]) for source in sources
+    ):
         return None
-    ends = (rows.n,) * len(copies) if is_once else tuple(behind[source] for source in copies)
-    lengths = [each[0].tensor.shape[3] for each in lies]
-    cost = sum(lengths) + launch * len(segments) + (0 if is_once else apart)
-    if cost >= len(copies) * (rows.n - min(pads)):
-        return None
-    # without the rows whose tails begin there, all others' may begin behind what the memory begins with
-    plan = Plan(tuple(segments), pads, ends, rows.n if is_once else rows.all.base)
-    leases, num_pool_blocks = ((), 0) if old is None else (old.leases, old.num_pool_blocks)
-    return SharedColumns(plan, lies, leases, looks, num_pool_blocks)
+    segments = tuple(Segment(tuple(members[source]), 0, (source,)) for source in sources)
+    lies = [
+        [Streams(tensor[:, source : source + 1, :, rows.prompts[source].pad : n], names) for tensor, names in held]
+        for source in sources
+    ]
+    return SharedColumns(Plan(segments, pads, (n,) * len(copies), n), lies, (), looks)
 
 
 def _where(

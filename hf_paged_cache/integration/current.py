@@ -17,19 +17,39 @@ class Current:
         store: blocks of the model.
         salt: salt of the cache.
         close: keeps what rows have computed, and closes the rows.
-
-    Attributes:
-        awaits_generate: True if the next forward is the first of a `generate` without a bracket. Until then the cache
-            has no rows, and the rows of the call before are set aside.
     """
 
     def __init__(self, store: BlockStore, salt: bytes, close: Callable[[Rows], None]) -> None:
         self._store, self.salt, self._close = store, salt, close
-        self._held: Rows | None = None  # rows of the cache, or rows set aside
+        self.rows: Rows | None = None  # None: before the first call, after `reset()`, and while a `generate` is awaited
+        # the next forward is the first of a `generate` without a bracket, before which these rows were set aside
         self.awaits_generate = False
+        self._aside: Rows | None = None
         self._around: int | None = None  # ident of the thread in which a function runs in the place of `generate`
         with store.lock:
             store.currents.add(self)
+
+    def take(self) -> Rows | None:
+        """Return the rows, also rows set aside, and hold them no longer."""
+        with self._store.lock:  # of two calls that begin at once, only one gets the rows
+            rows = self._aside if self.awaits_generate else self.rows
+            self.rows, self._aside, self.awaits_generate = None, None, False
+        return rows
+
+    def take_previous(self) -> Rows | None:
+        """Return the rows of the call before one that begins, and hold them no longer.
+
+        None: there are none, or they are those of a loop in another thread, which goes on.
+        """
+        with self._store.lock:
+            return None if self._is_loop_elsewhere() else self.take()
+
+    def put(self, rows: Rows) -> None:
+        """Take the rows of a `generate` that has ended, unless a loop in another thread has begun meanwhile."""
+        with self._store.lock:
+            if not self._is_loop_elsewhere():
+                self.take()
+                self.rows, rows.is_lent = rows, False  # also if an interrupt left it so
 
     def end(self) -> None:
         """End the rows; what a loop has completed is kept."""
@@ -37,27 +57,15 @@ class Current:
         if rows is not None:
             self._close(rows)
 
-    @property
-    def rows(self) -> Rows | None:
-        """Rows of the cache; None: before the first call, after `reset()`, and while the rows are set aside."""
-        return None if self.awaits_generate else self._held
-
-    @rows.setter
-    def rows(self, rows: Rows | None) -> None:
-        self._held, self.awaits_generate = rows, False
-        if rows is not None:
-            rows.is_lent = False  # also if an interrupt left it so
-
     def begin_unseen_generate(self) -> None:
         """Begin a `generate` without a bracket: on new rows, or on those of a loop that its own function has begun."""
-        rows = self.rows
-        if rows is not None and self.is_around and self.is_loop:
-            rows.state.kind = "generate"
-        else:
-            aside = self.take()
-            if aside is not None:
-                self._close(aside)
-            self._held, self.awaits_generate = aside, True
+        if self.rows is not None and self.is_around and self.is_loop:
+            self.rows.state.kind = "generate"
+            return
+        aside = self.take()
+        if aside is not None:
+            self._close(aside)
+        self._aside, self.awaits_generate = aside, True
 
     @property
     def is_around(self) -> bool:
@@ -96,47 +104,26 @@ class Current:
         rows = self.rows
         return rows is not None and rows.is_open and rows.state is not None and rows.state.kind == "forward"
 
-    def take(self) -> Rows | None:
-        """Return the rows, also rows set aside, and hold them no longer."""
-        with self._store.lock:  # of two calls that begin at once, only one gets the rows
-            rows, self._held, self.awaits_generate = self._held, None, False
-        return rows
+    def _is_loop_elsewhere(self) -> bool:
+        """Return whether a thread that runs has a loop on the rows."""
+        rows = self.rows
+        if rows is None or rows.thread == threading.get_ident() or not self.is_loop:
+            return False
+        return any(thread.ident == rows.thread for thread in threading.enumerate())
 
     def lose_threads(self, idents: Collection[int]) -> None:
         """Forget threads that ended with a fork, and drop rows that one of them ran: these may be half written."""
         if self._around in idents:
             self._around = None
-        if self._held is not None and self._held.is_lost(idents):
+        held = self._aside if self.awaits_generate else self.rows
+        if held is not None and held.is_lost(idents):
             self.take()
-
-    def take_previous(self) -> Rows | None:
-        """Return the rows of the call before one that begins, and hold them no longer.
-
-        None: there are none, or they are those of a loop in another thread, which goes on.
-        """
-        with self._store.lock:
-            return None if self._is_loop_elsewhere else self.take()
-
-    def put(self, rows: Rows) -> None:
-        """Take the rows of a `generate` that has ended, unless a loop in another thread has begun meanwhile."""
-        with self._store.lock:
-            if not self._is_loop_elsewhere:
-                self.rows = rows
-
-    @property
-    def _is_loop_elsewhere(self) -> bool:
-        rows = self.rows
-        if rows is None or not self.is_loop or rows.thread == threading.get_ident():
-            return False
-        return any(thread.ident == rows.thread for thread in threading.enumerate())
 
 
 def bytes_of_rows(held: Sequence[Rows | None], running: Sequence[Rows]) -> int:
     """Return the bytes of the last rows of caches, and of running rows as of their last forward of a prompt."""
-    ended = [rows for rows in held if rows is not None and rows not in running]
-    begun = [rows.state for rows in running if rows.state is not None]
-    num_bytes: int = sum(state.kv_bytes for state in begun)
-    return num_bytes + sum(rows.kv_bytes for rows in ended)
+    of_running: int = sum(rows.state.kv_bytes for rows in running if rows.state is not None)
+    return of_running + sum(rows.kv_bytes for rows in held if rows is not None and rows not in running)
 
 
 def forget(store: BlockStore, salt: bytes | None) -> None:

@@ -25,7 +25,7 @@ from .generate_arguments import GenerateArguments
 from .keeping import is_same, keep_ahead
 from .parts import CallParts
 from .ranks import tokens_as_bytes
-from .shared_prefill import cost_of_running_ahead, run_ahead
+from .shared_prefill import run_ahead
 
 _MODEL_CHANGED = "the model changed while a part of the prompt was computed first"
 
@@ -45,8 +45,7 @@ def open_rows(
     start = _fill_known(calls, rows, asked, arguments, may_run_ahead=may_run_ahead)
     if start is None:
         return _begin_bypassed(calls, rows, arguments, asked, _MODEL_CHANGED)
-    are_aliased = len(asked.members) < len(copies)
-    rows.copies = [*copies] if are_aliased else None
+    are_aliased = rows.copies is not None
     if len(copies) > 1 and not rows.may_be_lazy:
         rows.seen.dense = MODEL_LOOKS if rows.chunks is None else READ_IN_CHUNKS
     elif len(copies) > 1 and rows.captured is not None:
@@ -88,9 +87,7 @@ def _fill_known(
         num_found = [row.num_found for row in found.known]
         if calls.fingerprint.rank_groups:
             _agree(calls, rows, request, found.known)
-        if is_exact and found.are_apart():
-            latest = _start_together(calls, found, request, latest, may_share=may_share)
-        ahead = run_ahead(calls, running, found.known, request, latest, arguments, may_share, is_exact)
+        ahead = run_ahead(calls, found, request, latest, arguments, may_share=may_share)
         start = _without_cuts(running, ahead.start) if hides_images and not is_exact else ahead.start
         if not ahead.made or is_same(calls, rows):
             for each in ahead.made:
@@ -103,9 +100,9 @@ def _fill_known(
         if calls.capturing.is_asked:
             begin_captured(calls, rows, request, start, stop)
         rows.may_be_lazy = calls.may_be_lazy(rows)
-        wanted, copies = calls.columns_to_make(rows, stop), asked.copies
-        fill(calls.store, rows, running, found.known, start, wanted, copies=copies, takes_over=True)
-        counts = count_prompt(request, found.known, num_found, asked.members, copies, start, ahead.num_computed)
+        rows.copies = [*asked.copies] if len(running) < len(asked.copies) else None
+        fill(calls.store, rows, running, found.known, start, calls.columns_to_make(rows, stop), takes_over=True)
+        counts = count_prompt(request, found.known, num_found, asked.members, asked.copies, start, ahead.num_computed)
         _note_begun(state, counts, found.known)
         return start
 
@@ -115,24 +112,6 @@ def _agree(calls: CallParts, rows: Rows, request: ForwardRequest, known: Sequenc
     least = calls.ranks.settle(rows, request, [row.num_tokens for row in known])
     for row, num_tokens in zip(known, least, strict=True):
         row.limit(num_tokens)
-
-
-def _start_together(calls: CallParts, found: Finding, request: ForwardRequest, latest: int, *, may_share: bool) -> int:
-    """Let rows that are known to several columns start at one of these, unless running ahead costs less.
-
-    Return the last column at which they may start.
-    """
-    known, inputs = found.known, found.inputs
-    of_ahead = cost_of_running_ahead(calls, inputs, known, request, latest) if may_share else math.inf
-    column = found.look_together(min(latest, *found.ends()))
-    if of_ahead < len(inputs) * (request.num_new_columns - column):
-        found.look(latest)
-        return latest
-    for row, first in zip(found.known, known, strict=True):
-        row.stopped = first.stopped
-        if not column:
-            row.forget()
-    return column or latest
 
 
 def _begin_bypassed(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..call.fill import fill
-from ..call.find import Known
+from ..call.find import Finding, Known
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
 from ..call.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
@@ -30,13 +30,12 @@ class Ahead(NamedTuple):
 
 def run_ahead(
     calls: CallParts,
-    inputs: Sequence[RowInput],
-    known: Sequence[Known],
+    finding: Finding,
     request: ForwardRequest,
     latest: int,
     arguments: Mapping[str, Any],
+    *,
     may_share: bool,
-    is_exact: bool,
 ) -> Ahead:
     """Bring rows to one column. What is computed ahead for a row is added to what is known of it.
 
@@ -44,8 +43,8 @@ def run_ahead(
         latest: last column at which the rows may start.
         arguments: arguments of the forward, by name.
         may_share: whether forwards may run ahead.
-        is_exact: whether rows start exactly where they are known, or begin anew.
     """
+    inputs, known, is_exact = finding.inputs, finding.known, finding.is_exact
     if latest <= 0:
         return Ahead(0)
     may_share = may_share and request.num_new_columns > calls.store.block_size
@@ -57,6 +56,9 @@ def run_ahead(
         return Ahead(_least(inputs, known, latest))
     bounds, rows = _bounds(calls, request, latest, is_exact), _planned(inputs, known, latest)
     found = plan(rows, bounds, may_run_ahead=may_share)
+    if is_exact and not found.column and (start := finding.look_together(latest)):
+        return Ahead(start)
+    known = finding.known
     for number in found.cold:
         known[number].forget()
     if are_cut:
@@ -66,13 +68,6 @@ def run_ahead(
     if made:
         start = min(start, found.column)
     return Ahead(start if any(row.pad < start for row in inputs) else 0, num_computed, made)
-
-
-def cost_of_running_ahead(
-    calls: CallParts, inputs: Sequence[RowInput], known: Sequence[Known], request: ForwardRequest, latest: int
-) -> int:
-    """Return what it costs, in tokens, to bring rows to one column if they start exactly where they are known."""
-    return plan(_planned(inputs, known, latest), _bounds(calls, request, latest, is_exact=True)).cost
 
 
 def _bounds(calls: CallParts, request: ForwardRequest, latest: int, is_exact: bool) -> Bounds:

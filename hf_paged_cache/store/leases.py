@@ -30,12 +30,11 @@ from .groups import StateSnapshots, WindowGroups
 
 
 class Resumable(NamedTuple):
-    """`Resumable` says what is known of a row whose layers have windows or carry states."""
+    """`Resumable` says what blocks hold of a row, in tokens."""
 
-    lease: Allocation  # of the blocks up to where the row resumes
-    num_tokens: int  # number of tokens after which the row resumes
-    num_whole: int  # number of tokens after which the row could resume if it might do so anywhere
-    num_matched: int  # number of tokens in known blocks, whether the row could resume after them or not
+    num_tokens: int  # tokens after which the row resumes
+    num_whole: int  # tokens after which the row could resume if it might do so anywhere
+    num_matched: int  # tokens in known blocks, whether the row could resume after them or not
 
 
 class Leases:
@@ -45,31 +44,37 @@ class Leases:
         self._allocator, self._windows, self._states = allocator, windows, states
         self._threads: WeakKeyDictionary[Allocation, int] = WeakKeyDictionary()  # lease -> ident of its thread
 
-    def take(self, hashes: Sequence[BlockHash], salt: bytes) -> Allocation:
-        """Lease the leading blocks that are known; the caller frees the lease."""
-        return self._noted(self._allocator.allocate(hashes, namespace=salt))
+    def look(self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int) -> Resumable:
+        """Find the leading blocks that are known, and after how many tokens all layers can resume.
 
-    def take_resumable(self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int) -> Resumable:
-        """Lease the leading blocks after which all layers can resume, with their window blocks.
-
-        The caller frees the lease by `give_back`.
+        Effects: none.
 
         Args:
             tokens: tokens of the row, from its first one on.
             most: most tokens after which the row may resume.
         """
-        windows, size = self._windows.groups, self._allocator.block_size
-        groups: list[Group] = [*windows, WholeImages(tokens)]
+        block_ids = self._allocator.match_prefix(hashes, salt)
+        num_matched = len(block_ids) * self._allocator.block_size
+        groups: list[Group] = [*self._windows.groups, WholeImages(tokens)]
         groups += [self._states.kept] if self._states else []
-        with Changing(windows):
-            lease = self.take(hashes, salt)
-            num_matched = len(lease.block_ids) * size
-            num_whole = num_tokens = resumable(groups, lease.block_ids, num_matched)
-            if num_tokens > most:
-                num_tokens = resumable(groups, lease.block_ids, most)
-            self._allocator.truncate(lease, -(-num_tokens // size))
+        num_whole = num_tokens = resumable(groups, block_ids, num_matched)
+        if num_tokens > most:
+            num_tokens = resumable(groups, block_ids, most)
+        return Resumable(num_tokens, num_whole, num_matched)
+
+    def take(self, hashes: Sequence[BlockHash], salt: bytes, num_tokens: int | None = None) -> Allocation:
+        """Lease the leading blocks that are known; the caller frees the lease by `give_back`.
+
+        Args:
+            num_tokens: tokens after which a row resumes: no more blocks are leased, and their window blocks, too; None:
+                no row resumes.
+        """
+        if num_tokens is None:
+            return self._noted(self._allocator.allocate(hashes, namespace=salt))
+        with Changing(self._windows.groups):
+            lease = self.take(hashes[: -(-num_tokens // self._allocator.block_size)], salt)
             self.resume(lease, num_tokens)
-        return Resumable(lease, num_tokens, num_whole, num_matched)
+        return lease
 
     def resume(self, lease: Allocation, num_tokens: int) -> None:
         """Note that rows resume `num_tokens` tokens into a lease, and hold what windows see there, as far as kept."""
@@ -139,20 +144,19 @@ class Pins:
             OutOfBlocksError: there is no room for its window blocks; nothing has changed.
         """
         hashes = HashChain(root, self._allocator.block_size, token_ids).hashes_of()
-        found = self._leases.take_resumable(hashes, salt, token_ids, len(token_ids))
-        has_room = all(group.num_needed < group.most for group in self._windows.groups)
-        if not has_room or not found.num_tokens:
-            self._leases.give_back(found.lease)
-        if not has_room:
+        found = self._leases.look(hashes, salt, token_ids, len(token_ids))
+        if not found.num_tokens:
+            raise CacheArgumentError(_why_nothing(len(token_ids), found.num_matched, self._allocator.block_size))
+        lease = self._leases.take(hashes, salt, found.num_tokens)
+        if not all(group.num_needed < group.most for group in self._windows.groups):
+            self._leases.give_back(lease)
             raise OutOfBlocksError(
                 f"pinning {found.num_tokens} tokens takes more blocks of layers with a window than there can be; pin "
                 "fewer tokens, or build the cache with a larger num_blocks or max_bytes"
             )
-        if not found.num_tokens:
-            raise CacheArgumentError(_why_nothing(len(token_ids), found.num_matched, self._allocator.block_size))
         key = (salt, token_ids.tobytes())
         replaced = self._pinned.get(key)
-        self._pinned[key] = found.lease, found.num_tokens  # if interrupted here, the other lease is collected
+        self._pinned[key] = lease, found.num_tokens  # if interrupted here, the other lease is collected
         if replaced is not None:
             self._leases.give_back(replaced[0])
         return found.num_tokens
