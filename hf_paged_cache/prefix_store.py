@@ -25,8 +25,8 @@ from .model.layers import cache_layers, has_keys, has_state, states_of
 from .model.placeholders import Placeholders
 from .model.support import (
     StateTraits,
-    is_tested_version,
     leaves_doubt,
+    other_version,
     require_supported,
     unwrapped,
 )
@@ -93,7 +93,7 @@ class PrefixStore:
         require_supported(model)
         in_doubt = leaves_doubt(model)
         traits = None
-        if in_doubt or not is_tested_version():
+        if in_doubt or other_version():
             traits = require_continuable(model, if_it_runs=not in_doubt)
         self.fingerprint = fingerprint = Fingerprint(model, traits, trusts_hooks=options.trust_hooks)
         window_of = {} if fingerprint.rank_groups else fingerprint.windows  # no windows with ranks: see `Ranks`

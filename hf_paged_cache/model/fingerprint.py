@@ -32,9 +32,9 @@ _OF_WEIGHTS = 16  # first bytes of a digest, which depend on weights alone
 
 
 class Fingerprint:
-    """`Fingerprint` looks at one model, anew for every call, in any thread.
+    """`Fingerprint` looks at one model, anew for every call, in any thread. It holds the model, and never changes it.
 
-    It holds the model, and never changes it. Attributes are as of the last look, but for `roots` and `is_shared`.
+    Attributes but for `roots` and `is_shared` are as of the last look.
 
     Args:
         tried: what a trial has shown of the model's states; None for a model without any.
@@ -44,8 +44,6 @@ class Fingerprint:
         roots: roots of the rows that were computed under these digests, with which the hashes of blocks begin.
         is_shared: True if blocks leave this process by themselves, so that digests mean the same in other processes
             where they can. Weights are read once: what they compute after a change stays in this process.
-        listing: the model's modules and weights.
-        num_steps: number of steps of optimizers on these weights.
         outputs: outputs that the config asks for in all calls.
         windows: layer index -> window, for the layers that have one by the model's config.
         rank_groups: groups of processes over which the weights are split.

@@ -26,18 +26,12 @@ _UNIFORM_PACKAGES = (
 
 
 class Function(NamedTuple):
-    """`Function` is one that may change what a module computes.
+    """`Function` is one that may change what a module computes."""
 
-    Attributes:
-        number: number of the module that it is on; -1: it is the forward of a class; -2: it is a hook of all modules.
-        where: name of the module's class; "" for the forward of a class.
-        is_uniform: True if it is of a package that treats all tokens alike, as is all that it wraps.
-    """
-
-    number: int
-    where: str
+    number: int  # of the module that it is on; -1: it is the forward of a class; -2: it is a hook of all modules
+    where: str  # name of the module's class; "" for the forward of a class
     code: Any
-    is_uniform: bool
+    is_uniform: bool  # it is of a package that treats all tokens alike, as is all that it wraps
 
 
 def functions_of(modules: list[nn.Module]) -> list[Function]:
@@ -117,10 +111,7 @@ def _is_from(packages: tuple[str, ...], function: Any, module: nn.Module) -> boo
 
 
 class Numbers:
-    """`Numbers` gives each function a number that no other has had.
-
-    References are weak: a hook may hold much memory.
-    """
+    """`Numbers` gives each function a number that no other has had, and keeps none alive."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, int]] = {}  # id -> reference, number

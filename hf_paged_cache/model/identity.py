@@ -35,28 +35,19 @@ _PACKAGES = ("torch", "transformers")  # packages whose versions are part of an 
 
 
 class Look(NamedTuple):
-    """`Look` is what a look at a model has found. It keeps no hook alive.
+    """`Look` is what a look at a model has found. It keeps no hook alive."""
 
-    Attributes:
-        digest: digest of all the rest, for this process.
-        of_weights: the first bytes of `digest`, which depend on weights alone.
-        switches: state of adapters and autocast, numbers and names alone.
-    """
-
-    digest: bytes
-    of_weights: bytes
+    digest: bytes  # of all the rest, for this process
+    of_weights: bytes  # the first bytes of `digest`, which depend on weights alone
     listing: Listing
     settings: Settings
-    switches: tuple[object, ...]
+    switches: tuple[object, ...]  # state of adapters and autocast, numbers and names alone
 
 
 class Identities:
     """`Identities` remembers which identities a model has had: what its digests mean to other processes.
 
-    Weights are read once, and again where `of` is asked after a change of them.
-
-    Args:
-        look: looks at the model as it is now.
+    Weights are read once, and again where `of` is asked after a change of them. `look` looks at the model as it is now.
     """
 
     def __init__(self, look: Callable[[], Look]) -> None:

@@ -4,10 +4,9 @@ import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from math import inf, lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
@@ -116,11 +115,13 @@ def _why_layers_are_unfit(model: PreTrainedModel, layers: Sequence[Any]) -> str:
                 f": layer {index} is a {type(layer).__name__}, which carries more than keys, values and states; use "
                 "transformers' DynamicCache for this model"
             )
-    kinds = {type(module) for module in model.modules()} if any(map(has_index, layers)) else ()
-    if (reader := next(filter(_reads_its_layer, kinds), None)) is not None:
+    kinds: set[Any] = {type(module) for module in model.modules()} if any(map(has_index, layers)) else set()
+    # an index that takes its sizes from its layer, not from what `update_indexer` returns
+    readers = [kind for kind in kinds if {"update_indexer", "layers", "keys"} <= _names_of(kind.forward)]
+    if readers:
         return (
-            f": {reader.__name__} looks at what its layer of the cache holds in the middle of a forward, where a layer "
-            "here does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
+            f": {readers[0].__name__} looks at what its layer of the cache holds in the middle of a forward, where a "
+            "layer here does not count the forward's own tokens yet; use transformers' DynamicCache for this model"
         )
     windows = [window.size for window in windows_of(layers).values()]
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -152,16 +153,11 @@ def _what_was_given(thing: object) -> str:
     return f"an object of type {type(thing).__name__}; for a wrapped model pass the PreTrainedModel inside"
 
 
-def is_tested_version() -> bool:
-    """Return whether docs/supported_models.md was made with the transformers that is installed."""
-    return transformers.__version__ == TESTED_VERSION
-
-
 def other_version() -> str:
     """Return what an error adds where the tested transformers may do what the installed one does not; else ""."""
-    if is_tested_version():
-        return ""
     installed = transformers.__version__
+    if installed == TESTED_VERSION:
+        return ""
     return (
         f"; transformers {installed} is installed, and {TESTED_VERSION}, with which all types were tried, "
         "may do it right"
@@ -248,11 +244,6 @@ def is_no_decoder(model: PreTrainedModel) -> bool:
     return getattr(model.config.get_text_config(decoder=True), "is_decoder", None) is False
 
 
-def _reads_its_layer(kind: type[nn.Module]) -> bool:
-    """Return whether an index takes its sizes from its layer of the cache, not from what `update_indexer` returns."""
-    return {"update_indexer", "layers", "keys"} <= _names_of(kind.forward)
-
-
 def _mask_knows_windows(model: PreTrainedModel) -> bool:
     """Return whether a source file of the model imports or defines a function that makes masks with windows."""
     kinds = {
@@ -268,8 +259,7 @@ def _names_of(function: Any) -> set[str]:
     return {*getattr(getattr(inspect.unwrap(function), "__code__", None), "co_names", ())}
 
 
-@dataclass(frozen=True, slots=True)
-class StateTraits:
+class StateTraits(NamedTuple):
     """`StateTraits` says what is to be heeded where the states of a model are kept.
 
     Attributes:
@@ -277,7 +267,7 @@ class StateTraits:
             if it were not split.
         clamps_one_token: True if one token is computed otherwise than several. Then a prompt never ends in a forward of
             one token, and a state that was made token by token is not that of a prompt.
-        num_pads_that_show: number of columns of padding before a row that its states, keys and values depend on.
+        num_pads_that_show: `EVERY_PAD` if states, keys and values depend on padding before a row; else 0.
     """
 
     chunk: int = 1

@@ -30,6 +30,8 @@ _NUM_SINGLE = 4  # columns that run each in a forward of its own
 _NUM_PADS = 5  # columns of padding of the second row
 _MIN_TOLERANCE = 1e-3  # a share of the logits' scale; attention to later tokens makes 0.04 and more
 _TOLERANCE_IN_EPS = 16  # a bfloat16 forward of another length differs by some per cent
+# states of a layer, and in words what reads them, and what they are
+_READ = (("recurrent_states", "scan", "the state"), ("conv_states", "convolution", "the inputs"))
 _Inputs = dict[str, Tensor]
 
 # Models that passed, and the traits that their states were seen to have; None for a model without any. Models that
@@ -271,12 +273,9 @@ def _why_states_are_lost(model: PreTrainedModel, inputs: _Inputs) -> str:
     run_columns(model, inputs, begun, 0, NUM_CACHED)
     if not all(any(layer.has_previous_state.values()) for layer in begun.layers if has_state(layer)):
         return "its layers keep their state in modules and not in the cache, so the state of a prefix cannot be kept"
-    for name, kind, before in (
-        ("recurrent_states", "scan", "the state"),
-        ("conv_states", "convolution", "the inputs"),
-    ):
-        index = next((index for index, layer in enumerate(begun.layers) if _numbers_of(layer, name)), None)
-        if index is not None and not _comes_out(model, inputs, copy.deepcopy(begun), index, name):
+    for name, kind, before in _READ:
+        holders = [index for index, layer in enumerate(begun.layers) if _numbers_of(layer, name)]
+        if holders and not _comes_out(model, inputs, copy.deepcopy(begun), holders[0], name):
             return (
                 f"its {kind} of several tokens starts without {before} before them, which only a single token "
                 "continues, so no prompt can resume from a prefix"

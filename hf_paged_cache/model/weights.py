@@ -8,10 +8,11 @@ Of each weight two things are read, since neither shows every change:
 
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import chain, count, repeat
 from operator import attrgetter, is_, itemgetter
-from typing import Any, Protocol
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -36,17 +37,14 @@ _numbers = count(1)
 
 
 class Listing:
-    """`Listing` has a model's modules and weights as they were found; it never changes.
-
-    What is asked in each call passes over flat lists.
+    """`Listing` has a model's modules and weights as they were found. What each call asks passes over flat lists.
 
     Attributes:
         number: number of these modules, with these weights in this memory, which nothing else has had.
-        modules: all modules, in the order of `nn.Module.modules`.
         weights: (name on its module, tensor) of each parameter and persistent buffer; offloaded ones come first.
         frequencies: rotary frequencies that do not depend on length.
         files: paths of the files of weights that are on disk.
-        unwatched: name of a weight whose changes cannot be seen; None: there is none.
+        unwatched: name of a weight whose changes cannot be seen.
         device_types: types of the devices that hold weights, and the CPU.
     """
 
@@ -106,7 +104,7 @@ class Listing:
 
     def values(self) -> tuple[bytes, object, list[int]]:
         """Return what changes with the weights in place.  Cost: one wait for each accelerator."""
-        files = [_file_state(path) for path in self.files] if self.files else None
+        files = [*map(_written, self.files)]
         on_host = np.concatenate(self._on_host).tobytes() if self._on_host else b""
         elsewhere = read_bytes(self._samples) if self._samples else b""
         return on_host + elsewhere, files, [*map(_VERSION, self._counted)]
@@ -119,17 +117,11 @@ class Listing:
         return self._kinds, self._children, self._layout, [*map(id, self._parts)]
 
 
-class _Watching(Protocol):
-    """`_Watching` counts steps of optimizers on the weights that it has listed."""
-
-    listing: Listing
-    num_steps: int
+# What has a `listing`, and counts in `num_steps` the steps of optimizers on its weights.
+_watching: list[ref[Any]] = []
 
 
-_watching: list[ref[_Watching]] = []
-
-
-def watch_optimizers(watching: _Watching) -> None:
+def watch_optimizers(watching: Any) -> None:
     """Count all steps of optimizers from now on: fused ones change no version, and may change few rows."""
     _watching.append(ref(watching, _watching.remove))
     _hook_optimizers()
@@ -214,10 +206,9 @@ def _files_of(store: Any) -> Iterator[str]:
         yield str(described.get("safetensors_file") or os.path.join(str(store.save_folder), f"{name}.dat"))
 
 
-def _file_state(path: str) -> tuple[str, int, int]:
-    """Return path, size and time of the last write of a file, zeros if it is not there."""
-    try:
+def _written(path: str) -> tuple[int, int] | None:
+    """Return size and time of the last write of a file; None: it is not there."""
+    with suppress(OSError):
         state = os.stat(path)
-    except OSError:
-        return path, 0, 0
-    return path, state.st_size, state.st_mtime_ns
+        return state.st_size, state.st_mtime_ns
+    return None
