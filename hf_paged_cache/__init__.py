@@ -14,6 +14,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from .ask.explanation import Explanation, Lookup
     from .ask.model_check import ModelReport, check_model
+    from .ask.prefixes import Prefilled
     from .ask.saved_files import SavedFileReport, saved_report
     from .ask.scoring import Score
     from .ask.verification import Verified
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .every_generate import cache_every_generate
-    from .integration.prefill import Prefilled
     from .jobs.job import BatchResult, BatchSummary, generate_all
     from .jobs.prompts import Prompts, read_prompts
     from .jobs.workers import WorkersLostError, generate_all_on_ray

@@ -1,19 +1,40 @@
 """Computes prefixes ahead (`cache.prefill`), keeps them (`cache.pin`) and lets them go (`cache.unpin`)."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from ..blocks import BlockHash, HashChain, resumable
 from ..blocks.arguments import int_of_at_least
 from ..blocks.image_tokens import end_of_image, filled_up
 from ..blocks.tokens import TokenIds
+from ..call.request import RowInput
 from ..errors import CacheArgumentError, OutOfBlocksError, UnsupportedModelError
-from ..integration.prefill import Prefill, Prefilled, Prompt
 from ..integration.token_input import are_several, one_sequence
-from .prompts import AskedCache, asked_prompt, text_of
+from ..stats import RowStats
+from .prompts import AskedCache, AskedPrompt, asked_prompt, text_of
+
+
+class Prefilled(NamedTuple):
+    """`Prefilled` says what `cache.prefill` has done, in tokens of all prompts.
+
+    Attributes:
+        num_tokens: tokens that are cached now, in whole blocks: all, unless the model has changed meanwhile.
+        num_known: tokens that were known, and not computed again.
+        num_computed: tokens that ran through the model. Where layers carry states, and blocks were known further than a
+            state, these are more than the new tokens.
+
+    Examples:
+        >>> cache.prefill(inputs["input_ids"])
+        Prefilled(num_tokens=80, num_known=0, num_computed=80)
+    """
+
+    num_tokens: int
+    num_known: int
+    num_computed: int
 
 
 def prefill(
@@ -56,21 +77,22 @@ def prefill(
         prompts = [_prompt_to_prefill(cache, f"prompt {number}", each) for number, each in enumerate(token_ids)]
     else:
         prompts = [_prompt_to_prefill(cache, "the prefix", token_ids)]
-    prefill = Prefill(
-        cache.store.blocks,
-        cache._side_rows,
-        chunk_size=chunk_size,
-        by_length=cache.store.fingerprint.rope.depends_on_length,
-        looks=not cache._ranks.are_several,
-    )
-    done, rows = prefill.run(prompts)
-    if done.num_computed:
-        with cache.store.blocks.lock:
-            cache._counters.add_call("prefill", rows, prefill.peak_kv_bytes, bypassed=prefill.is_bypassed)
-    return done
+    blocks, looks = cache.store.blocks, not cache._ranks.are_several  # ranks must run equally many forwards
+    with blocks.lock:
+        if looks:
+            blocks.settle()
+            _require_room(cache, prompts)
+        num_found = [_look_up(cache, prompt)[0] for prompt in prompts]  # known tokens before any prompt runs
+    ran = [_run(cache, prompt, chunk_size, looks=looks) for prompt in prompts]
+    counts = [_count(did, number) for (did, _, _), number in zip(ran, num_found, strict=True)]
+    if any(did.num_computed for did, _, _ in ran):
+        peak, is_bypassed = max(peak for _, peak, _ in ran), any(is_bypassed for _, _, is_bypassed in ran)
+        with blocks.lock:
+            cache._counters.add_call("prefill", counts, peak, bypassed=is_bypassed)
+    return Prefilled(*map(sum, zip(*(did for did, _, _ in ran), strict=True)))
 
 
-def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> Prompt:
+def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> AskedPrompt:
     """Read a prompt to prefill, as a user gives it, under the model as it is now; messages have its name."""
     if not isinstance(given, Mapping):
         text_of(cache, name, given)
@@ -79,7 +101,83 @@ def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> Prompt:
         raise UnsupportedModelError(
             f"nothing that is computed now of {name} may be reused, so nothing was prefilled: {asked.why_whole}"
         )
-    return Prompt(asked.row.root, cache.cache_salt, asked.row.token_ids, asked.inputs)
+    return asked
+
+
+def _require_room(cache: AskedCache, prompts: Sequence[AskedPrompt]) -> None:
+    """Raise OutOfBlocksError if the prompts' blocks cannot be cached at a time. The store's lock is held."""
+    blocks, wanted = cache.store.blocks, set[BlockHash]()
+    for prompt in prompts:
+        wanted.update(HashChain(prompt.row.root, blocks.block_size, prompt.row.token_ids).hashes())
+    found = [blocks.allocator.match_prefix((block_hash,), cache.cache_salt) for block_hash in wanted]
+    num_taken = sum(not block_ids or not blocks.allocator.ref_count(block_ids[0]) for block_ids in found)
+    if num_taken > blocks.budget.num_obtainable_blocks():  # which number that is, another tenant is not told
+        raise OutOfBlocksError(
+            f"these prompts have {len(wanted)} blocks of {blocks.block_size} tokens, {num_taken} of which "
+            "nobody holds, and so many cannot be had beside what is in use; give fewer tokens, unpin() or reset() "
+            "what is no longer needed, or build the cache with a larger num_blocks or max_bytes"
+        )
+
+
+def _look_up(cache: AskedCache, prompt: AskedPrompt) -> tuple[int, bool]:
+    """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
+
+    In this case its blocks count as used now. The store's lock is held.
+    """
+    blocks = cache.store.blocks
+    end = len(prompt.row.token_ids) // blocks.block_size * blocks.block_size
+    tokens = prompt.row.token_ids[:end]
+    with blocks.new_table(prompt.row.root, cache.cache_salt) as table:
+        hit = table.match_prefix(tokens)
+        known = resumable(blocks.groups, hit.block_ids, hit.num_tokens)
+        is_all = hit.num_tokens == end and known == end // blocks.states.align * blocks.states.align
+        if is_all:
+            table.hold_prefix(tokens)  # once given back, these blocks are evicted last
+        return known, is_all
+
+
+def _run(cache: AskedCache, prompt: AskedPrompt, chunk_size: int, *, looks: bool) -> tuple[Prefilled, int, bool]:
+    """Compute what is not known of a prompt; return what was done, the most bytes of it, and whether it was bypassed.
+
+    The last forward ends with the last full block. Where layers carry states, a forward ends at the last place for a
+    snapshot, and at the last place from which the same prompt can resume.
+    """
+    blocks, side, tokens = cache.store.blocks, cache._side_rows, prompt.row.token_ids
+    num_tokens, align = len(tokens), blocks.states.align
+    end = num_tokens // blocks.block_size * blocks.block_size
+    known, is_all = 0, not end
+    if looks:
+        with blocks.lock:
+            known, is_all = _look_up(cache, prompt)
+    if is_all:
+        return Prefilled(end, end, 0), 0, False
+    stops = [num_tokens]  # after how many tokens forwards end
+    if prompt.inputs is not None:
+        _, rows = side.generate(prompt.inputs)
+    else:
+        rows = side.begin("prefill")
+        if not cache.store.fingerprint.rope.depends_on_length:
+            size = -(-chunk_size // align) * align
+            ends = {end, *range(known + size, end, size)}
+            if rows.states is not None:
+                num_needed = rows.states.num_needed(num_tokens, is_padding=False)
+                ends |= {at // align * align for at in (num_tokens - num_needed, end)}
+            stops = sorted(at for at in ends if at > known)
+        side.run(rows, [RowInput(tokens, 0, 0)], stops)
+        side.close(rows)
+    num_computed = rows.state.counts[0].computed_tokens + stops[-1] - stops[0]
+    with blocks.lock, blocks.new_table(prompt.row.root, cache.cache_salt) as table:
+        num_kept = table.match_prefix(tokens[:end]).num_matched_tokens
+    did = Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
+    return did, rows.state.peak_kv_bytes, rows.why_bypassed is not None
+
+
+def _count(did: Prefilled, num_found: int) -> RowStats:
+    """Return the count of one prompt, of which `num_found` tokens were known before any prompt ran."""
+    _, num_known, num_computed = did
+    stopped = "the rest was computed" if num_computed else "the whole prefix was known"
+    num_reused = min(num_found, num_known)
+    return RowStats(num_known + num_computed, num_computed, num_reused, num_reused, stopped)
 
 
 def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:
