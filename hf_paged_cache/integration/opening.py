@@ -24,7 +24,6 @@ from .forward_arguments import cut
 from .generate_arguments import GenerateArguments
 from .keeping import is_same, keep_ahead
 from .parts import CallParts
-from .ranks import tokens_as_bytes
 from .shared_prefill import run_ahead
 
 _MODEL_CHANGED = "the model changed while a part of the prompt was computed first"
@@ -170,7 +169,7 @@ def begin_chunks(calls: CallParts, rows: Rows, chunked: ChunkedPrompt, given: Ge
         with Finding(calls.store, inputs, latest, rows.previous, is_exact=rows.is_exact) as found:
             column = found.look_together(latest // size * size, size)
             if calls.ranks.start_together:
-                tokens = tokens_as_bytes([row.token_ids for row in inputs])
+                tokens = [row.token_ids.tobytes() for row in inputs]
                 (column,) = calls.ranks.agree("a prompt in chunks", {"the token ids": tokens}, [column])
             if not column:
                 return

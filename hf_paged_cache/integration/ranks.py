@@ -7,9 +7,8 @@ not.
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-from ..blocks.tokens import TokenIds
 from ..call.request import ForwardRequest
 from ..errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
 from ..model.distributed import least_of_ranks, rank
@@ -22,7 +21,6 @@ _NUM_FIELDS = 6
 _NUM_NUMBERS = 128  # numbers settled at once; where there are more, several share a place and get their least
 _MOST = 2**62
 _MAX_RANKS = 2**20
-_Error = TypeVar("_Error", bound=BaseException)
 # A refusal is sent as its place in this list; where ranks refuse for different reasons, the first one counts.
 _REFUSALS = (CacheArgumentError, OutOfBlocksError, PagedCacheError)
 
@@ -45,13 +43,15 @@ class Ranks:
 
     @property
     def start_together(self) -> bool:
-        """True if ranks are passed the same tokens: each forward must start at the same column on all of them."""
-        return any(group.share_inputs for group in self._fingerprint.rank_groups)
+        """True if some ranks are passed the same tokens: each forward must start at the same column on all of them."""
+        groups = self._fingerprint.rank_groups  # those that share inputs come first
+        return bool(groups) and groups[0].share_inputs
 
     @property
     def may_run_more(self) -> bool:
         """True if forwards that follow from what is cached may run: only if all ranks can settle them."""
-        return all(group.share_inputs for group in self._fingerprint.rank_groups)
+        groups = self._fingerprint.rank_groups
+        return not groups or groups[-1].share_inputs
 
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
         """Return for each number the least that a rank gives; where ranks have inputs of their own, the number given.
@@ -59,15 +59,14 @@ class Ranks:
         No lock may be held.
 
         Args:
-            what: what the ranks are about to do; the same on all ranks.
+            what: what the ranks are about to do.
             same: name -> what else must be the same where ranks are passed the same tokens; at most 4 names.
 
         Raises:
             PagedCacheError: another rank has refused.
             CacheArgumentError: something differs that must be the same.
         """
-        always = {"what is run": what, "block_size": self._store.block_size}
-        fields = {**always, **same}
+        fields: dict[str, object] = {"what is run": what, "block_size": self._store.block_size, **same}
         places = [_MOST] * _NUM_NUMBERS
         for at, number in enumerate(numbers):
             places[at % _NUM_NUMBERS] = min(places[at % _NUM_NUMBERS], number)
@@ -75,18 +74,18 @@ class Ranks:
         _, *least = self._exchange([_MOST, *marks, *(-mark for mark in marks), *places], mine=None)
         lows, highs = least[:_NUM_FIELDS], [-low for low in least[_NUM_FIELDS : 2 * _NUM_FIELDS]]
         if lows != highs:
-            comparable = fields if lows[0] == highs[0] else always  # if not, the other fields mean different things
+            num_alike = len(fields) if lows[0] == highs[0] else 2  # if not, the other fields mean different things
             differs = [
                 f"{name} ({low} on one, {high} on another)" if isinstance(value, int) else name
-                for (name, value), low, high in zip(comparable.items(), lows, highs, strict=False)
+                for (name, value), low, high in zip([*fields.items()][:num_alike], lows, highs, strict=False)
                 if low != high
             ]
-            raise _of_all_ranks(
-                CacheArgumentError(
-                    "the model is split over processes that must all be passed the same, and these are not the same on "
-                    f"all: {', '.join(differs)}; nothing was run"
-                )
+            error = CacheArgumentError(
+                "the model is split over processes that must all be passed the same, and these are not the same on "
+                f"all: {', '.join(differs)}; nothing was run"
             )
+            error.is_of_all_ranks = True  # type: ignore[attr-defined]
+            raise error
         places = least[2 * _NUM_FIELDS :]
         return [places[at % _NUM_NUMBERS] for at in range(len(numbers))]
 
@@ -101,20 +100,19 @@ class Ranks:
         """
         if not self.are_several:
             return numbers
-        state, limits = rows.state, rows.state.limits
+        inputs, limits = request.rows, rows.state.limits
+        is_as_asked = request.num_logits_needed, is_kept, request.keep_columns is None, request.may_alias
         same = {
-            "the token ids": tokens_as_bytes([row.token_ids for row in request.rows]),
+            "the token ids": [row.token_ids.tobytes() for row in inputs],
             "the columns, padding or positions": [
-                (rows.n, request.num_new_columns),
-                [(row.pad, row.first_position) for row in request.rows],
+                *(rows.n, request.num_new_columns),
+                *((row.pad, row.first_position) for row in inputs),
             ],
             "the arguments of generate": [
-                (rows.in_generate, state.is_in_step, sorted(limits.end_of_sequence)),
-                (limits.num_prompt_columns, limits.max_columns, limits.num_rows),
+                *(rows.in_generate, rows.state.is_in_step, sorted(limits.end_of_sequence)),
+                *(limits.num_prompt_columns, limits.max_columns, limits.num_rows),
             ],
-            "what is asked of the forward": [
-                (request.num_logits_needed, is_kept, request.keep_columns is None, request.may_alias),
-            ],
+            "what is asked of the forward": is_as_asked,
         }
         least = self.agree("a forward", same, numbers)
         self.is_settled = True
@@ -133,54 +131,37 @@ class Ranks:
 
         Args:
             always: whether to tell them even if `is_settled`: what was settled is then another call's.
-
-        Raises:
-            PagedCacheError: another rank has refused for another kind of reason, which all ranks then raise.
         """
         if (self.is_settled and not always) or not isinstance(error, Exception):
             return
         if getattr(error, "is_of_all_ranks", False) or not self.are_several:
             return
-        kinds = [number for number, kind in enumerate(_REFUSALS) if isinstance(error, kind)]
-        kind = min(kinds, default=len(_REFUSALS) - 1)
-        _of_all_ranks(error)
+        kind = next((at for at, each in enumerate(_REFUSALS) if isinstance(error, each)), len(_REFUSALS) - 1)
+        error.is_of_all_ranks = True  # type: ignore[attr-defined]
         self._exchange([kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)], mine=kind)
 
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
         """Return the least of what all ranks send; but for refusals, only ranks that are passed the same tokens count.
 
         Raises:
-            PagedCacheError: another rank has refused, for another kind of reason than `mine`.
+            PagedCacheError: another rank has refused, for another kind of reason than `mine`; all ranks raise this.
         """
         received = sent
         for group in self._fingerprint.rank_groups:
             if group.share_inputs:
                 received = least_of_ranks(group, received)
             else:
-                refused = least_of_ranks(group, [received[0], *[_MOST] * (len(received) - 1)])[:1]
-                received = [*refused, *received[1:]]
+                received = [least_of_ranks(group, received)[0], *received[1:]]
         kind, who = divmod(received[0], _MAX_RANKS)
         if received[0] < _MOST and kind != mine:
-            raise _of_all_ranks(
-                _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
-            )
+            error = _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
+            error.is_of_all_ranks = True  # type: ignore[attr-defined]
+            raise error
         return received
-
-
-def _of_all_ranks(error: _Error) -> _Error:
-    """Mark an error that every rank raises."""
-    error.is_of_all_ranks = True  # type: ignore[attr-defined]
-    return error
 
 
 def _mark(value: object) -> int:
     """Return a number that differs where values do; an integer stands for itself."""
     if isinstance(value, int):
         return int(value)
-    data = value if isinstance(value, bytes) else repr(value).encode()
-    return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") >> 2
-
-
-def tokens_as_bytes(rows: Sequence[TokenIds]) -> bytes:
-    """Return the token ids of rows, and where each row ends, as bytes."""
-    return b"".join(part for row in rows for part in (len(row).to_bytes(8, "big"), row.tobytes()))
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
