@@ -47,7 +47,8 @@ def text_of(cache: AskedCache, what: str, given: Any) -> tuple[int, ...]:
         CacheArgumentError: they are no integers, are outside the vocabulary, are missing, or stand for images.
     """
     tokens = in_vocabulary(what, given, cache.store.model.config.get_text_config(decoder=True).vocab_size)
-    cache.store.placeholders.require_text(what, tokens)
+    if why := cache.store.placeholders.why_no_text(tokens):
+        raise CacheArgumentError(f"{what} {why}")
     return tokens
 
 
@@ -71,7 +72,7 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
         raise CacheArgumentError(f"{what} has padding; give one row without it")
     root = _root_of(cache, len(tokens))  # looks at the model; refuses where asking would change frequencies
     why_whole = why_in_general(cache._calls)
-    is_text = inputs is not given or not cache.store.placeholders
+    is_text = inputs is not given or not cache.store.placeholders.kinds
     if is_text and not inputs.keys() - {"input_ids", "attention_mask"}:
         return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_whole)
     if not isinstance(inputs["input_ids"], Tensor) or inputs["input_ids"].dim() != 2:

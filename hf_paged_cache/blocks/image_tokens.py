@@ -27,24 +27,24 @@ _BEFORE, _BEGINS, _GOES_ON = 1, 2, 3  # kinds of tokens: text before an image, t
 
 
 def name_image(tokens: TokenIds, start: int, stop: int, digest: bytes, block_size: int) -> bool:
-    """Put image tokens in the place of `tokens[start:stop]`, which an image fills.
+    """Put image tokens in the place of `tokens[start:stop]`, which an image fills; return whether that could be done.
+
+    It cannot if too few tokens of the image's first block come before its end, or if ids are too large.
 
     Args:
         tokens: token ids of a whole row, from its first token on; images before this one have their names.
         digest: 32 bytes that cover all that shapes what the image fills, and where the text after it stands.
-
-    Returns:
-        True if the image has a name. False, with nothing changed, if too few tokens of its first block come before the
-            image's end, if blocks have fewer than four tokens, or if ids are too large.
     """
     block = start - start % block_size
     first = min(start, min(stop, block + block_size) - _NAMED)
     if first < block or not all(0 <= shown_id(token) < _MOST_IDS for token in tokens[first:stop]):
         return False
-    for at, bits in enumerate(_bits(digest + tokens[first:start].tobytes(), stop - first), first):
+    held = shake_256(digest + tokens[first:start].tobytes()).digest(_BYTES * (stop - first))
+    for at in range(first, stop):
         kind = _BEGINS if at == start else _GOES_ON
         if at < start:
             kind = _kind(tokens[at]) or _BEFORE
+        bits = int.from_bytes(held[_BYTES * (at - first) :][:_BYTES], "little") & _MASK
         tokens[at] = ~(bits << 21 | kind << 19 | shown_id(tokens[at]))
     return True
 
@@ -65,31 +65,18 @@ def whole_images(tokens: Sequence[int], num_tokens: int) -> int:
 
 
 def said_image(tokens: Sequence[int], start: int, stop: int) -> str:
-    """Describe which image is the first that begins in `tokens[start:stop]`; return "" if none does.
-
-    Examples:
-        >>> tokens = array("q", range(40))
-        >>> name_image(tokens, 4, 14, bytes(32), block_size=16), name_image(tokens, 20, 30, bytes(32), block_size=16)
-        (True, True)
-        >>> said_image(tokens, 0, 16), said_image(tokens, 16, 32), said_image(tokens, 5, 16)
-        ('image 1 of 2, at token 4,', 'image 2 of 2, at token 20,', '')
-    """
+    """Return which image is the first to begin in `tokens[start:stop]`, as "image 2 of 3, at token 70,"; "": none."""
     begins = [at for at, token in enumerate(tokens) if _kind(token) == _BEGINS]
-    found = next((number for number, at in enumerate(begins) if start <= at < stop), None)
-    if found is None:
-        return ""
-    if len(begins) == 1:
-        return f"the image at token {begins[0]}"
-    return f"image {found + 1} of {len(begins)}, at token {begins[found]},"
+    for number, at in enumerate(begins, 1):
+        if start <= at < stop:
+            return f"image {number} of {len(begins)}, at token {at}," if len(begins) > 1 else f"the image at token {at}"
+    return ""
 
 
 def num_common(tokens: TokenIds, others: TokenIds) -> int:
     """Return how many leading tokens two sequences have in common, text that names the image after it included."""
-    one, other = (
-        array("q", (shown_id(token) if _kind(token) == _BEFORE else token for token in some))
-        for some in (tokens, others)
-    )
-    return common_prefix_length(one, other)
+    texts = [array("q", [shown_id(t) if _kind(t) == _BEFORE else t for t in some]) for some in (tokens, others)]
+    return common_prefix_length(*texts)
 
 
 def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
@@ -106,9 +93,7 @@ def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
 
 
 class WholeImages:
-    """`WholeImages` is a `Group` without layers: it lets no sequence resume inside an image, whose tokens may see each
-    other.
-    """
+    """`WholeImages` is a `Group` without layers: no sequence resumes in an image, whose tokens may see each other."""
 
     name: int | str = "images"
 
@@ -147,9 +132,3 @@ def shown_ids(tokens: TokenIds) -> TokenIds:
 
 def _kind(token: int) -> int:
     return ~token >> 19 & 3 if token < _NO_TOKEN else 0
-
-
-def _bits(digest: bytes, num_tokens: int) -> list[int]:
-    """Return `num_tokens` numbers of 42 bits that follow from a digest."""
-    held = shake_256(digest).digest(_BYTES * num_tokens)
-    return [int.from_bytes(held[at : at + _BYTES], "little") & _MASK for at in range(0, len(held), _BYTES)]

@@ -66,8 +66,7 @@ class Calls(CallParts):
         rows.in_generate, rows.previous, rows.state = True, previous, self._state_of(given)
         rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
         rows.reads_all = rows.state.is_custom or prepares_otherwise(self.model)
-        chunked = None if given.verifies_drafts else chunked_prompt(self.model, given)
-        if chunked is not None:
+        if given.chunk_size is not None and (chunked := chunked_prompt(self.model, given)) is not None:
             begin_chunks(self, rows, chunked, given)
             if rows.state.pending is not None:
                 self._count_pending(rows)

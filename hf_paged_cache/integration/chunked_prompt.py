@@ -53,13 +53,13 @@ class ChunkedPrompt:
         own = getattr(type(model), "_prepare_position_ids_for_generation", None)
         if not SLICES_CHUNKS or own is not GenerationMixin._prepare_position_ids_for_generation:
             return None
-        if any(passed.get(name) is not None for name in ("custom_generate", "inputs_embeds")):
+        is_custom = passed.get("custom_generate") is not None or passed.get("inputs_embeds") is not None
+        if is_custom or not isinstance(ids, Tensor) or ids.dim() != 2:
             return None
-        if not isinstance(ids, Tensor) or ids.dim() != 2:
-            return None
-        if mask is None and given.pad_token_id is not None and bool((ids == given.pad_token_id).any()):
-            return None  # `generate` may take these ids for padding
-        mask = torch.ones_like(ids) if mask is None else mask
+        if mask is None:
+            if given.pad_token_id is not None and bool((ids == given.pad_token_id).any()):
+                return None  # `generate` may take these ids for padding
+            mask = torch.ones_like(ids)
         if not isinstance(mask, Tensor) or mask.shape != ids.shape:
             return None
         arguments = {name: value for name, value in passed.items() if name not in _names_of_generate()}
@@ -67,10 +67,8 @@ class ChunkedPrompt:
             arguments["position_ids"] = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
         arguments |= {**given.outputs, "input_ids": ids, "attention_mask": mask}
         copies = max(1, given.limits.num_rows // max(1, ids.shape[0]))
-        if copies > 1:
-            of_rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-            arguments |= {name: value.repeat_interleave(copies, dim=0) for name, value in of_rows.items()}
-        return arguments
+        of_rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and copies > 1}
+        return arguments | {name: value.repeat_interleave(copies, dim=0) for name, value in of_rows.items()}
 
     def request_of_prompt(self, request: ForwardRequest) -> ForwardRequest:
         """Return the request of the whole prompt; chunks whose logits are asked for are to be computed."""
@@ -100,16 +98,13 @@ class ChunkedPrompt:
 
     def why_bypassed(self, request: ForwardRequest, block_size: int) -> str | None:
         """Return why nothing may be reused, if a token's bits follow from more than the tokens before it; else None."""
-        if not self.has_experts:
+        are_alike = all(row.token_ids == request.rows[0].token_ids for row in request.rows)
+        if not self.has_experts or (are_alike and not block_size % self.chunks.size):
             return None
-        if any(row.token_ids != request.rows[0].token_ids for row in request.rows):
-            return "experts compute all rows of a batch together, so its rows have other bits than beside other rows"
-        if block_size % self.chunks.size:
-            return (
-                "experts compute all tokens of a chunk together, so a block must hold whole chunks: build the store "
-                f"with a block_size that is a multiple of prefill_chunk_size={self.chunks.size}"
-            )
-        return None
+        return (
+            "experts compute all rows and tokens of a chunk together, so rows must be alike, and blocks hold whole "
+            f"chunks: build the store with a block_size that is a multiple of prefill_chunk_size={self.chunks.size}"
+        )
 
     def shape_of(self, number: int, request: ForwardRequest) -> bytes:
         """Return a digest, 32 bytes, of what a row's bits follow from besides tokens and model."""
@@ -122,8 +117,8 @@ class ChunkedPrompt:
 def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None:
     """Return the chunked prompt of a `generate` that begins; None: it computes its prompt in one forward."""
     size, num_columns = given.chunk_size, given.limits.num_prompt_columns
-    if not isinstance(size, int) or size < 1:
-        return None  # which transformers refuses
+    if given.verifies_drafts or not isinstance(size, int) or size < 1:  # other sizes are refused by transformers
+        return None
     stop = 0 if math.isinf(num_columns) else int(num_columns) // size * size
     return ChunkedPrompt(Chunks(size, stop), has_experts(model), given.num_logits)
 
@@ -137,11 +132,10 @@ def _names_of_generate() -> frozenset[str]:
 
 def _settings() -> list[bytes]:
     """Return the settings of the process and its device under which kernels round differently."""
-    on_device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     backends: Any = torch.backends.cuda
-    attention = [backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()]
     settings = [
         *(torch.__version__, torch.get_num_threads(), torch.get_float32_matmul_precision()),
-        *(torch.backends.cpu.get_cpu_capability(), on_device, attention),
+        *(torch.backends.cpu.get_cpu_capability(), torch.cuda.is_available() and torch.cuda.get_device_name()),
+        *(backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled()),
     ]
     return [str(setting).encode() for setting in settings]

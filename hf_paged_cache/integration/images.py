@@ -185,7 +185,7 @@ class ImageInputs:
             if (encoder := getattr(base, f"get_{kind}_features", None)) is not None:
                 parameters = inspect.signature(encoder).parameters
                 self._names[kind] = [name for name in parameters if name not in ("kwargs", "return_dict")]
-        self.takes_images, self.is_plain = bool(self._names), not placeholders and not text_types
+        self.takes_images, self.is_plain = bool(self._names), not placeholders.kinds and not text_types
         place = getattr(base, "get_rope_index", None)
         self._of_places = {*inspect.signature(place).parameters} - {*_PLAIN} if place is not None else set()
         self._has_index = any(map(has_index, cache_layers(model)))

@@ -15,11 +15,7 @@ _MAX_TOKEN = 2**63 - 1  # largest int64
 def one_sequence(what: str, given: object) -> tuple[int, ...]:
     """Return the token ids of one sequence: [T], or [1, T] as tokenizers return it, or any iterable of integers.
 
-    Args:
-        what: the argument's name, for messages.
-
-    Raises:
-        CacheArgumentError: `given` is something else.
+    `what` is the argument's name in the error that refuses anything else.
     """
     if isinstance(given, Tensor):
         if given.is_floating_point() or given.is_complex() or given.dtype is torch_bool:
@@ -40,15 +36,11 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
         if len(tokens) > 1:
             raise CacheArgumentError(f"{what} has {len(tokens)} rows; give one row of token ids")
         tokens = list(tokens[0])
-    return tuple(_token_id(what, token) for token in tokens)
+    return tuple([_token_id(what, token) for token in tokens])
 
 
 def in_vocabulary(what: str, given: object, vocabulary_size: int) -> tuple[int, ...]:
-    """Return the token ids of one sequence of at least one token, all of them in the model's vocabulary.
-
-    Raises:
-        CacheArgumentError: `given` is something else.
-    """
+    """Return the token ids of one sequence of at least one token, all of them in the model's vocabulary."""
     ids = one_sequence(what, given)
     if not ids:
         raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")

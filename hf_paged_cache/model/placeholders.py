@@ -7,14 +7,13 @@ no content has no placeholders.
 """
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
-
-from ..errors import CacheArgumentError
 
 # Kind -> parts of the names of arguments that bring its content. A name is of the first kind whose part is in it.
 _CONTENT = {
@@ -40,16 +39,20 @@ class Placeholders:
         self._content = {name: kind for name in arguments if (kind := kind_of(name)) is not None}
         self.kinds: dict[int, frozenset[str]] = {}
         if self._content:
-            for token, kind in _named(model.config):
-                self.kinds[token] = self.kinds.get(token, frozenset()) | {kind}
+            self._note(model.config)
 
-    def __bool__(self) -> bool:
-        """Return whether there are any placeholders."""
-        return bool(self.kinds)
+    def _note(self, config: PreTrainedConfig) -> None:
+        """Note the placeholders that a config and the configs nested in it name."""
+        for kind, end in product(_CONTENT, _ENDS):
+            token = getattr(config, f"{kind}{end}", None)
+            if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
+                self.kinds[token] = self.kinds.get(token, frozenset()) | {kind}
+        for nested in vars(config).values():
+            if isinstance(nested, PreTrainedConfig):
+                self._note(nested)
 
     def unfilled(self, arguments: Mapping[str, Any], before: int = 0) -> str | None:
-        """Say which placeholder is the first that is passed where nothing is passed that could fill it; None without
-        any.
+        """Say which placeholder is the first that is passed where nothing is passed that could fill any; None: none is.
 
         Cost: nothing where anything is passed that fills placeholders, or for a model without any; else one wait for
         the ids' device.
@@ -75,25 +78,15 @@ class Placeholders:
             f"nothing was passed that fills it: pass {' or '.join(own or self._content)}"
         )
 
-    def require_text(self, what: str, tokens: Sequence[int]) -> None:
-        """Refuse placeholders where nothing can be passed that fills them.
-
-        Raises:
-            CacheArgumentError: there is a placeholder; the error names the first one and its position.
-        """
-        if why := self.why_no_text(tokens):
-            raise CacheArgumentError(f"{what} {why}")
-
     def why_no_text(self, tokens: Sequence[int]) -> str:
         """Complete the sentence "the prompt ..." where it holds a placeholder; "" where it does not."""
-        held = ((position, token) for position, token in enumerate(tokens) if token in self.kinds)
-        if not self.kinds or (found := next(held, None)) is None:
-            return ""
-        position, token = found
-        return (
-            f"has token {token} at position {position}, the placeholder of {self._thing(token)}, whose content cannot "
-            "be passed here; give text without it"
-        )
+        for position, token in enumerate(tokens if self.kinds else ()):
+            if token in self.kinds:
+                return (
+                    f"has token {token} at position {position}, the placeholder of {self._thing(token)}, whose content "
+                    "cannot be passed here; give text without it"
+                )
+        return ""
 
     def _thing(self, token: int) -> str:
         return " or ".join(_THINGS[kind] for kind in sorted(self.kinds[token]))
@@ -104,15 +97,3 @@ def kind_of(name: str) -> str | None:
     if name.endswith(_BESIDE_CONTENT):
         return None
     return next((kind for kind, parts in _CONTENT.items() if any(part in name for part in parts)), None)
-
-
-def _named(config: PreTrainedConfig) -> Iterator[tuple[int, str]]:
-    """Yield the placeholders that a config and the configs nested in it name, each with its kind."""
-    for kind in _CONTENT:
-        for end in _ENDS:
-            token = getattr(config, f"{kind}{end}", None)
-            if isinstance(token, int) and not isinstance(token, bool) and token >= 0:
-                yield token, kind
-    for nested in vars(config).values():
-        if isinstance(nested, PreTrainedConfig):
-            yield from _named(nested)
