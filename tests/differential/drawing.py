@@ -304,6 +304,7 @@ class Draw(Prompts):
         if held is None:
             return self._forward(slot)
         how, each = self.rng.choice(["repeat", "select", "reorder"]), range(len(held))
+        how = "reorder" if self.has_states else how  # transformers leaves states behind where rows are repeated
         if how == "repeat" and len(held) <= 3:
             call, order = "batch_repeat_interleave(2)", [i for i in each for _ in range(2)]
         else:
