@@ -24,6 +24,7 @@ class Snapshots(Generic[Content]):
 
     Attributes:
         most: most snapshots that there can be.
+        pinned: digests of blocks whose snapshots give way to no others.
         on_evict: function called with the block's digest and the content of each snapshot that gives way; None: none.
     """
 
@@ -31,6 +32,7 @@ class Snapshots(Generic[Content]):
 
     def __init__(self, allocator: PrefixCachingBlockAllocator, most: int = 0) -> None:
         self.most = most
+        self.pinned: frozenset[bytes] = frozenset()
         self.on_evict: Callable[[bytes, Content], None] | None = None
         self._allocator = allocator
         self._contents: OrderedDict[bytes, Content] = OrderedDict()  # digest -> snapshot, the least recently used first
@@ -58,14 +60,14 @@ class Snapshots(Generic[Content]):
     def keep(self, block_id: int, content: Content) -> bool:
         """Keep a snapshot at the end of a block that has none; return whether the block has one now.
 
-        If there are as many as there may be, it takes the place of the least recently used one.
+        If there are as many as there may be, it takes the place of the least recently used one that is not pinned.
         """
         digest = self._allocator.digest_of(block_id)
         if digest is None:
             return False
         self.settle()
         if digest not in self._contents:
-            if self.most < 1:
+            if self.most <= len(self.pinned & self._contents.keys()):
                 return False
             self._shrink(self.most - 1)
             self._contents[digest] = content
@@ -99,15 +101,16 @@ class Snapshots(Generic[Content]):
         return self._contents.get(digest)
 
     def limit(self, most: int) -> None:
-        """Allow `most` snapshots from now on; the least recently used ones beyond that number go."""
+        """Allow `most` snapshots from now on; the least recently used ones beyond that number go, pinned ones last."""
         self.most = most
         self._shrink(most)
 
     def _shrink(self, most: int) -> None:
-        while len(self._contents) > most:
-            digest, content = self._contents.popitem(last=False)
-            if self.on_evict is not None:
-                self.on_evict(digest, content)
+        if (num_over := len(self._contents) - most) > 0:
+            for digest in sorted(self._contents, key=self.pinned.__contains__)[:num_over]:
+                content = self._contents.pop(digest)
+                if self.on_evict is not None:
+                    self.on_evict(digest, content)
 
     def settle(self) -> None:
         """Forget snapshots whose blocks have gone."""

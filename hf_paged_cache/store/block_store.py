@@ -77,7 +77,7 @@ class BlockStore:
             first_device=first_device,
         )
         self.leases = Leases(allocator, windows, self.states)
-        self.pins = Pins(allocator, windows, self.leases)
+        self.pins = Pins(allocator, windows, self.states, self.leases)
         self.layout = ContentLayout(self.pool, windows, self.states)
         self.tiers = tiers
         self._offload = None if tiers is None else Offload(allocator, windows, self.states, self.layout, tiers)

@@ -115,8 +115,14 @@ class Pins:
     Pins outlive the cache that asked for them.
     """
 
-    def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, leases: Leases) -> None:
-        self._allocator, self._windows, self._leases = allocator, windows, leases
+    def __init__(
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        windows: WindowGroups,
+        states: StateSnapshots,
+        leases: Leases,
+    ) -> None:
+        self._allocator, self._windows, self._states, self._leases = allocator, windows, states, leases
         # (salt, token ids) -> lease of their blocks, and number of tokens pinned
         self._pinned: dict[tuple[bytes, bytes], tuple[Allocation, int]] = {}
 
@@ -157,6 +163,7 @@ class Pins:
         key = (salt, token_ids.tobytes())
         replaced = self._pinned.get(key)
         self._pinned[key] = lease, found.num_tokens  # if interrupted here, the other lease is collected
+        self._spare_snapshots()
         if replaced is not None:
             self._leases.give_back(replaced[0])
         return found.num_tokens
@@ -172,7 +179,13 @@ class Pins:
                 lease, num_tokens = self._pinned.pop(key)
                 self._leases.give_back(lease)
                 num_given_back += num_tokens
+        self._spare_snapshots()
         return num_given_back
+
+    def _spare_snapshots(self) -> None:
+        """Let the states at the ends of pinned prefixes stay: a prompt cannot resume from blocks alone."""
+        ends = {self._allocator.digest_of(lease.block_ids[-1]) for lease in self.allocations()}
+        self._states.kept.pinned = frozenset(digest for digest in ends if digest is not None)
 
     def clear(self) -> None:
         """Give back the pins of all salts."""

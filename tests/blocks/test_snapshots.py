@@ -62,6 +62,21 @@ def test_the_least_recently_used_one_makes_room(allocator: PrefixCachingBlockAll
     assert len(snapshots) == 0
 
 
+def test_a_pinned_one_makes_no_room(allocator: PrefixCachingBlockAllocator) -> None:
+    table, snapshots = table_of(allocator, *range(8)), Snapshots[int](allocator, 2)
+    first, second, third, fourth = table.block_ids
+    snapshots.keep(first, 1)
+    snapshots.keep(second, 2)
+    snapshots.pinned = frozenset({allocator.digest_of(first) or b""})
+    assert snapshots.keep(third, 3)
+    assert [snapshots.has(block_id) for block_id in table.block_ids] == [True, False, True, False]
+    snapshots.limit(1)
+    assert snapshots.has(first)
+    assert not snapshots.keep(fourth, 4)
+    snapshots.limit(0)
+    snapshots.check()
+
+
 def test_it_goes_with_its_block(allocator: PrefixCachingBlockAllocator) -> None:
     table, snapshots = table_of(allocator, 1, 2, 3, 4), Snapshots[int](allocator, 4)
     for block_id in table.block_ids:

@@ -70,6 +70,19 @@ def test_a_flood_evicts_everything_but_what_is_pinned(cache: PagedPrefixCache, i
     cache.check()
 
 
+def test_the_states_at_the_end_of_a_pinned_prefix_stay_whatever_others_compute() -> None:
+    cache = PagedPrefixCache(build("lfm2"), block_size=2, num_blocks=25)
+    ask(cache, row((1, 8)))
+    num_pinned = cache.pin(row((1, 8)))
+    for number in range(6):
+        ask(cache, row((100 + number, 30)))
+    assert cache.lookup(row((1, 8), (3, 5))).num_tokens >= num_pinned > 0
+    ask(cache, row((1, 8), (4, 5)))
+    assert cache.last_call.reused_tokens >= num_pinned
+    cache.unpin()
+    cache.check()
+
+
 def test_what_is_unpinned_stays_cached_until_a_flood_takes_it(cache: PagedPrefixCache) -> None:
     ask(cache, PREFIX)
     cache.pin(PREFIX)
