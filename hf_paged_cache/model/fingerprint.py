@@ -145,16 +145,12 @@ class Fingerprint:
         listing, settings = self.listing, self._settings or []
         functions = functions_of(listing.modules)
         others = [each for each in functions if each.where]
-        self.foreign_code = next(
-            (
-                f"{full_name(each.code)} hooks or replaces the forward of a {each.where}"
-                for each in others
-                if not each.is_uniform
-            ),
-            self._layer_of_others,
-        )
-        own = [each for each in functions if not each.where and not each.is_uniform]
-        self.own_forward = full_name(own[0].code) if own else None
+        self.foreign_code, self.own_forward = self._layer_of_others, None
+        for each in reversed([each for each in functions if not each.is_uniform]):  # the first of each kind is named
+            if each.where:
+                self.foreign_code = f"{full_name(each.code)} hooks or replaces the forward of a {each.where}"
+            else:
+                self.own_forward = full_name(each.code)
         self._runs_foreign_code = bool(listing.files or self.foreign_code or others)
         # all layers of PEFT have the same hooks
         self.adapter_names, why = passed_by_peft((self.model, *self._adapters[:1]))
