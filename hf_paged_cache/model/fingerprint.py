@@ -72,18 +72,13 @@ class Fingerprint:
     def digest(self) -> bytes:
         """Return a digest of all that every row of a forward depends on now.
 
-        Cost: a pass over lists of all weights, and one wait for each accelerator. Where blocks are shared, the first
-        digest reads all weights.
+        Cost: a pass over lists of all weights, and one wait for each accelerator; the first shared one reads weights.
         """
         look = self._look()
         return self.identities.shared_digest(look) if self.is_shared else look.digest
 
     def identity(self) -> ModelIdentity:
-        """Return what the model is now, for other processes.
-
-        Raises:
-            NotPortableError: what the model is cannot be described.
-        """
+        """Return what the model is now, for other processes, or raise NotPortableError."""
         return self.identities.of(self._look())
 
     def roots_of_other_weights(self, digest: bytes) -> set[bytes]:
@@ -95,8 +90,7 @@ class Fingerprint:
         """Return whether the model may change in the middle of a forward.
 
         It may where another thread runs now, where functions that are not the model's are on its modules, or where
-        weights are in files. This costs less than another `digest`. A process that writes into shared memory of this
-        process is not looked for.
+        weights are in files. A process that writes into shared memory of this process is not looked for.
         """
         if self._runs_foreign_code:
             return True

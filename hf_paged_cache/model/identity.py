@@ -1,8 +1,7 @@
 """Describes a model so that the description means the same in another process and on another machine.
 
-`Fingerprint.digest` counts writes and numbers functions, which mean nothing elsewhere. An identity has only names,
-values, shapes and versions, and costs a pass over all weights. A model with something that cannot be named so has no
-identity: its keys and values stay in their process.
+A digest counts writes and numbers functions, which mean nothing elsewhere. An identity has only names, values, shapes
+and versions, and costs a pass over all weights. What cannot be named so stays in its process.
 """
 
 import hashlib
@@ -75,12 +74,7 @@ class Identities:
             return look.digest
 
     def of(self, look: Look) -> ModelIdentity:
-        """Return what a model is.
-
-        Raises:
-            NotPortableError: there is a hook, or a forward that is a closure: nobody could name it elsewhere; or the
-                model changes meanwhile.
-        """
+        """Return what a model is, or raise NotPortableError: it has a hook or a closure, or changes meanwhile."""
         with self._lock:
             found = self._known.get(look.digest)
             if found is None:
@@ -121,10 +115,7 @@ def _identify(look: Look, code: set[str], weights_digest: str) -> ModelIdentity:
 
 
 def sampled_digest(model: Any) -> str:
-    """Return a digest of settings, adapters in use and a few values of each weight, the same in every process.
-
-    It is cheap, and so no proof: a model in which a few values have changed may have the same digest.
-    """
+    """Return a cheap digest of settings, adapters in use and a few values of each weight, the same in every process."""
     listing = Listing(model)
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
     adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
@@ -139,13 +130,7 @@ def adapter_state(module: nn.Module) -> list[object]:
 
 
 def digest_of_weights(weights: Iterable[Tensor]) -> str:
-    """Return a SHA-256 digest over the digests of all tensors, with shape and dtype; the same on every device.
-
-    Cost: reads all tensors.
-
-    Raises:
-        NotPortableError: a tensor is kept where it cannot be read.
-    """
+    """Read all tensors, and return a digest of their values, shapes and dtypes that is the same on every device."""
     with ThreadPoolExecutor(_THREADS) as threads:
         digests = list(threads.map(_digest, weights))
     return _sha256("\n".join(digests).encode())
@@ -169,10 +154,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _code_of(function: Function) -> Iterator[str]:
-    """Yield names of the code of a class's forward, and of the functions that it wraps.
-
-    Code of packages whose versions are in the identity is left out.
-    """
+    """Yield names of a forward and of what it wraps, but for code of packages whose versions are in the identity."""
     if function.where:
         raise NotPortableError(
             f"{full_name(function.code)} hooks or replaces the forward of a {function.where}, and what it does cannot "

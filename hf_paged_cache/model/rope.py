@@ -53,10 +53,7 @@ class RopeRegime:
                         buffer.copy_(value)
 
     def at(self, max_position: int) -> bytes:
-        """Return what `now` returns after a forward whose largest position is `max_position`.
-
-        Effects: the model updates its frequencies, as that forward would.
-        """
+        """Update the frequencies as a forward would whose largest position is `max_position`; return `now`."""
         for module, prefix in self._places:
             x = torch.zeros(1, device=getattr(module, f"{prefix}inv_freq").device)
             positions = torch.full((1, 1), max_position, device=x.device)
@@ -76,10 +73,7 @@ class RopeRegime:
 
 
 class RopeDeltas:
-    """`RopeDeltas` remembers how far images have moved the positions after them, as of now: [prompts, 1], or None.
-
-    Some models keep that in a module, for the last call alone.
-    """
+    """`RopeDeltas` remembers how far images have moved later positions, which some modules keep of the last call."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]

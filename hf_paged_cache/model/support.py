@@ -28,8 +28,7 @@ EVERY_PAD = 1 << 62  # more columns of padding than there are
 def unwrapped(model: Any) -> Any:
     """Return the module whose `__call__` `generate` runs: the one inside `torch.compile`, and inside a PEFT model.
 
-    Raises:
-        UnsupportedModelError: an adapter does more than change layers.
+    It refuses an adapter that does more than change layers.
     """
     while isinstance(compiled := getattr(model, "_orig_mod", None), nn.Module):
         model = compiled  # calls and `generate` of the wrapper are those of the module inside
@@ -43,11 +42,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def require_layer_adapters(model: Any) -> None:
-    """Refuse a PEFT adapter that does more than change layers, such as prompt learning. Asked at every `generate`.
-
-    Raises:
-        UnsupportedModelError: there is such an adapter; the error names it.
-    """
+    """Refuse, by name, a PEFT adapter that does more than change layers, such as prompt learning."""
     for hook in model._forward_pre_hooks.values():
         if (getattr(hook, "__module__", None) or "").startswith("peft."):
             kind = type(getattr(hook, "__self__", hook)).__name__
@@ -69,11 +64,7 @@ def _require_adapts_layers(name: str, config: Any) -> None:
 
 
 def require_supported(model: object) -> None:
-    """Refuse a model that needs another cache than keys, values and states of earlier tokens.
-
-    Raises:
-        UnsupportedModelError: the error names the model's class, the reason, and what to use instead.
-    """
+    """Refuse a model that needs another cache than keys, values and states of earlier tokens, and say why."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model with generate(), got {_what_was_given(model)}")
     if why := _why_forwards_are_unfit(model):
@@ -203,8 +194,8 @@ def has_experts(model: PreTrainedModel) -> bool:
 def numbers_columns(model: PreTrainedModel) -> bool:
     """Return whether a forward without `position_ids` is seen to number columns, those in the cache included.
 
-    It is where the code of a module that takes positions asks the cache for its length and numbers from there. Other
-    forwards may number their columns alone, tokens, or from where an earlier one came to: a module's `rope_deltas`.
+    It is where the code of a module that takes positions asks the cache for its length and numbers from there. Others
+    may number their columns alone, tokens, or from an earlier end.
     """
     if any(hasattr(module, "rope_deltas") for module in model.modules()):
         return False
@@ -290,10 +281,9 @@ def read_state_traits(modules: Iterable[nn.Module], tried: StateTraits) -> State
 
 
 def _chunks(modules: list[nn.Module]) -> Iterator[int]:
-    """Yield the defaults of `chunk_size` in the functions that forwards call: gated delta rules.
+    """Yield the defaults of `chunk_size` in functions that forwards call: gated delta rules solve for a chunk at once.
 
-    Such a kernel solves for a whole chunk at once. A kernel that is told a size by the config (Mamba 2) sums up, and
-    rounds alike wherever it is split.
+    A kernel that is told a size by the config (Mamba 2) sums up, and rounds alike wherever it is split.
     """
     for kind in {type(module) for module in modules}:
         forward: Any = inspect.unwrap(kind.forward)

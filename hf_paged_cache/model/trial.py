@@ -76,9 +76,7 @@ def _distances(reference: Tensor, logits: Tensor) -> Tensor:
 def undisturbed(model: Any) -> Iterator[set[torch.dtype]]:
     """Run in eval mode, without gradients and with nothing compiled; each module's training flag is put back.
 
-    Yields:
-        the dtypes in which logits are computed. accelerate's mixed precision converts its outputs back to float32, so
-        only the head shows them.
+    It yields the dtypes of logits as the head shows them: accelerate's mixed precision converts outputs to float32.
     """
     seen, head = set[torch.dtype](), model.get_output_embeddings()
     training = [module for module in model.modules() if module.training]
@@ -144,11 +142,7 @@ def continue_behind(
 ) -> Tensor:
     """Return the logits of the other columns with the first `num_cached` in the cache: [R, columns, vocabulary].
 
-    Args:
-        step: number of columns of each forward after the first.
-
-    Raises:
-        ValueError: the cache holds another number of columns than were passed.
+    Each forward after the first is of `step` columns. ValueError: the cache holds another number than were passed.
     """
     run_columns(model, inputs, cache, 0, num_cached)
     if any(map(has_keys, cache.layers)) and cache.get_seq_length() != num_cached:
@@ -172,7 +166,7 @@ def measure_bytes_per_token(model: PreTrainedModel, shares: Mapping[int, float] 
 
 
 def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> StateTraits | None:
-    """Refuse a model whose logits with a cache are not those without.
+    """Refuse a model whose logits with a cache are not those without, and say what was seen.
 
     Cost: about ten short forwards, until the model has passed.
 
@@ -181,9 +175,6 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
     Returns:
         what is seen of the model's states beyond what its modules say; None for a model without any.
-
-    Raises:
-        UnsupportedModelError: the model failed; the error names what was seen.
     """
     if model not in _passed:
         reason, was_tried = _try(model)
@@ -195,11 +186,7 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
 
 def _try(model: PreTrainedModel) -> tuple[str, bool]:
-    """Try a model with a `DynamicCache`, and remember it if it passes.
-
-    Returns:
-        why it failed, or ""; False where nothing could be compared.
-    """
+    """Return why a model with a `DynamicCache` failed, or "" and remember it; and whether anything was compared."""
     padded, was_run, traits = trial_inputs(model), False, None
     alone = {name: value[:1] for name, value in padded.items()}
     with undisturbed(model) as seen:
@@ -234,11 +221,7 @@ def _try(model: PreTrainedModel) -> tuple[str, bool]:
 
 
 def _why_not_continued(model: PreTrainedModel, inputs: _Inputs, whole: Tensor, seen: Iterable[torch.dtype]) -> str:
-    """Say what goes wrong where inputs are continued after a cache; "" if nothing does.
-
-    Args:
-        whole: logits of one forward without a cache.
-    """
+    """Say what goes wrong where inputs, whose logits are `whole` without a cache, are continued after one; or ""."""
     cache = dynamic_cache(model)
     continued = continue_behind(model, inputs, cache)
     if reason := _why_they_differ(whole, continued, tolerance(model, seen)):
@@ -303,10 +286,7 @@ def _numbers_of(layer: Any, name: str) -> list[Tensor]:
 
 
 def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Return those arguments, of some that give tokens a type, that the forward takes and that mean nothing where 0.
-
-    Cost: nothing for a model that takes none; else a short forward, and one more for each.
-    """
+    """Return those arguments, of some that give tokens a type, that the forward takes and that mean nothing where 0."""
     taken = [name for name in names if takes(model, name)]
     if not taken:
         return frozenset()

@@ -71,7 +71,7 @@ class Listing:
         # tensors of `meta` may be others after each forward
         held = [each for _, _, each in found if each is not None and not each.is_meta]
         self._parts = [part for each in held for part in plain_tensors(each)]
-        self._laid = [part for part in self._parts if part.layout == torch.strided]
+        self._laid = [part for part in self._parts if _has_memory(part)]
         self._layout = _layout(self._laid)
         self._counted = [part for part in self._parts if not part.is_inference()]  # the others have no versions
         self._on_host: list[np.ndarray] = []  # samples in host memory, as integers
@@ -159,6 +159,14 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     for name in flatten()[0]:
         if isinstance(held := getattr(tensor, name), Tensor):  # a distributed tensor names its mesh, too
             yield from plain_tensors(held)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor lies in memory of its own: a sparse one does not, nor what wraps others and hides them."""
+    try:
+        return tensor.layout == torch.strided and tensor.data_ptr() >= 0
+    except RuntimeError:
+        return False
 
 
 def _layout(tensors: list[Tensor]) -> tuple[object, ...]:
