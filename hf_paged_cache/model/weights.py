@@ -162,7 +162,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor lies in memory of its own, as neither sparse ones do nor those that hide what they wrap."""
+    """Return whether a tensor lies in memory of its own: sparse ones, and some that wrap others, do not."""
     try:
         return tensor.layout == torch.strided and tensor.data_ptr() >= 0
     except RuntimeError:
