@@ -108,28 +108,20 @@ def count_prompt(
         ahead: row that runs -> number of tokens that were computed for it first.
     """
     counts = []
-    for row in request.rows:
-        num_tokens = max(0, request.num_new_columns - row.pad)
-        counts.append(RowStats(prompt_tokens=num_tokens))
-    for number, (member, of_row) in enumerate(zip(members, known, strict=True)):
-        count, pad = counts[member], request.rows[member].pad
-        skipped = max(0, start - pad)
-        count.computed_tokens = min(count.prompt_tokens, count.prompt_tokens - skipped + ahead.get(number, 0))
-        if ahead.get(number):
-            count.stopped = f"; {ahead[number]} of its tokens were computed first, alone"
-        else:
-            count.stopped = ""
-        if of_row.num_found - skipped > request.num_logits_needed:
-            why = request.keep_columns or "another row's hit is shorter"
-            count.stopped += f"; cached from {skipped} on, but computed again: {why}"
     for member, number in enumerate(copies):
-        count, running = counts[member], counts[members[number]]
-        count.reused_tokens = min(num_found[number], running.prompt_tokens - running.computed_tokens)
-        count.matched_tokens = num_found[number]
-        count.host_tokens = min(count.reused_tokens, known[number].brought.get("host", 0))
-        count.disk_tokens = min(count.reused_tokens - count.host_tokens, known[number].brought.get("disk", 0))
-        said = running.stopped if members[number] == member else ""
-        count.stopped = known[number].stopped + said
+        of_row, runs, pad = known[number], members[number] == member, request.rows[member].pad
+        num_tokens, skipped, first = max(0, request.num_new_columns - pad), max(0, start - pad), ahead.get(number, 0)
+        computed, stopped = min(num_tokens, num_tokens - skipped + first), of_row.stopped
+        if runs and first:
+            stopped += f"; {first} of its tokens were computed first, alone"
+        if runs and of_row.num_found - skipped > request.num_logits_needed:
+            why = request.keep_columns or "another row's hit is shorter"
+            stopped += f"; cached from {skipped} on, but computed again: {why}"
+        count = RowStats(num_tokens, computed if runs else 0, stopped=stopped)
+        count.matched_tokens, count.reused_tokens = num_found[number], min(num_found[number], num_tokens - computed)
+        count.host_tokens = min(count.reused_tokens, of_row.brought.get("host", 0))
+        count.disk_tokens = min(count.reused_tokens - count.host_tokens, of_row.brought.get("disk", 0))
+        counts.append(count)
     return counts
 
 

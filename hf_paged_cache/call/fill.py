@@ -5,8 +5,10 @@ call before becomes the rows' own where they go on in it: then nothing is copied
 """
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from ..blocks import Window
+from ..kv.block_pool import Slab
 from ..kv.states import States, row_of, stacked
 from ..rows import memory
 from ..rows.groups import Group
@@ -15,6 +17,8 @@ from ..store.block_store import BlockStore
 from .find import Known
 from .request import RowInput
 from .share import share_known
+
+_NAMES = itemgetter(1)  # of the streams that lie in one tensor, in rows and in the pool
 
 
 def fill(
@@ -48,7 +52,7 @@ def fill(
     if len(inputs) > 1 and rows.may_be_lazy and captured is None and rows.copies is None:
         shared = share_known(store, inputs, known, start, rows.looks)
     may_take = takes_over and shared is None and captured is None
-    done = _take_over(rows, inputs, known, start, [names for _, names in slabs]) if may_take else 0
+    done = _take_over(rows, inputs, known, start, slabs) if may_take else 0
     if shared is not None:
         first = shared.plan.first_own
         rows.share(shared, memory.make(memory.shapes_of_slabs(slabs), len(inputs), max(start, wanted) - first), start)
@@ -61,7 +65,8 @@ def fill(
         rows.all.take(make(shapes, len(inputs), max(start, wanted)), start)
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
         first = row.pad if shared is None else shared.plan.ends[number]
-        _load(store, rows, number, of_row, max(done, first), start)
+        if (first := max(done, first)) < start:
+            _load(store, rows, number, of_row, first, start)
     if done and known[0].previous is not None:
         for window, group in known[0].previous.rows.windows.items():
             rows.windows[window].take(group.memory, start, group.base)
@@ -139,19 +144,19 @@ def _take_over(
     inputs: Sequence[RowInput],
     known: Sequence[Known],
     start: int,
-    names: Sequence[tuple[memory.Stream, ...]],
+    slabs: Sequence[Slab],
 ) -> int:
     """Take the memory of the call before, where each row goes on in its own row there.
 
     Return the column up to which all rows do; 0: the memory was not taken. That is so, too, where its streams do not
-    lie together as these names do: they would lie apart from then on.
+    lie together as in the slabs: they would lie apart from then on.
     """
     previous = None if known[0].previous is None else known[0].previous.rows
     if previous is None or previous.escaped or not previous.all.memory or len(inputs) != len(previous.prompts):
         return 0
     if previous.shared is not None or (rows.is_exact and not previous.can_go_on_at(start)):
         return 0
-    if [of_memory for _, of_memory in previous.all.memory] != [*names]:
+    if [*map(_NAMES, previous.all.memory)] != [*map(_NAMES, slabs)]:
         return 0
     done = start
     for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):

@@ -4,6 +4,7 @@ Keeping never raises into a call for want of blocks or memory: what does not fit
 before anybody can find it.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 
@@ -20,37 +21,32 @@ from ..rows.groups import Group
 from ..rows.memory import Stream
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
+from .call_state import CallState
 from .find import chain_of
 
 
 def keep(
-    store: BlockStore,
-    rows: Rows,
-    stop: int,
-    salt: bytes,
-    chains: dict[bytes, HashChain],
-    ends: Collection[int] = (),
-    prompt_columns: int = 0,
-    make_room: Callable[[int], None] = lambda num_blocks: None,
-    is_wanted: Callable[[], bool] = lambda: True,
+    store: BlockStore, rows: Rows, state: CallState, salt: bytes, make_room: Callable[[int], None] = lambda num: None
 ) -> None:
-    """Keep the full blocks of the columns before `stop`.
+    """Keep the full blocks of rows, unless all was to be forgotten since their call began.
+
+    Behind the prompt, nothing after the end of a sequence is kept.
 
     Args:
-        chains: root and first tokens of rows -> their hashes, as far as they were computed; added to.
-        ends: token ids that end a row: behind the prompt, nothing after the first of them is kept.
-        prompt_columns: columns of the prompt.
         make_room: called with a number of blocks before so many are taken; the store's lock is held.
-        is_wanted: returns whether what was computed until now may still be kept, because nobody has asked meanwhile to
-            forget it; the store's lock is held.
     """
     if not rows.is_source:
         return
+    stop, limits, chains = rows.num_true_columns, state.limits, state.chains
+    prompt_columns = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
     size, done = store.block_size, set[bytes]()
     taken = rows.states.taken if rows.states is not None else ()
-    have_more = (max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None for row in rows.prompts)
-    if not (any(taken) or any(have_more)):
-        return
+    for row in rows.prompts:
+        if max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None:
+            break
+    else:
+        if not any(taken):
+            return
     try:
         layout = lay_out(store, rows)
     except torch.OutOfMemoryError:
@@ -59,11 +55,11 @@ def keep(
         return
 
     def may_write() -> bool:
-        return store.pool.num_layouts == layout and is_wanted()
+        return store.pool.num_layouts == layout and store.resets_of(salt) == state.resets
 
     for number, (prompt, tokens) in enumerate(zip(rows.prompts, rows.ids.rows(rows.prompts, stop), strict=True)):
-        if ends:
-            tokens = _until_end(tokens, ends, max(0, prompt_columns - prompt.pad))
+        if limits.end_of_sequence:
+            tokens = _until_end(tokens, limits.end_of_sequence, max(0, prompt_columns - prompt.pad))
         if prompt.most_kept is not None:
             tokens = tokens[: prompt.most_kept]
         num_blocks = len(tokens) // size
@@ -83,12 +79,7 @@ def keep(
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
-    """Return the tokens up to the first end of a sequence, the end included.
-
-    Args:
-        ends: token ids that end a sequence.
-        first: number of leading tokens that are not looked at.
-    """
+    """Return the tokens up to the first end of a sequence from token `first` on, the end included."""
     at = next((at for at in range(first, len(tokens)) if tokens[at] in ends), None)
     return tokens if at is None else tokens[: at + 1]
 

@@ -51,12 +51,6 @@ class ForwardRequest:
     may_alias: bool = True  # equal rows may be computed once
     max_position: int | None = None  # largest position passed, of padding, too; None where no positions were passed
 
-    def latest_start(self, num_needed: int) -> int:
-        """Return the last column at which rows may start, so that the last `num_needed` columns are computed."""
-        if self.keep_columns is not None or self.bypass is not None:
-            return 0
-        return self.num_new_columns - num_needed
-
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:

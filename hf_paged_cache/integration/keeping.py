@@ -1,11 +1,9 @@
 """Decides when rows are kept, and whether the model is still the one that computed them."""
 
-import math
 from functools import partial
 
 from ..call.keep import keep
 from ..rows.rows import Rows
-from ..store.block_store import BlockStore
 from .parts import CallParts
 
 
@@ -27,10 +25,7 @@ def keep_rows(calls: CallParts, rows: Rows) -> None:
     def make_room(num_blocks: int) -> None:
         store.forget_other_weights(state.digest, num_blocks, partial(fingerprint.roots_of_other_weights, state.digest))
 
-    limits = state.limits
-    prompt = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
-    is_wanted, stop = partial(_is_wanted, store, calls.salt, state.resets), rows.num_true_columns
-    keep(store, rows, stop, calls.salt, state.chains, limits.end_of_sequence, prompt, make_room, is_wanted)
+    keep(store, rows, state, calls.salt, make_room)
 
 
 def keep_full(calls: CallParts, rows: Rows) -> None:
@@ -38,16 +33,6 @@ def keep_full(calls: CallParts, rows: Rows) -> None:
     size = calls.store.block_size
     if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
         keep_rows(calls, rows)
-
-
-def keep_ahead(calls: CallParts, rows: Rows, resets: tuple[int, int]) -> None:
-    """Keep what rows that run ahead have computed, unless all was to be forgotten since `resets` were read."""
-    keep(calls.store, rows, rows.n, calls.salt, {}, is_wanted=partial(_is_wanted, calls.store, calls.salt, resets))
-
-
-def _is_wanted(store: BlockStore, salt: bytes, resets: tuple[int, int]) -> bool:
-    """Return whether nothing was to be forgotten since `resets` were read. The store's lock is held."""
-    return store.resets_of(salt) == resets
 
 
 def leave_blocks(calls: CallParts, rows: Rows) -> None:

@@ -12,6 +12,7 @@ from ..call.call_state import CallState
 from ..call.counters import count_bypassed, count_prompt
 from ..call.fill import fill
 from ..call.find import Finding, Known
+from ..call.keep import keep
 from ..call.request import ForwardRequest, RowInput
 from ..model.layers import cache_layers
 from ..rows.rows import Rows
@@ -22,7 +23,7 @@ from .asking import FirstForward, read_first
 from .chunked_prompt import ChunkedPrompt
 from .forward_arguments import cut
 from .generate_arguments import GenerateArguments
-from .keeping import is_same, keep_ahead
+from .keeping import is_same
 from .parts import CallParts
 from .shared_prefill import run_ahead
 
@@ -72,11 +73,11 @@ def _fill_known(
     """
     state, request, running, is_exact = rows.state, asked.request, asked.running, rows.is_exact
     previous, rows.previous = rows.previous, None
-    latest = request.latest_start(request.num_logits_needed)
-    if latest and rows.states is not None:
+    num_needed = request.num_logits_needed
+    if rows.states is not None:
         is_padding = not all(row.token_ids for row in running)
-        num_needed = rows.states.num_needed(request.num_new_columns, is_padding=is_padding)
-        latest = request.latest_start(max(request.num_logits_needed, num_needed))
+        num_needed = max(num_needed, rows.states.num_needed(request.num_new_columns, is_padding=is_padding))
+    latest = request.num_new_columns - num_needed if request.keep_columns is None else 0
     hides_images = calls.image_inputs.takes_images and any(row.shift or hold_images(row.token_ids) for row in running)
     # a shorter forward would have other frequencies, and processes in step must run equally many forwards
     may_run_ahead = may_run_ahead and not (state.regime or state.is_in_step or hides_images)
@@ -90,7 +91,7 @@ def _fill_known(
         start = _without_cuts(running, ahead.start) if hides_images and not is_exact else ahead.start
         if not ahead.made or is_same(calls, rows):
             for each in ahead.made:
-                keep_ahead(calls, each, state.resets)
+                keep(calls.store, each, CallState("ahead", resets=state.resets), calls.salt)
         elif calls.fingerprint.rank_groups:  # they would not all be bypassed
             rows.keep_less(0)
         else:
