@@ -16,11 +16,12 @@ from transformers import GenerationMixin
 
 from .cache import PagedPrefixCache
 from .errors import CacheArgumentError, PagedCacheError, UnsupportedModelError
-from .integration.ambient import AmbientScope, ambient_cache, close_scope, open_scope
+from .integration.ambient import ambient_cache
 from .integration.generate_arguments import has_own_generate
-from .integration.hooks import CACHE_ARGUMENTS, attach, bracket_of
+from .integration.hooks import CACHE_ARGUMENTS, bracket_of
 from .locks import new_lock
 from .model.support import unwrapped
+from .rows.rows import Rows
 from .store.totals import CallTotals
 from .store_options import StoreSizes, given_sizes, shows_store_options, store_options
 from .wording import counted
@@ -35,10 +36,8 @@ def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[Store
     """Give each `generate` in this process a cache if it brings none, whichever model it is called on.
 
     `hf-paged-cache run` calls this. A process that a program starts (`accelerate launch`, `torchrun`,
-    `multiprocessing`) has caches if its own code calls it.
-
-    Effects: replaces `GenerationMixin.generate`. Called again, it returns the same object; its options then count for
-    models that have generated nothing yet.
+    `multiprocessing`) has caches if its own code calls it. It replaces `GenerationMixin.generate`. Called again, it
+    returns the same object; its options then count for models that have generated nothing yet.
 
     Args:
         cache_salt: salt of each model's caches. The other options are those of each model's `PagedPrefixCache`.
@@ -85,15 +84,14 @@ class EveryGenerate:
         model = unwrapped(model)
         with self._lock:
             held = self._held_by(model)
-            if held.new_cache is None and not held.counts.refused:
+            if held.new_cache is None and not held.refused:
                 try:
                     first = PagedPrefixCache(model, **self.options)
                     held.new_cache = partial(PagedPrefixCache, first.store, cache_salt=first.cache_salt or None)
-                    held.counts.totals = first.store.blocks.call_totals
                 except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
-                    held.counts.refused = str(error)
+                    held.refused = str(error)
         if held.new_cache is None:
-            raise UnsupportedModelError(held.counts.refused)
+            raise UnsupportedModelError(held.refused)
         return held.new_cache()
 
     def in_place_of(self, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -102,14 +100,21 @@ class EveryGenerate:
         @wraps(plain)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             brought = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-            if ambient_cache(model) is not None or getattr(brought, "is_paged_prefix_cache", False):
-                return plain(model, *args, **kwargs)  # in `with cache:`, or called by the model's bracket
+            if getattr(brought, "is_paged_prefix_cache", False):  # the model's bracket calls, or there was none yet
+                self._count_store(model, brought)
+                return plain(model, *args, **kwargs)
+            if ambient_cache(model) is not None:  # of a call that asks for none
+                return plain(model, *args, **kwargs)
             cache = None
             try:
                 if brought is not None:
                     raise CacheArgumentError(f"brought a {type(brought).__name__}")
                 cache = self.cache_of(model)
-                output = _run_on(cache, model, args, kwargs)
+                with cache:
+                    bracket = bracket_of(model)
+                    if has_own_generate(model) or bracket is None or bracket.replaced is not None:
+                        raise UnsupportedModelError(f"{type(model).__name__} has a generate of its own")
+                    output = bracket(*args, **kwargs)
             except PagedCacheError as error:
                 if cache is not None and cache.last_call.kind != "none":
                     raise
@@ -132,6 +137,14 @@ class EveryGenerate:
         with self._lock:
             self._held_by(model).counts.without[why] += 1
 
+    def _count_store(self, model: Any, brought: Any) -> None:
+        """Count, from now on, what is called on the store of a cache or of its rows, once."""
+        blocks = brought.calls.store if isinstance(brought, Rows) else getattr(brought, "store", brought).blocks
+        with self._lock:
+            totals = self._held_by(model).counts.totals
+            if blocks.call_totals not in totals:
+                totals.append(blocks.call_totals)
+
     def _held_by(self, model: Any) -> _Held:
         with self._lock:
             held: _Held | None = getattr(model, _HELD, None)
@@ -146,54 +159,40 @@ class EveryGenerate:
 _every: EveryGenerate | None = None
 
 
-def _run_on(cache: PagedPrefixCache, model: Any, args: Any, kwargs: Any) -> Any:
-    """Run a call of the model's `generate`, whose bracket finds the cache."""
-    attach(model)
-    bracket, scope = bracket_of(model), AmbientScope(model, cache)
-    if has_own_generate(model) or bracket is None or bracket.replaced is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} has a generate of its own")
-    open_scope(scope)
-    try:
-        return bracket(*args, **kwargs)
-    finally:
-        close_scope(scope)
-
-
 @dataclass
 class _Counts:
     """`_Counts` counts what was done with one model, and outlives it."""
 
     name: str
-    refused: str = ""  # why the model has no store
     without: Counter[str] = field(default_factory=Counter)  # reason why calls ran without a cache -> number of them
-    totals: CallTotals = field(default_factory=CallTotals)
+    totals: list[CallTotals] = field(default_factory=list)  # of each store on which its calls ran
 
     def as_dict(self) -> dict[str, Any]:
-        totals, metrics = self.totals, self.totals.metrics
-        prompt, reused, shared = metrics.num_queried_tokens, metrics.num_hit_tokens, metrics.num_shared_tokens
+        metrics = [each.metrics for each in self.totals]
+        prompt, reused, shared = (
+            sum(getattr(each, name) for each in metrics)
+            for name in ("num_queried_tokens", "num_hit_tokens", "num_shared_tokens")
+        )
         return {
             "model": self.name,
-            "refused": self.refused,
-            "num_calls": totals.num_calls,
-            "num_bypassed_calls": totals.num_bypassed_calls,
+            "num_calls": sum(each.num_calls for each in self.totals),
+            "num_bypassed_calls": sum(each.num_bypassed_calls for each in self.totals),
             "prompt_tokens": prompt,
             "reused_tokens": reused,
             "shared_tokens": shared,
             "computed_tokens": prompt - reused - shared,
-            "computed_because": dict(totals.computed_because),
+            "computed_because": dict(sum((each.computed_because for each in self.totals), Counter[str]())),
             "calls_without_cache": dict(self.without),
         }
 
 
+@dataclass
 class _Held:
-    """`_Held` is what a model holds: its counts, and what makes caches on its store.
+    """`_Held` is what a model holds: its counts, and what makes caches on its store. A copy of a model has none."""
 
-    A copy of a model has none of it.
-    """
-
-    def __init__(self, counts: _Counts) -> None:
-        self.counts = counts
-        self.new_cache: Callable[[], PagedPrefixCache] | None = None
+    counts: _Counts
+    new_cache: Callable[[], PagedPrefixCache] | None = None
+    refused: str = ""  # why the model has no store
 
     def __reduce__(self) -> Any:
         return type(None), ()
@@ -204,9 +203,8 @@ def _lines(counts: dict[str, Any]) -> list[str]:
     name, lines = counts["model"], []
     if counts["num_calls"]:
         tokens = ", ".join(f"{counts[f'{kind}_tokens']:,} {kind}" for kind in ("reused", "shared", "computed"))
-        lines.append(
-            f"{name}: {counted(counts['num_calls'], 'call')}, {counts['prompt_tokens']:,} prompt tokens: {tokens}"
-        )
+        calls = counted(counts["num_calls"], "call")
+        lines.append(f"{name}: {calls}, {counts['prompt_tokens']:,} prompt tokens: {tokens}")
         for why, number in Counter(counts["computed_because"]).most_common(_MOST_REASONS):
             lines.append(f"  {counted(number, 'token')} computed: {why}")
         if counts["num_bypassed_calls"]:

@@ -18,10 +18,9 @@ class PrefixCacheCallback(TrainerCallback):
     `prefix_cache/hit_rate` is the share of prompt tokens that were cached before their call. `prefix_cache/shared_rate`
     is the share that was computed once for several rows, such as the samples of a prompt.
 
-    `GRPOTrainer(..., callbacks=[PrefixCacheCallback()])` puts them into `trainer.state.log_history` and into what is
-    printed; a callback added by `trainer.add_callback(...)` runs after the printing. Callbacks that report elsewhere
-    (to wandb, for example) run before both. If they are to report these numbers, put this callback first:
-    `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
+    With `GRPOTrainer(..., callbacks=[PrefixCacheCallback()])` they are in `trainer.state.log_history` and in what is
+    printed. Callbacks that report elsewhere, as to wandb, run before; if they are to report these numbers, put this one
+    first: `trainer.callback_handler.callbacks.insert(0, PrefixCacheCallback())`.
 
     Args:
         cache: cache of the trainer's model, or its store; None: the cache of `hf-paged-cache run` and of
@@ -48,7 +47,11 @@ class PrefixCacheCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Add what was reused to `logs`, and to the last entry of `state.log_history`."""
-        store = self._store or _store_of_run(kwargs.get("model"))
+        every, model = every_generate(), kwargs.get("model")
+        store = self._store
+        if store is None and every is not None and model is not None:
+            with suppress(UnsupportedModelError):
+                store = every.cache_of(getattr(model, "module", model)).store
         if store is None and not self._has_warned:
             self._has_warned = True
             advice = "start the program by hf-paged-cache run, or give the callback the cache"
@@ -60,20 +63,6 @@ class PrefixCacheCallback(TrainerCallback):
         num_tokens, num_reused, num_shared = (after - before for after, before in zip(now, self._before, strict=True))
         self._before = now
         if num_tokens:
-            added = {
-                "prefix_cache/hit_rate": num_reused / num_tokens,
-                "prefix_cache/shared_rate": num_shared / num_tokens,
-            }
-            logs.update(added)
-            if state.log_history:
-                state.log_history[-1].update(added)
-
-
-def _store_of_run(model: Any) -> PrefixStore | None:
-    """Return the store of a model, wrapped or not, if every `generate` of the process has a cache; else None."""
-    every = every_generate()
-    if every is None or model is None:
-        return None
-    with suppress(UnsupportedModelError):
-        return every.cache_of(getattr(model, "module", model)).store
-    return None
+            rates = {"hit_rate": num_reused / num_tokens, "shared_rate": num_shared / num_tokens}
+            for entry in (logs, *state.log_history[-1:]):
+                entry.update({f"prefix_cache/{name}": rate for name, rate in rates.items()})
