@@ -5,12 +5,12 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import runpy
 import shutil
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +21,7 @@ from ..store_options import store_options
 from .command import DiskFolder, MaxBytes
 
 TAKES_A_PROGRAM = {"allow_interspersed_args": False}  # what follows PROGRAM is the program's own
+_PYTHON = re.compile(rb"#!.*python|#!/bin/sh\n'''exec'.*python")  # how the file of a console command begins
 _NOTHING_RAN = (
     "no generate call was seen in this process. Plain forwards, generate_batch and vLLM run without this cache; so do "
     "processes that it starts, unless their code calls hf_paged_cache.cache_every_generate()"
@@ -28,12 +29,7 @@ _NOTHING_RAN = (
 
 
 class ProgramStart(Exception):  # noqa: N818  # nothing is wrong
-    """`ProgramStart` carries a program out of typer's handling of errors, so that its errors and exit code stay its
-    own.
-    """
-
-    def __init__(self, start: Callable[[], Any]) -> None:
-        self.start = start
+    """`ProgramStart` carries a program, its argument, out of typer's handling of errors: its errors stay its own."""
 
 
 def run(
@@ -41,26 +37,22 @@ def run(
         list[str],
         typer.Argument(
             metavar="PROGRAM",
-            help="A Python script, or a console command of this Python (lm_eval, trl, transformers); "
-            "then its own arguments.",
+            help="A Python script, or a console command of this Python (lm_eval, trl); then its own arguments.",
         ),
     ],
     module: Annotated[bool, typer.Option("-m", help="PROGRAM is a module, as of python -m.")] = False,
     max_bytes: MaxBytes = None,
     disk_folder: DiskFolder = None,
     cache_salt: Annotated[
-        str | None, typer.Option(help="Of all blocks: a run with another one finds none of them.", show_default=False)
+        str | None, typer.Option(help="Of all blocks: a run with another one finds none of them.")
     ] = None,
-    stats: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write counts there, as a line of JSON.", show_default=False)
-    ] = None,
+    stats: Annotated[Path | None, typer.Option(metavar="FILE", help="Write counts there, as a line of JSON.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing at the end.")] = False,
 ) -> None:
-    """Run a program as ever, but with a prefix cache for each of its models.
+    """Run a program as ever, but with a prefix cache for each of its models. Options of `run` come before PROGRAM.
 
-    Options of this command come before PROGRAM. Each generate that brings no cache gets one. What was reused, and why
-    no more, is said on stderr at the end. Processes that the program starts have no cache, unless their code calls
-    hf_paged_cache.cache_every_generate().
+    Each generate that brings no cache gets one. What was reused, and why no more, is said on stderr at the end.
+    Processes that the program starts have no cache, unless their code calls hf_paged_cache.cache_every_generate().
 
     Exits as the program does; with 2 where it cannot be run.
     """
@@ -69,7 +61,9 @@ def run(
     start = _program(*program, is_module=module)
     if stats is not None:
         stats = stats.absolute()
-        stats.write_text("", encoding="utf-8")
+        if stats.exists():
+            raise CacheArgumentError(f"{stats} is there already, and would be lost; give --stats another file")
+        stats.touch()
 
     from hf_paged_cache import cache_every_generate
 
@@ -80,41 +74,32 @@ def run(
 
 def _program(name: str, *arguments: str, is_module: bool) -> Callable[[], Any]:
     """Return a function that runs a program, with its arguments and its import path; refuse what is none."""
-    path, first, top = Path(name), name, name.replace("-", "_").partition(".")[0]
-    command = next(iter(entry_points(group="console_scripts", name=name)), None)
-    if is_module:
-        folder = Path.cwd()
-    elif command is not None:
-        first, folder = shutil.which(name) or name, Path(sys.executable).parent
-    elif path.suffix == ".py" or path.is_dir():
-        folder = path if path.is_dir() else path.resolve().parent
-        if not path.exists():
-            raise CacheArgumentError(f"there is no file {name}")
-    else:
-        found = name if path.exists() else shutil.which(name)
-        problem = f"{found} cannot run in this process" if found else f"there is no command {name}"
-        programs = "a Python script (its name ends in .py), a console command of this Python, or -m MODULE"
-        raise CacheArgumentError(f"{problem}; give {programs}")
+    folders = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    found = name if is_module or Path(name).exists() else shutil.which(name, path=folders)
+    if found is None:
+        raise CacheArgumentError(f"there is no file and no command {name}")
+    path = Path(found)
+    if not (is_module or path.is_dir() or path.suffix == ".py" or _PYTHON.match(path.read_bytes()[:200])):
+        programs = "a Python script, a console command of this Python, or -m MODULE"
+        raise CacheArgumentError(f"{found} cannot run in this process; give {programs}")
 
     def start() -> None:
-        sys.argv[:] = [first, *arguments]
+        sys.argv[:] = [found, *arguments]
         if not sys.flags.safe_path:
-            sys.path[0] = str(folder)
+            sys.path[0] = str(Path.cwd() if is_module else path if path.is_dir() else path.resolve().parent)
         sys.excepthook = sys.__excepthook__  # typer has put its own hook there
-        if top == "lm_eval":
+        if Path(name.replace("-", "_")).name.partition(".")[0] == "lm_eval":
             import_module("hf_paged_cache.lm_eval")  # makes the models hf-paged and hf-paged-multimodal known
         if is_module:
             runpy.run_module(name, run_name="__main__", alter_sys=True)
-        elif command is not None:
-            sys.exit(command.load()())
         else:
-            runpy.run_path(name, run_name="__main__")
+            runpy.run_path(found, run_name="__main__")
 
     return start
 
 
 def _tell(every: Any, pid: int, stats: Path | None, quiet: bool) -> None:
-    """Say on stderr, and write, what was done; do nothing in a fork, which has the counts of its parent."""
+    """Say on stderr, and write, what was done; a fork, which has the counts of its parent, says nothing."""
     if os.getpid() != pid:
         return
     models = every.counts()

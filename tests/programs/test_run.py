@@ -6,7 +6,6 @@ import atexit
 import json
 import sys
 from collections.abc import Callable
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,7 +37,7 @@ def start(every: EveryGenerate, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     def run(*arguments: str) -> Callable[[], str]:
         done = CliRunner().invoke(app, ["run", *arguments])
         assert isinstance(done.exception, command.ProgramStart), done.output
-        done.exception.start()
+        done.exception.args[0]()
 
         def end() -> str:
             capsys.readouterr()
@@ -73,13 +72,14 @@ def test_a_script_and_a_module_have_their_own_arguments_and_path_and_are_main(
 
 
 def test_a_console_command_runs_in_this_process_and_exits_as_it_does(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module: Any = ModuleType("module_of_a_command")
-    module.main = lambda: 3 if sys.argv[1:] == ["--help"] else 0
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    point = EntryPoint("says-three", "module_of_a_command:main", "console_scripts")
-    monkeypatch.setattr(command, "entry_points", lambda group, name: [point] if name == point.name else [])
+    monkeypatch.setenv("PATH", str(tmp_path))
+    script = tmp_path / "says-three"
+    script.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.exit(3 if sys.argv == [{str(script)!r}, '--help'] else 0)\n"
+    )
+    script.chmod(0o755)
     with pytest.raises(SystemExit) as ended:
         start("says-three", "--help")
     assert ended.value.code == 3
@@ -123,13 +123,14 @@ def test_the_summary_and_the_file_of_stats_say_what_was_done(start: Start, tmp_p
         ([], "Missing argument 'PROGRAM"),
         (["-m"], "Missing argument 'PROGRAM"),
         (["--max_bytes", "4GB", "sh"], "No such option: --max_bytes (Possible options: --max-bytes"),
-        (["no/such.py"], "run: there is no file no/such.py"),
-        (["no-such-command"], "run: there is no command no-such-command"),
+        (["no/such.py"], "run: there is no file and no command no/such.py"),
+        (["no-such-command"], "run: there is no file and no command no-such-command"),
         (["sh"], "/sh cannot run in this process; give a Python script"),
-        (["--max-bytes", "much", "."], "run: --max-bytes is 'much'"),
-        (["--max-bytes", "4", "GB", "."], "run: --max-bytes is 4 without a unit; for gigabytes give 4GB"),
-        (["--cache-salt", "", "."], "run: --cache-salt is empty"),
+        (["--max-bytes", "much", "."], "run: max_bytes is 'much'"),
+        (["--max-bytes", "4", "GB", "."], "run: max_bytes is 4 without a unit; for gigabytes give 4GB"),
+        (["--cache-salt", "", "."], "run: cache_salt is empty"),
         (["--stats", "no/such/folder/file", "."], "No such file or directory: "),
+        (["--stats", __file__, "."], "test_run.py is there already, and would be lost; give --stats another file"),
     ],
 )
 def test_what_cannot_be_run_is_said_and_exits_with_2(
