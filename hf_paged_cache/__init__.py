@@ -31,9 +31,7 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from .every_generate import cache_every_generate
-    from .jobs.job import BatchResult, BatchSummary, generate_all
-    from .jobs.prompts import Prompts, read_prompts
-    from .jobs.workers import WorkersLostError, generate_all_on_ray
+    from .jobs.job import BatchResult, BatchSummary, WorkersLostError, generate_all, generate_all_on_ray
     from .prefix_store import PrefixStore
     from .stats import CacheStats, CallStats, RowStats, TierStats
     from .store.loading import Loaded
@@ -42,14 +40,14 @@ if TYPE_CHECKING:
 # Modules that have all public names; the first two import no torch.
 _HOMES = [".errors", ".stats", ".cache", ".prefix_store", ".ask.explanation", ".ask.model_check", ".ask.prefixes"]
 _HOMES += [".ask.saved_files", ".ask.scoring", ".ask.verification"]
-_HOMES += [".jobs.prompts", ".jobs.job", ".jobs.workers", ".every_generate"]
+_HOMES += [".jobs.job", ".every_generate"]
 
 __all__ = ["PagedPrefixCache", "PrefixStore", "__version__"]
 __all__ += ["CacheStats", "CallStats", "RowStats", "TierStats"]
 __all__ += ["Explanation", "Loaded", "Lookup", "Prefilled", "Saved", "Score", "Verified"]
 __all__ += ["ModelReport", "SavedFileReport", "check_model", "saved_report"]
 __all__ += ["cache_every_generate"]
-__all__ += ["BatchResult", "BatchSummary", "Prompts", "generate_all", "generate_all_on_ray", "read_prompts"]
+__all__ += ["BatchResult", "BatchSummary", "generate_all", "generate_all_on_ray"]
 __all__ += ["BlockStateError", "CacheArgumentError", "CacheBusyError", "ForwardMismatchError", "NotPortableError"]
 __all__ += ["OutOfBlocksError", "PagedCacheError", "SavedBlocksError", "UnsupportedModelError", "WorkersLostError"]
 

@@ -1,7 +1,6 @@
-"""Registers models of lm-evaluation-harness on a prefix cache, when it is imported.
+"""Registers models of lm-evaluation-harness on a prefix cache, when it is imported: `hf-paged`, `hf-paged-multimodal`.
 
-`hf-paged` gives what `hf` gives, and `hf-paged-multimodal` what `hf-multimodal` gives. This module owns the order and
-the batches of requests; tasks, texts, metrics and all arguments are the harness's own.
+They give what `hf` and `hf-multimodal` give. This module owns the order and the batches of requests.
 """
 
 from __future__ import annotations
@@ -35,18 +34,14 @@ Request = tuple[tuple[str, str] | None, list[int], list[int]]  # texts, or None;
 class PagedHFLM(HFLM):  # type: ignore[misc]
     """`PagedHFLM` is the harness's HF model on a prefix cache: what requests have in common is computed once.
 
-    Under `hf-paged-cache run` it uses the program's store of its model; else a store of its own. Batch size "auto"
-    means as many rows as `max_batch_size` and the free memory allow, without trying.
-
-    Args:
-        pretrained: see `HFLM`.
-        options: options of `HFLM`, and of a `PrefixStore`; under `hf-paged-cache run` those of a store are given to
-            `run`. `backend="seq2seq"` is refused. Processes that share the weights of one model and get requests of
-            their own (FSDP) are refused, too: they would run different numbers of forwards.
+    It takes the options of `HFLM` and of a `PrefixStore`. Under `hf-paged-cache run` it uses the program's store of its
+    model, whose options are given to `run`. Batch size "auto" means as many rows as `max_batch_size` and the free
+    memory allow, without trying.
 
     Raises:
         UnsupportedModelError: the model's keys and values cannot be reused; `--model hf` runs it.
-        CacheArgumentError: an option is refused.
+        CacheArgumentError: an option is refused, such as `backend="seq2seq"`, or processes share the weights of one
+            model (FSDP).
     """
 
     def __init__(self, pretrained: Any, **options: Any) -> None:
@@ -54,16 +49,12 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         store_options(**sizes)
         super().__init__(pretrained, **options)
         if self.backend != "causal":
-            raise CacheArgumentError(
-                f"hf-paged is for causal models, and the backend is {self.backend}; use --model hf"
-            )
+            raise CacheArgumentError(f"hf-paged is for causal models: the backend is {self.backend}; use --model hf")
         every = every_generate()
-        cache = None if every is None else every.cache_of(self.model)
-        if cache is not None and sizes:
-            raise CacheArgumentError(
-                f"{', '.join(sizes)} cannot be given here: the store is that of hf-paged-cache run"
-            )
-        self.cache = PagedPrefixCache(self.model, **sizes) if cache is None else cache
+        if every is not None and sizes:
+            given = ", ".join(sizes)
+            raise CacheArgumentError(f"{given} cannot be given here: the store is that of hf-paged-cache run")
+        self.cache = PagedPrefixCache(self.model, **sizes) if every is None else every.cache_of(self.model)
         if self.world_size > 1 and self.cache.store.fingerprint.rank_groups:
             raise CacheArgumentError(
                 "processes share this model's weights and get requests of their own, so each would run another number "
@@ -119,23 +110,17 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
         return int(self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)
 
     def _detect_batch_size(self, requests: Sequence[Any] | None = None, pos: int = 0) -> int:
-        """Return how many rows of the longest prompt a part of the free memory holds, at most `max_batch_size`.
-
-        No batch size is tried.
-        """
-        num_bytes = self.max_length * measure_bytes_per_token(self.model)
-        most: int = self.max_batch_size
-        if num_bytes:
-            most = min(most, int(free_bytes(self.device) // (_OF_FREE_MEMORY * num_bytes)))
-        return max(1, most)
+        """Return how many rows of the longest prompt a part of the free memory holds; none is tried."""
+        num_bytes = max(1, self.max_length * measure_bytes_per_token(self.model))
+        return max(1, min(int(self.max_batch_size), int(free_bytes(self.device) // (_OF_FREE_MEMORY * num_bytes))))
 
 
 @register_model("hf-paged-multimodal")
 class PagedHFMultimodalLM(PagedHFLM, HFMultimodalLM):  # type: ignore[misc]
     """`PagedHFMultimodalLM` is the harness's model for prompts with images on a prefix cache.
 
-    An image, and what stands before it, is computed once. Arguments and errors are those of `PagedHFLM`, with the
-    options of `HFMultimodalLM`, which takes no batch size "auto".
+    Arguments and errors are those of `PagedHFLM`, with the options of `HFMultimodalLM`, which takes no batch size
+    "auto".
     """
 
 

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import CacheArgumentError
-from ..jobs.job import load_and_complete, run_job
+from ..jobs.job import load_and_complete, run_job, run_on_ray
 from ..jobs.options import FLAGS, How, require_names
-from ..jobs.workers import run_on_ray
 from . import command
 from .command import Device, DiskFolder, Dtype, MaxBytes, Revision
 
 ANY_OPTION = {"allow_extra_args": True, "ignore_unknown_options": True}
-INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
+_INTERRUPTED = 130  # the exit code of a command that Ctrl-C has ended
+_OF_A_MODEL = ("*.safetensors", "*.bin", "*config.json", "tokenizer*")  # files; a job may write others beside them
 
 
 def generate(
@@ -64,7 +64,9 @@ def generate(
     how = How(out, column, batch_size, max_new_tokens, seed, overwrite, options=options)
     command.require_model(model, revision, dtype)
     load = partial(_load, how, model, revision, dtype, device)
-    facts = _facts(model, revision, dtype, out)
+    found = (path.stat() for each in _OF_A_MODEL for path in sorted(Path(model).expanduser().glob(each)))
+    files = sha256(repr([(each.st_size, each.st_mtime_ns) for each in found]).encode()).hexdigest()
+    facts = {"model": model, "revision": revision, "dtype": dtype, "model files": files[:16]}
     try:
         if workers is None:
             summary = run_job(partial(load_and_complete, load, how), prompts, how, facts).summary
@@ -74,7 +76,7 @@ def generate(
         again = "the same command without --overwrite" if overwrite else "the same command"
         done = f" What is done is in {out}; {again} resumes." if out.exists() else ""
         print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
-        raise typer.Exit(INTERRUPTED) from None
+        raise typer.Exit(_INTERRUPTED) from None
     print(f"{out}: {summary}")
 
 
@@ -83,42 +85,25 @@ def _load(how: How, *model: str | None) -> Any:
     return command.load_model(*model)
 
 
-def _facts(model: str, revision: str | None, dtype: str | None, out: Path) -> dict[str, Any]:
-    """Return facts by which a model is known again without loading it.
-
-    They are its name and, of a folder, its files with their sizes and times. The job may write into that folder.
-    """
-    written = {out.resolve(), Path(f"{out}.job.json").resolve()}
-    paths = sorted(Path(model).expanduser().glob("*"))
-    found = (path.stat() for path in paths if path.is_file() and path.resolve() not in written)
-    files = sha256(repr([(each.st_size, each.st_mtime_ns) for each in found]).encode()).hexdigest()
-    return {"model": model, "revision": revision, "dtype": dtype, "model files": files[:16]}
-
-
 def options_by_name(arguments: list[str]) -> dict[str, Any]:
-    """Return `--do-sample --top-p 0.9` as the arguments of a call. A value is JSON, or else a text.
-
-    `--no-do-sample` is False.
-
-    Raises:
-        CacheArgumentError: a value has no name, or a name lacks the value that it needs.
+    """Return `--do-sample --top-p 0.9` as the arguments of a call. `--no-do-sample` is False.
 
     Examples:
         >>> options_by_name(["--do-sample", "--top-p", "0.9", "--stop-strings", '["a"]', "--eos-token-id=2"])
         {'do_sample': True, 'top_p': 0.9, 'stop_strings': ['a'], 'eos_token_id': 2}
     """
     options: dict[str, Any] = {}
-    waiting = list(arguments)
+    waiting = [*arguments]
     while waiting:
         given = waiting.pop(0)
         if not given.startswith("--"):
             raise CacheArgumentError(f"{given!r} belongs to no option; see --help")
         name, equals, value = given[2:].partition("=")
         name = name.replace("-", "_")
-        if not equals and waiting and not waiting[0].startswith("--"):
-            value, equals = waiting.pop(0), "="
         if equals:
             options[name] = _value(value)
+        elif waiting and not waiting[0].startswith("--"):
+            options[name] = _value(waiting.pop(0))
         elif name.removeprefix("no_") in FLAGS:
             options[name.removeprefix("no_")] = not name.startswith("no_")
         else:
@@ -127,6 +112,7 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
+    """Return a value that is given as JSON, or as a plain text."""
     try:
         return json.loads(text)
     except ValueError as error:

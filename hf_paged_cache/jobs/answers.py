@@ -10,12 +10,12 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
-from io import FileIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from ..errors import CacheArgumentError
+from .options import How
 from .prompts import Row, RowError
 
 try:
@@ -28,55 +28,46 @@ _ANEW = "give another file, or begin anew with overwrite (--overwrite)"
 
 
 class Answers:
-    """`Answers` is the output of a job. Open it with `with`: no other process has the file meanwhile.
-
-    A file that cannot be written, or is another job's, is refused and stays as it is. One that was not there before is
-    removed again if no row was written.
-
-    Args:
-        job: name -> what the answers depend on. Names are quoted to the user.
+    """`Answers` is the output of a job. A file that cannot be written, or is another job's, is refused and stays as
+    it is. Nothing is written before the first rows are done.
 
     Attributes:
         done: numbers of the rows that are there.
     """
 
-    def __init__(self, path: Path, prompts: object, job: Mapping[str, Any], overwrite: bool) -> None:
-        self._path, self._job_path = path, Path(f"{path}.job.json")
+    def __init__(self, prompts: object, rows: Iterable[Row], how: How, facts: Mapping[str, Any]) -> None:
+        path = self._path = Path(str(how.out))
+        self._job_path = Path(f"{path}.job.json")
+        job = {**facts, "input": digest_of(rows), "column": how.column, "seed": how.seed, **how.generation}
         self._job: dict[str, Any] = json.loads(json.dumps(job, default=str))
         self.done, self._end = set[int](), 0  # `_end`: bytes of whole lines
-        self._was_there, self._has_begun = path.exists(), False
-        if self._was_there and not path.is_file():
+        if path.exists() and not path.is_file():
             raise CacheArgumentError(f"{path} is no regular file; give a file")
-        if self._was_there and isinstance(prompts, str | PathLike) and os.path.samefile(prompts, path):
+        if path.exists() and isinstance(prompts, str | PathLike) and os.path.samefile(prompts, path):
             raise CacheArgumentError(f"{path} holds the prompts themselves, which would be lost; give another file")
-        self._file = _claimed(path)
-        try:
-            if path.stat().st_size and not overwrite:
-                self._require_same_job()
-                self._read()
-        except BaseException:
-            self.__exit__()
-            raise
-
-    def __enter__(self) -> Answers:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        is_empty = not os.fstat(self._file.fileno()).st_size  # else another job has begun and ended since
-        if is_empty and not self._was_there and not self._has_begun:
-            self._path.resolve().unlink(missing_ok=True)  # a link stays
-        self._file.close()
+        if not path.resolve().parent.is_dir():
+            raise CacheArgumentError(f"{path} cannot be written: there is no folder {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise CacheArgumentError(f"{path} cannot be written: you have no permission")
+        self._size = path.stat().st_size if path.exists() else 0
+        if self._size and not how.overwrite:
+            self._require_same_job()
+            self._read()
 
     def add(self, rows: Iterable[Row]) -> None:
         """Write the lines of rows that are done."""
-        if not self._has_begun:
-            self._has_begun = True
-            self._file.truncate(self._end)
+        lines = b"".join(map(json_line, rows))
+        with self._path.open("ab") as file:
+            if fcntl is not None:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            if file.seek(0, os.SEEK_END) != self._size:
+                advice = "start this job again when it has ended, or give another file"
+                raise CacheArgumentError(f"another process is writing {self._path}; {advice}")
             if not self._end:
                 self._job_path.write_text(json.dumps(self._job, indent=1, ensure_ascii=False) + "\n", "utf-8")
-        lines = memoryview(b"".join(map(json_line, rows)))
-        while lines:
-            lines = lines[self._file.write(lines) :]
+            file.truncate(self._end)
+            file.write(lines)
+        self._end = self._size = self._end + len(lines)
 
     def _require_same_job(self) -> None:
         try:
@@ -84,10 +75,9 @@ class Answers:
         except (OSError, ValueError) as error:
             problem = f"{self._path} already exists, and no {self._job_path.name} says of which job it is"
             raise CacheArgumentError(f"{problem}; {_ANEW}") from error
-        names = {**before, **self._job}
         changed = [
             f"{name}: {json.dumps(before.get(name))} then, {json.dumps(self._job.get(name))} now"
-            for name in names
+            for name in {**before, **self._job}
             if before.get(name) != self._job.get(name)
         ]
         if changed:
@@ -106,30 +96,12 @@ class Answers:
                 self._end += len(line)
 
 
-def _claimed(path: Path) -> FileIO:
-    """Open a file to write at its end, and lock it against other processes."""
-    try:
-        file = path.open("ab", buffering=0)
-    except OSError as error:
-        raise CacheArgumentError(f"{path} cannot be written ({error.strerror})") from error
-    try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file.fileno()).st_ino != path.stat().st_ino:  # another process had the file, and has removed it
-            raise BlockingIOError
-    except OSError as error:
-        file.close()
-        raise CacheArgumentError(f"another process is writing {path}; wait for it, or give another file") from error
-    return file
-
-
 def digest_of(rows: Iterable[Row]) -> str:
     """Return hex digits of all that the rows hold; refuse what JSON cannot say, and columns that the job adds."""
     digest = hashlib.sha256()
     for number, row in enumerate(rows):
-        for name in (INDEX, COMPLETION):
-            if name in row:
-                raise RowError(number, f"it has a column {name!r} already, which would be lost: rename it")
+        if held := {INDEX, COMPLETION} & {*row}:
+            raise RowError(number, f"it has a column {held.pop()!r} already, which would be lost: rename it")
         try:
             digest.update(json_line(row))
         except (TypeError, ValueError, RecursionError) as error:

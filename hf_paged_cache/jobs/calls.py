@@ -1,14 +1,14 @@
-"""Runs one batch of a job on the model: pads rows into one `generate`, and cuts its output into completions.
+"""Runs the rows of a job on a model: in batches, each padded into one `generate`, whose output is cut into completions.
 
-A batch for which there is no memory is run in halves. Owns no order and no file.
+A batch for which there is no memory is run in halves.
 """
 
+from __future__ import annotations
+
 import hashlib
+import math
 import time
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +17,18 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 
 from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
-from ..model.identity import sampled_digest
 from ..model.support import unwrapped
-from ..model.trial import input_device
+from ..model.trial import input_device, measure_bytes_per_token
 from ..prefix_store import PrefixStore
-from .options import REPLACED, How, generation_config
-from .prompts import RowError, require_positions
+from ..store.memory_budget import free_bytes
+from .options import REPLACED, How, generation_config, may_pad, refusal
+from .order import Limits, batches, ordered
+from .prompts import Row, RowError, tokenized
 
 Completion = str | list[str]  # several texts if `num_return_sequences` says so
+
+_MOST_ROWS = 64  # with more, a forward's own cost is small beside that of its rows
+_OF_FREE_MEMORY = 4  # rows take at most one part in so many of the free memory; blocks and forwards need the rest
 
 
 class Record(NamedTuple):
@@ -35,65 +39,71 @@ class Record(NamedTuple):
     counts: dict[str, float]
 
 
+def complete(model: Any, tokenizer: Any, cache: Any, how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
+    """Run rows, by their numbers; what can be refused is refused before the first one is done."""
+    calls, numbers = BatchCalls(model, tokenizer, how, cache), [*rows]
+    cache, tokens = calls.cache, tokenized(rows, how.column, tokenizer, calls.model.config, how.max_new_tokens)
+    for number, ids in zip(numbers, tokens, strict=True):
+        if why := cache.store.placeholders.why_no_text(ids):
+            raise RowError(number, f"its prompt {why}")
+    limits = _limits(calls, how, min(map(len, tokens)))
+    for batch in batches(ordered(tokens), limits):
+        yield from calls.run([numbers[at] for at in batch], [tokens[at] for at in batch])
+        last = cache.last_call
+        limits.reads_once = not last.dense and (last.read_once_tokens > 0 or limits.reads_once)
+    cache.reset()
+
+
+def _limits(calls: BatchCalls, how: How, shortest_prompt: int) -> Limits:
+    """Return the limits of batches: those given, or as many prompts as pay and as memory has room for."""
+    model, config, num_prompts = calls.model, calls.config, how.batch_size
+    num_sequences, num_tokens = max(config.num_beams or 1, config.num_return_sequences or 1), math.inf
+    if config.prompt_lookup_num_tokens:
+        if num_prompts not in (None, 1):
+            alone = f"give batch_size=1, not {num_prompts}"
+            raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
+        num_prompts = 1
+    if num_prompts is None:
+        num_prompts = max(1, _MOST_ROWS // num_sequences)
+        free = free_bytes(input_device(model)) / _OF_FREE_MEMORY
+        num_tokens = free / max(1, measure_bytes_per_token(model))
+    return Limits(num_prompts, num_tokens, how.max_new_tokens, num_sequences, may_pad(config, shortest_prompt))
+
+
 class BatchCalls:
     """`BatchCalls` runs batches of one job on a cache, on a new one of a store, or on a new one with the job's options.
 
     The samples of each batch follow from the job's seed and the batch's rows.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, how: How, cache: PagedPrefixCache | PrefixStore | None = None
-    ) -> None:
-        self.config = config = generation_config(unwrapped(model), how.generation)
+    def __init__(self, model: Any, tokenizer: Any, how: How, cache: Any = None) -> None:
+        if not callable(tokenizer):
+            raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's")
+        if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
+            kind = type(cache).__name__
+            raise CacheArgumentError(f"cache is of type {kind}; give a PagedPrefixCache or a PrefixStore of this model")
+        if isinstance(cache, PagedPrefixCache) and how.of_cache:
+            given = " and ".join(how.of_cache)
+            raise CacheArgumentError(f"{given}: of the cache, which is there already; give it to PagedPrefixCache")
         if not isinstance(cache, PagedPrefixCache):
             cache = PagedPrefixCache(model if cache is None else cache, **how.of_cache)
-        self.model: Any = cache.store.model
-        self.cache, self.tokenizer, self._seed = cache, tokenizer, how.seed
+        self.cache, self.model, self._seed = cache, unwrapped(model), how.seed
+        if cache.store.model is not self.model:
+            raise CacheArgumentError("cache is of another model than the one given")
+        self.config = config = generation_config(self.model, how.generation)
+        self._given, self._has_run = how.generation, False
         self._words = getattr(tokenizer, "tokenizer", tokenizer)
         eos, pad = config.eos_token_id, config.pad_token_id
-        self._ends = {eos} if isinstance(eos, int) else set(eos or ())
-        if not isinstance(pad, int) or pad < 0:
-            pad = max(0, min(self._ends, default=0))
-        self._options = {**how.generation, **REPLACED, "pad_token_id": pad}
         self._stop: StopStringCriteria | None = None
-        if config.stop_strings:
-            self._options["tokenizer"] = self._words
-            self._stop = StopStringCriteria(self._words, config.stop_strings)
-
-    def facts(self) -> dict[str, str]:
-        """Return facts by which the model is known again."""
-        return {"model": self.model.config.name_or_path, "weights": sampled_digest(self.model)[:16]}
-
-    def require_room(self, prompts: Mapping[int, Sequence[int]]) -> None:
-        """Refuse prompts for which the model has no positions, or with placeholders of images, which nothing fills."""
-        require_positions(self.model.config, prompts, self._options["max_new_tokens"])
-        for number, tokens in prompts.items():
-            if why := self.cache.store.placeholders.why_no_text(tokens):
-                raise RowError(number, f"its prompt {why}")
-
-    def try_out(self, num_rows: int) -> bool:
-        """Make two short calls on a small cache, and return whether the second one has read once what rows share.
-
-        Options that `generate` does not take are refused so before anything is written.
-        """
-        cache = PagedPrefixCache(self.model, block_size=4, num_blocks=64)
-        cache.store.looks.weighs_launches = False
-        prompts = ([1] * 9, [1] * 8 + [2])[:num_rows]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # warnings of least lengths, which are longer than these calls
-            for _ in range(2):
-                cache.reset()
-                try:
-                    self._generate([0], prompts, cache, max_new_tokens=min(2, self._options["max_new_tokens"]))
-                except torch.OutOfMemoryError:
-                    raise
-                except (
-                    Exception
-                ) as error:  # transformers looks at options where it uses them, and raises whatever comes
-                    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                    said = shorten(said, 300, placeholder=" ...")
-                    raise CacheArgumentError(f"generate cannot run so: {said}") from error
-        return cache.last_call.read_once_tokens > 0 and not cache.last_call.dense
+        try:
+            self._ends = {eos} if isinstance(eos, int) else set(eos or ())
+            if config.stop_strings is not None:
+                self._stop = StopStringCriteria(self._words, config.stop_strings)
+            if not isinstance(pad, int) or pad < 0:
+                pad = max(0, min(self._ends, default=0))
+        except (TypeError, ValueError) as error:
+            raise refusal(self._given, error) from error
+        self._options = {**how.generation, **REPLACED, "pad_token_id": pad, "tokenizer": self._words}
 
     def run(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Iterator[Record]:
         """Yield the completions of rows, in one record, or in several if the rows do not fit into one call."""
@@ -112,7 +122,7 @@ class BatchCalls:
         """Return the completions of rows that fit into one call of `generate`."""
         cache, count = self.cache, self.config.num_return_sequences or 1
         started, num_bypassed = time.perf_counter(), cache.stats().num_bypassed_calls
-        new = self._new_tokens(self._generate(rows, prompts, cache), max(map(len, prompts)))
+        new = self._new_tokens(self._generate(rows, prompts), max(map(len, prompts)))
         texts = [str(self._words.decode(each, skip_special_tokens=True)) for each in new]
         num_tokens = sum(map(len, prompts))
         counts = {
@@ -126,9 +136,7 @@ class BatchCalls:
         of_rows = [texts[start : start + count] for start in range(0, len(texts), count)]
         return Record([*rows], [each if count > 1 else each[0] for each in of_rows], counts)
 
-    def _generate(
-        self, rows: Sequence[int], prompts: Sequence[Sequence[int]], cache: PagedPrefixCache, **options: Any
-    ) -> Tensor:
+    def _generate(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Return what `generate` gives for prompts, padded on the left with a row's own first token.
 
         Nothing attends to padding, but penalties on repeated tokens count it. So padding is a token that the row has
@@ -137,13 +145,20 @@ class BatchCalls:
         longest, device = max(map(len, prompts)), input_device(self.model)
         ids = [[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
         mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        with self._seeded(rows):
-            output: Tensor = self.model.generate(
-                input_ids=torch.tensor(ids, device="cpu").to(device),
-                attention_mask=torch.tensor(mask, device="cpu").to(device),
-                past_key_values=cache,
-                **{**self._options, **options},
-            )
+        inputs = [torch.tensor(each, device="cpu").to(device) for each in (ids, mask)]
+        given = {"input_ids": inputs[0], "attention_mask": inputs[1], "past_key_values": self.cache}
+        seed = hashlib.sha256(f"{self._seed}: {[*rows]}".encode()).digest()[:7]
+        draws = bool(self.config.do_sample)
+        try:
+            with torch.random.fork_rng(range(torch.cuda.device_count()), enabled=draws):  # so torch's own draws go on
+                if draws:
+                    torch.manual_seed(int.from_bytes(seed, "big"))
+                output: Tensor = self.model.generate(**given, **self._options)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # options are looked at where they count
+            if self._has_run or isinstance(error, CacheArgumentError):
+                raise
+            raise refusal(self._given, error) from error
+        self._has_run = True
         return output.cpu()  # waits for the device
 
     def _new_tokens(self, output: Tensor, num_prompt: int) -> list[list[int]]:
@@ -160,14 +175,3 @@ class BatchCalls:
                 is_end = self._stop(ids[:, : num_prompt + length], None).tolist()
                 lengths = [min(length, known) if ends else known for ends, known in zip(is_end, lengths, strict=True)]
         return [row[:length] for row, length in zip(new, lengths, strict=True)]
-
-    @contextmanager
-    def _seeded(self, rows: Sequence[int]) -> Iterator[None]:
-        """Let samples follow from the seed and the rows; afterwards torch continues as if none had been drawn."""
-        if not self.config.do_sample:
-            yield
-            return
-        digest = hashlib.sha256(f"{self._seed}: {[*rows]}".encode()).digest()
-        with torch.random.fork_rng(range(torch.cuda.device_count())):  # manual_seed seeds all of them
-            torch.manual_seed(int.from_bytes(digest[:7], "big"))
-            yield

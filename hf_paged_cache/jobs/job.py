@@ -1,41 +1,41 @@
-"""Runs a job from its prompts to its summary: `generate_all` completes many prompts and computes once what they share.
+"""Completes many prompts, and computes once what they share: `generate_all`, on many machines `generate_all_on_ray`.
 
-It owns what is refused before anything runs. torch is imported where a model is needed.
+With Ray each worker, a task, has a model and a store of its own, and runs a stretch of the order of all prompts. Ray
+Data would give rows to any worker that is free, and hold back a stretch's answers until the last one. torch is imported
+where a model is needed.
 """
 
 from __future__ import annotations
 
-import logging
-import math
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from ..errors import CacheArgumentError
+from ..blocks.arguments import int_of_at_least
+from ..errors import CacheArgumentError, PagedCacheError
 from ..store_options import shows_store_options
 from ..wording import counted
-from .answers import COMPLETION, INDEX, Answers, digest_of
-from .options import How, tokens_seen
-from .order import Limits, batches, ordered
-from .prompts import Row, read_rows, tokenized
+from .answers import COMPLETION, INDEX, Answers
+from .options import How
+from .order import ordered, partition
+from .prompts import Row, prompt_of, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..cache import PagedPrefixCache
     from ..prefix_store import PrefixStore
-    from .calls import BatchCalls, Completion, Record
+    from .calls import Completion, Record
 
-logger = logging.getLogger("hf_paged_cache")
-
+_MOST_DEATHS = 3  # deaths of workers, without a batch done between them
 _SECONDS_BETWEEN_LINES = 30.0  # of progress, if stderr is no terminal
 
 
@@ -51,11 +51,6 @@ class BatchSummary:
         num_batches: number of calls of `generate`.
         num_bypassed: number of prompts in calls that reused and kept nothing, such as under a hook.
         seconds: seconds that the calls took, without loading and tokenizing.
-
-    Examples:
-        >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
-        >>> summary.num_prompts, summary.num_batches
-        (2, 1)
     """
 
     num_prompts: int
@@ -82,17 +77,18 @@ class BatchSummary:
 class BatchResult:
     """`BatchResult` is what `generate_all` returns.
 
-    Attributes:
-        completions: completion of each prompt, in the order given: a text, or a list of texts with
-            `num_return_sequences`. None if they went into a file.
-
-    Examples:
-        >>> len(generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).completions)
-        2
+    Completions are in the order of the prompts, each a text, or a list of texts with `num_return_sequences`. They are
+    None if they went into a file.
     """
 
     completions: list[Completion] | None
     summary: BatchSummary
+
+
+class WorkersLostError(PagedCacheError):
+    """Raised when workers of a batch job die one after another: what is done is in the output, and the same job
+    resumes.
+    """
 
 
 @shows_store_options
@@ -115,8 +111,7 @@ def generate_all(
 
     Prompts run in an order in which what they share is there when it is needed. With greedy search each completion is
     that of a `generate` of its prompt alone; in bf16 and fp16 a batch rounds otherwise than a row, with any cache.
-    Samples are drawn a batch at a time, from `seed` and the batch. If calls reuse and keep nothing, as under a hook, a
-    line in the log says so.
+    Samples are drawn a batch at a time, from `seed` and the batch.
 
     Args:
         prompts: a file (.jsonl, .csv, .parquet); or a list of texts, of chats (lists of messages), or of rows with a
@@ -139,97 +134,172 @@ def generate_all(
         (2, 2)
     """
     how = How(out, column, batch_size, max_new_tokens, seed, overwrite, progress, options)
-    with _calls_on(model, tokenizer, cache, how) as calls:
-        return run_job(partial(complete, calls, how), prompts, how, {} if out is None else calls.facts())
 
-
-@contextmanager
-def _calls_on(model: Any, tokenizer: Any, cache: Any, how: How) -> Iterator[BatchCalls]:
-    """Yield calls on a model of the caller's, which is left as it was."""
-    from ..cache import PagedPrefixCache
     from ..integration.hooks import left_as_it_was
+    from ..model.identity import sampled_digest
     from ..model.support import require_supported, unwrapped
-    from ..prefix_store import PrefixStore
-    from .calls import BatchCalls
+    from .calls import complete
 
-    if not callable(tokenizer):
-        raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's")
-    require_supported(unwrapped(model))
-    if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
-        kind = type(cache).__name__
-        raise CacheArgumentError(f"cache is of type {kind}; give a PagedPrefixCache or a PrefixStore of this model")
-    if isinstance(cache, PagedPrefixCache) and how.of_cache:
-        given = " and ".join(how.of_cache)
-        raise CacheArgumentError(f"{given}: of the cache, which is there already; give it to PagedPrefixCache")
-    with left_as_it_was(unwrapped(model)):
-        calls = BatchCalls(model, tokenizer, how, cache)
-        if calls.model is not unwrapped(model):
-            raise CacheArgumentError("cache is of another model than the one given")
-        try:
-            yield calls
-        finally:
-            calls.cache.reset()
+    inner = unwrapped(model)
+    require_supported(inner)
+    facts = {} if out is None else {"model": inner.config.name_or_path, "weights": sampled_digest(inner)[:16]}
+    with left_as_it_was(inner):
+        return run_job(partial(complete, model, tokenizer, cache, how), prompts, how, facts)
+
+
+@shows_store_options
+def generate_all_on_ray(
+    load: Callable[[], tuple[Any, Any]],
+    prompts: str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row],
+    *,
+    num_workers: int,
+    address: str | None = None,
+    gpus_per_worker: float | None = None,
+    **options: Any,
+) -> BatchResult:
+    """Run `generate_all` on workers of Ray.
+
+    Prompts that share a prefix go to one worker, and a worker that dies is replaced.
+
+    Args:
+        load: function that makes the model and its tokenizer in each worker's process, such as
+            `functools.partial(load_my_model, "name")`; it is pickled.
+        num_workers: number of tasks, each with a model and a store.
+        address: address of a Ray cluster, such as "auto"; None: the cluster to which this process is connected, the one
+            that `RAY_ADDRESS` names, or a new one on this machine.
+        gpus_per_worker: GPUs that Ray counts for a worker; None: 1, or an equal part of a GPU if there are fewer GPUs
+            than workers.
+        options: all other options of `generate_all` but `cache`, by name. A `disk_folder` that all workers reach gives
+            a new worker the prefixes of the others.
+
+    Raises:
+        CacheArgumentError: see `generate_all`; or Ray is not installed. What only a model can tell of a prompt, the
+            prompt's worker refuses.
+        WorkersLostError: three workers died one after another.
+
+    Examples:
+        >>> from functools import partial
+        >>> from hf_paged_cache.cli.demo_model import load_demo_model
+        >>> model.save_pretrained(folder), tokenizer.save_pretrained(folder)
+        (...)
+        >>> load = partial(load_demo_model, folder)
+        >>> len(generate_all_on_ray(load, ["One and one", "One and two"], num_workers=1, max_new_tokens=4).completions)
+        2
+    """
+    own = {each.name: options.pop(each.name) for each in fields(How) if each.name in options}
+    how = How(**own, options=options)
+    if not callable(load) or hasattr(load, "parameters"):
+        kind, such = type(load).__name__, "functools.partial(load_my_model, 'name')"
+        raise CacheArgumentError(f"load is a {kind}; give a function that returns model and tokenizer, such as {such}")
+    return run_on_ray(load, prompts, how, {}, num_workers, address, gpus_per_worker)
 
 
 def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
-    """Load a model and do `complete` on it."""
+    """Load a model and complete rows on it."""
     loaded = load()
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         kind = type(loaded).__name__
         raise CacheArgumentError(f"load returned {kind}; it is to return a model and its tokenizer")
-
-    from .calls import BatchCalls
-
     model, tokenizer = loaded
-    yield from complete(BatchCalls(model, tokenizer, how), how, rows)
 
+    from .calls import complete
 
-def complete(calls: BatchCalls, how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
-    """Run rows, by their numbers; what can be refused is refused before the first one runs."""
-    numbers, config = [*rows], calls.config
-    tokens = [*tokenized(rows, how.column, calls.tokenizer)]
-    calls.require_room(dict(zip(numbers, tokens, strict=True)))
-    batch_size = 1 if config.prompt_lookup_num_tokens else how.batch_size
-    if how.batch_size not in (None, batch_size):
-        alone = f"give batch_size=1, not {how.batch_size}"
-        raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
-    reads_once = calls.try_out(1 if batch_size == 1 else 2)
-    num_sequences = max(config.num_beams or 1, config.num_return_sequences or 1)
-    limits = Limits(batch_size or 1, math.inf, how.max_new_tokens, num_sequences, tokens_seen(config))
-    if batch_size is None:
-        limits = limits.that_pay(max(map(len, tokens)), reads_once)
-    for batch in batches(ordered(tokens), limits):
-        yield from calls.run([numbers[at] for at in batch], [tokens[at] for at in batch])
+    yield from complete(model, tokenizer, None, how, rows)
 
 
 def run_job(
-    records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How, facts: Mapping[str, str]
+    records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How, facts: Mapping[str, Any]
 ) -> BatchResult:
     """Run a job on a function that makes records of rows; the facts are those by which the model is known again."""
     rows = read_rows(prompts, how.column)
-    with ExitStack() as stack:
-        answers, done = None, set[int]()
-        if how.out is not None:
-            job = {**facts, "input": digest_of(rows), "column": how.column, "seed": how.seed, **how.generation}
-            answers = stack.enter_context(Answers(Path(how.out), prompts, job, how.overwrite))
-            done = answers.done
-        left = {number: row for number, row in enumerate(rows) if number not in done}
-        counts, completions = Counter[str](), dict[int, Any]()
-        seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
-        shown = {"unit": "prompt", "delay": 1e-3, "mininterval": seconds, "disable": how.progress is False}
-        bar = stack.enter_context(
-            tqdm(total=len(rows), initial=len(done), **shown)
-        )  # after a delay, so not of a refusal
+    answers = None if how.out is None else Answers(prompts, rows, how, facts)
+    done = set[int]() if answers is None else answers.done
+    left = {number: row for number, row in enumerate(rows) if number not in done}
+    counts, completions = Counter[str](), dict[int, Any]()
+    seconds = 0.1 if sys.stderr.isatty() else _SECONDS_BETWEEN_LINES
+    shown = {"unit": "prompt", "mininterval": seconds, "disable": how.progress is False}
+    with tqdm(total=len(rows), initial=len(done), delay=1e-3, **shown) as bar:  # after a delay, so not of a refusal
         for record in records(left) if left else ():
             completed = dict(zip(record.rows, record.completions, strict=True))
-            if answers:
-                answers.add({INDEX: number, **left[number], COMPLETION: each} for number, each in completed.items())
-            else:
+            if answers is None:
                 completions |= completed
-            if record.counts["num_bypassed"] and not counts["num_bypassed"]:
-                logger.warning("PagedPrefixCache: a batch reused and kept nothing: cache.last_call says why")
+            else:
+                answers.add({INDEX: number, **left[number], COMPLETION: each} for number, each in completed.items())
             counts.update(record.counts)
             bar.set_postfix_str(f"{counts['reused_tokens'] / counts['prompt_tokens']:.0%} reused", refresh=False)
             bar.update(len(record.rows))
-        summary = BatchSummary(len(rows), len(done), **counts)
-        return BatchResult(None if answers else [completions[number] for number in range(len(rows))], summary)
+    summary = BatchSummary(len(rows), len(done), **counts)
+    return BatchResult([completions[number] for number in range(len(rows))] if answers is None else None, summary)
+
+
+def run_on_ray(
+    load: Any,
+    prompts: Any,
+    how: How,
+    facts: Mapping[str, Any],
+    num_workers: int,
+    address: str | None,
+    gpus: float | None = None,
+) -> BatchResult:
+    """Run a job on a cluster of Ray that is there, or on one that begins here and ends with the job."""
+    int_of_at_least("num_workers", num_workers, 1, "workers")
+    if find_spec("ray") is None:
+        raise CacheArgumentError("workers need Ray: pip install ray, or '.[ray]'")
+    import ray
+
+    def records(rows: Mapping[int, Row]) -> Iterator[Record]:
+        begins = not ray.is_initialized()
+        if begins:
+            ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
+        try:
+            num_gpus = ray.cluster_resources().get("GPU", 0)  # type: ignore[no-untyped-call]
+            each = min(1.0, num_gpus / num_workers // 0.01 / 100) if gpus is None else gpus
+            task: Any = ray.remote(load_and_complete).options(num_gpus=each, num_returns="streaming", max_retries=0)
+            yield from _records(partial(task.remote, load, how), _stretches(rows, how, num_workers))
+        finally:
+            if begins:
+                ray.shutdown()
+
+    return run_job(records, prompts, how, facts)
+
+
+def _stretches(rows: Mapping[int, Row], how: How, num_workers: int) -> list[dict[int, Row]]:
+    """Return the rows of each worker: stretches of the order of all prompts, in which letters stand for tokens."""
+    numbers = [*rows]
+    prompts = [prompt_of(row, number, how.column) for number, row in rows.items()]
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in prompts]
+    parts = partition(ordered([[*map(ord, text)] for text in texts]), num_workers, how.max_new_tokens)
+    return [{numbers[at]: rows[numbers[at]] for at in part} for part in parts if part]
+
+
+def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict[int, Row]]) -> Iterator[Record]:
+    """Run stretches, and yield what is done as it comes. What a worker that died has left, another one runs."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    running: dict[Any, dict[int, Row]] = {start(rows): rows for rows in stretches}
+    num_deaths = 0
+    try:
+        while running:
+            ready: Any = ray.wait([*running], num_returns=1)[0][0]
+            left = running.pop(ready)
+            try:
+                record: Record = ray.get(next(ready))
+            except StopIteration:
+                continue
+            except RayTaskError as error:  # the worker's own error
+                raise (error.cause if isinstance(error.cause, PagedCacheError) else error) from None
+            except RayError as error:  # the worker has died: by itself, for want of memory, or with its machine
+                num_deaths += 1
+                if num_deaths == _MOST_DEATHS:
+                    said = f"{num_deaths} workers died one after another ({str(error).strip().splitlines()[0]})"
+                    raise WorkersLostError(f"{said}; give smaller batches, or a machine with more memory") from error
+                running[start(left)] = left
+                continue
+            running[ready], num_deaths = left, 0
+            for number in record.rows:
+                del left[number]
+            yield record
+    finally:
+        for each in running:  # tasks that still run where one has failed
+            ray.cancel(each)

@@ -1,12 +1,10 @@
 """Owns what a batch job may be told: its own options, its cache's, those of `generate`, and which of these see padding.
 
-Attention never sees padding. An option that reads tokens does: rows in which it would read padding run in batches of
-rows of one length.
+Attention never sees padding. An option that reads tokens may: where it would, only prompts of one length share a batch.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -16,29 +14,22 @@ from typing import TYPE_CHECKING, Any
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError
 from ..store_options import StoreOptions, given_sizes, store_options
+from ..wording import brief
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-ALL = sys.maxsize  # as a number of tokens before the next one that an option reads: all tokens
-
 _OUTPUTS = ("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states")
+# Settings that a model may have saved and that the job replaces, so that completions come as token ids from its own
+# cache, on any machine the same.
+REPLACED = {**dict.fromkeys(_OUTPUTS, False), "use_cache": True, "cache_implementation": None, "max_time": None}
 _REFUSED = {  # option -> why a job does not take it
     "max_length": "it counts a row's padding, too; give max_new_tokens",
     "min_length": "it counts a row's padding, too; give min_new_tokens",
-    "max_time": "a completion would depend on how fast the machine is; give max_new_tokens",
     "cache_salt": "give cache=PagedPrefixCache(model, cache_salt=...)",
-    **dict.fromkeys(("use_cache", "cache_implementation", "cache_config"), "the job runs on a cache of its own"),
-    "continuous_batching_config": "it is of another way to generate, generate_batch",
-    **dict.fromkeys(_OUTPUTS, "the job keeps completions alone"),
+    **dict.fromkeys((*REPLACED, "cache_config", "continuous_batching_config"), "the job sets it itself"),
 }
-# Settings that a model may have saved and that the job replaces, so that completions come as token ids from its own
-# cache.
-REPLACED = {**dict.fromkeys(_OUTPUTS, False), "use_cache": True, "cache_implementation": None, "max_time": None}
-FLAGS = (
-    *("do_sample", "renormalize_logits", "remove_invalid_values", "token_healing", "disable_compile", "is_assistant"),
-    *("use_mtp", "low_memory"),
-)
+FLAGS = ("do_sample", "renormalize_logits", "remove_invalid_values", "token_healing", "disable_compile")
 # Options that read no tokens before the next one, or read only which tokens there are, not where.
 _SEE_NO_PADDING = {
     *("max_new_tokens", "min_new_tokens", "max_length", "do_sample", "num_beams", "num_return_sequences"),
@@ -46,13 +37,9 @@ _SEE_NO_PADDING = {
     *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
     *("renormalize_logits", "remove_invalid_values", "suppress_tokens", "begin_suppress_tokens"),
     *("exponential_decay_length_penalty", "bos_token_id", "eos_token_id", "pad_token_id", "disable_compile"),
-    # options of drafts, which another option turns on
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("max_matching_ngram_size", "assistant_lookbehind", "target_lookbehind"),
-    "stop_strings",  # stop strings have a length
+    "stop_strings",  # unless a prompt is shorter
     *REPLACED,
 }
-_OFF = {"num_beam_groups": 1, "guidance_scale": 1.0}  # values that change nothing, besides false values
 
 
 @dataclass(frozen=True)
@@ -80,6 +67,8 @@ class How:
         for name, value in {"overwrite": self.overwrite, "progress": self.progress, **self.options}.items():
             if name in ("overwrite", "progress", *FLAGS) and not isinstance(value, bool | None):
                 raise CacheArgumentError(f"{name} is {value!r}; give True or False")
+            if name.endswith("_config") and isinstance(value, str | int | float | list):
+                raise CacheArgumentError(f'{name} is {value!r}; give its settings by name, such as {{"bias": 2.5}}')
         store_options(**self.of_cache)
 
     @property
@@ -120,31 +109,32 @@ def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfi
         config = GenerationConfig.from_dict({**model.generation_config.to_dict(), **options, **REPLACED})
         config.validate()
     except (ValueError, TypeError, AttributeError) as error:
-        raise CacheArgumentError(f"generate cannot run so: {error}") from error
-    stop, end = config.stop_strings, config.eos_token_id
-    texts = stop if isinstance(stop, list | tuple) else [stop]
-    if stop is not None and not (texts and all(isinstance(each, str) and each for each in texts)):
-        raise CacheArgumentError(f"stop_strings is {stop!r}; give a text, or a list of texts")
-    if not all(isinstance(each, int | None) for each in (end if isinstance(end, list) else [end])):
-        raise CacheArgumentError(f"eos_token_id is {end!r}; give a token id, or a list of them")
+        raise refusal(options, error) from error
     return config
 
 
-def tokens_seen(config: GenerationConfig) -> int:
-    """Return the most tokens before the next one that any option reads: a prompt of fewer tokens is not to be padded.
+def refusal(options: Mapping[str, Any], error: Exception) -> CacheArgumentError:
+    """Return the error for options with which `generate` raises an error of its own."""
+    given = ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "max_new_tokens")
+    return CacheArgumentError(f"generate cannot run with {given or 'its options'} ({brief(error)})")
+
+
+def may_pad(config: GenerationConfig, shortest_prompt: int) -> bool:
+    """Return whether no option would read padding; the shortest prompt has so many tokens.
 
     Examples:
         >>> from transformers import GenerationConfig
-        >>> tokens_seen(GenerationConfig(top_k=5)), tokens_seen(GenerationConfig(stop_strings=["\\n\\n", "end"]))
-        (0, 3)
-        >>> tokens_seen(GenerationConfig(no_repeat_ngram_size=2)) == ALL
-        True
+        >>> may_pad(GenerationConfig(top_k=5), 1), may_pad(GenerationConfig(no_repeat_ngram_size=2), 99)
+        (True, False)
+        >>> stops = GenerationConfig(stop_strings=["\\n\\n", "end"])
+        >>> may_pad(stops, 2), may_pad(stops, 3)
+        (False, True)
     """
-    given = {name for name, value in config.to_diff_dict().items() if value and value != _OFF.get(name)}
-    if given & (_known_names() - _SEE_NO_PADDING):  # any other name is a model's own
-        return ALL
+    given = {name for name, value in config.to_diff_dict().items() if value}
     stop = config.stop_strings or ()
-    return max(map(len, [stop] if isinstance(stop, str) else stop), default=0)  # a token is at least a letter
+    longest_stop = max(map(len, [stop] if isinstance(stop, str) else stop), default=0)  # a token is at least a letter
+    seeing = given & (_known_names() - _SEE_NO_PADDING)  # any other name is a model's own
+    return not seeing and shortest_prompt >= longest_stop
 
 
 def _known_names() -> set[str]:

@@ -1,9 +1,9 @@
-"""Decides in which order prompts run, on which worker and in which batches. It looks at token ids alone.
+"""Decides in which order prompts run, on which worker and in which batches, by their token ids alone.
 
 What a prompt has in common with any other one is its *shared prefix*. Prompts of one shared prefix run side by side,
 the longest first, and those of longer prefixes that begin with it right after them. So a prefix is computed once and
-used from its first prompt to its last without another one in between: even a pool that holds few prefixes has it. Rows
-of a batch are padded to the longest, so prompts of about one length are best side by side.
+used from its first prompt to its last without another one in between. Rows of a batch are padded to the longest, so
+prompts of about one length are best side by side.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-_NUM_UNSHARED = 8  # number of prompts that may be in memory together even if they share nothing
 _STEP = 16  # tokens, as a block has them by default: fewer are not shared
 _BATCH_COST = 64  # cost of a forward, in tokens
 
@@ -43,25 +43,16 @@ def ordered(prompts: Sequence[Sequence[int]], step: int = _STEP) -> list[Ordered
         shared[other] = max(shared[other], common, key=len)
     order, before = [], b""
     for number in sorted(range(len(keys)), key=lambda number: (shared[number], -len(keys[number]))):
-        num_known = _num_tokens(_common(shared[number], before, step))
-        num_tokens = len(prompts[number])
-        order.append(
-            OrderedPrompt(number, num_tokens, num_tokens - _num_tokens(shared[number]), num_tokens - num_known)
-        )
+        num_known, num_shared = _num_tokens(_common(shared[number], before, step)), _num_tokens(shared[number])
+        length = len(prompts[number])
+        order.append(OrderedPrompt(number, length, length - num_shared, length - num_known))
         before = shared[number]
     return order
 
 
-def num_shared_tokens(prompts: Iterable[Sequence[int]], *, block_size: int = 16) -> int:
-    """Return the number of tokens that another of these prompts begins with, too, in whole blocks."""
-    keys = sorted(array("i", tokens).tobytes() for tokens in prompts)
-    return sum(_num_tokens(_common(one, other, block_size)) for one, other in pairwise(keys))
-
-
 def _common(one: bytes, other: bytes, step: int) -> bytes:
     """Return what both begin with, in whole steps of so many tokens."""
-    num_bytes = step * array("i").itemsize
-    end = 0
+    num_bytes, end = step * array("i").itemsize, 0
     while one[end : end + num_bytes] == other[end : end + num_bytes] and end + num_bytes <= len(one):
         end += num_bytes
     return one[:end]
@@ -85,24 +76,16 @@ def partition(order: Sequence[OrderedPrompt], num_workers: int, num_new_tokens: 
     return workers
 
 
-class Limits(NamedTuple):
-    """`Limits` says where a batch is cut."""
+@dataclass
+class Limits:
+    """`Limits` says where a batch is cut. It may change between two batches."""
 
     num_prompts: int  # most prompts
-    num_tokens: float = math.inf  # most tokens in memory, if there are several prompts; what they share counts once
+    num_tokens: float = math.inf  # most tokens in memory, if there are several prompts
     num_new_tokens: int = 1  # of a sequence
     num_sequences: int = 1  # of each prompt: beams, or samples
-    least_padded: int = 0  # prompts of fewer tokens share a batch with prompts of their own length alone
-
-    def that_pay(self, longest_prompt: int, reads_once: bool) -> Limits:
-        """Return limits with which a forward's own cost is small beside that of its rows.
-
-        A batch takes at most the memory of 8 prompts that share nothing. Where rows read once what they share, another
-        row takes only what it does not share.
-        """
-        most = max(_NUM_UNSHARED, _BATCH_COST // self.num_sequences) if reads_once else _NUM_UNSHARED
-        num_tokens = _NUM_UNSHARED * (longest_prompt + self.num_sequences * self.num_new_tokens)
-        return self._replace(num_prompts=most, num_tokens=num_tokens)
+    pads: bool = True  # prompts of several lengths share a batch
+    reads_once: bool = False  # memory holds once what rows share
 
 
 def batches(order: Iterable[OrderedPrompt], limits: Limits) -> Iterator[list[int]]:
@@ -125,13 +108,13 @@ def batches(order: Iterable[OrderedPrompt], limits: Limits) -> Iterator[list[int
 
 def _may_join(each: OrderedPrompt, batch: list[OrderedPrompt], limits: Limits) -> bool:
     """Return whether a prompt joins a batch, which computes the longest remainder of its rows in every row."""
-    first, *others = rows = [*batch, each]
-    lengths = [one.num_tokens for one in rows]
-    if len(rows) > limits.num_prompts or min(lengths) < min(max(lengths), limits.least_padded):
+    num_rows, lengths = len(batch) + 1, [one.num_tokens for one in (*batch, each)]
+    if num_rows > limits.num_prompts or not (limits.pads or lengths[0] == lengths[-1]):
         return False
-    num_new = len(rows) * limits.num_sequences * limits.num_new_tokens
-    if first.num_tokens + sum(one.num_computed for one in others) + num_new > limits.num_tokens:
-        return False
+    num_held = num_rows * limits.num_sequences * (max(lengths) + limits.num_new_tokens)
+    if limits.reads_once:
+        num_own = lengths[0] + sum(one.num_computed for one in batch[1:]) + each.num_computed
+        num_held = num_own + num_rows * limits.num_sequences * limits.num_new_tokens
     longest = max(one.remainder for one in batch)
     cost_apart = longest * len(batch) + each.remainder + _BATCH_COST * limits.num_new_tokens
-    return max(longest, each.remainder) * len(rows) <= cost_apart
+    return num_held <= limits.num_tokens and max(longest, each.remainder) * num_rows <= cost_apart

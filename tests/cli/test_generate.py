@@ -99,7 +99,7 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stderr, again.stdout) == (0, "", f"{out}: done already: 4 prompts\n")
     for option, said in {
-        "--num-beams=2": "--num-beams: null then, 2 now",
+        "--num-beams=2": "num_beams: null then, 2 now",
         "--dtype=bfloat16": 'dtype: null then, "bfloat16" now',
         "--seed=3": "seed: 0 then, 3 now",
     }.items():
@@ -166,22 +166,22 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["--column", "question"],
         "row 0, counted from 0: it has no column 'question'; there are 'text', 'n': mend it, or name another",
     ),
-    (["--batchsize", "4"], "batchsize is no option of generate that a job takes; did you mean --batch-size?"),
-    (["--batch_size", "4"], "--batch-size is no option of generate that a job takes"),
+    (["--batchsize", "4"], "batchsize is no option of generate that a job takes; did you mean batch_size?"),
+    (["--batch_size", "4"], "batch_size is no option of generate that a job takes"),
     (["--temprature=0.5"], "temprature is no option of generate that a job takes; did you mean temperature?"),
     (["--cache", "3"], "cache is no option of generate"),
     (["--progress", "false"], "progress is no option of generate"),
     (["--progress"], "--progress needs a value after it"),
-    (["--max-byte", "4GB"], "did you mean --max-bytes?"),
+    (["--max-byte", "4GB"], "did you mean max_bytes?"),
     (
         ["--max-bytes", "4 gigs"],
-        "--max-bytes is '4 gigs'; give a number of bytes, or one with a unit: '512MB' or '4GB'",
+        "max_bytes is '4 gigs'; give a number of bytes, or one with a unit: '512MB' or '4GB'",
     ),
-    (["--max-bytes", "0"], "--max-bytes is '0'; it must be 1 or more bytes"),
-    (["--max-bytes", "1GB", "--num-blocks", "9"], "give --num-blocks or --max-bytes, not both"),
-    (["--host-bytes", "-1"], "--host-bytes is -1"),
-    (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
-    (["--disk-folder", ""], "--disk-folder is ''; give a folder's path"),
+    (["--max-bytes", "0"], "max_bytes is '0'; it must be 1 or more bytes"),
+    (["--max-bytes", "1GB", "--num-blocks", "9"], "give num_blocks or max_bytes, not both"),
+    (["--host-bytes", "-1"], "host_bytes is -1"),
+    (["--disk-bytes", "1GB"], "disk_bytes is 1GB without disk_folder"),
+    (["--disk-folder", ""], "disk_folder is ''; give a folder's path"),
     (
         ["--dtype", "int4"],
         "there is no dtype int4; give fp32, bf16 or fp16, or leave it out: a quantized model",
@@ -189,13 +189,17 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["--model", "./no-model"], "there is no folder ./no-model"),
     (["--model", "."], "holds no config.json, so no model"),
     (["--stop-strings", '["a"'], '["a" is no JSON ('),
+    (["--watermarking-config", "x"], """watermarking_config is 'x'; give its settings by name, such as {"bias"""),
     (["stray"], "'stray' belongs to no option"),
     (["--num-beams"], "--num-beams needs a value after it"),
-    (["--max-length", "10"], "--max-length is not an option here: "),
-    (["--do-sample", "no"], "--do-sample is 'no'; give True or False"),
+    (["--max-length", "10"], "max_length is not an option here: "),
+    (["--do-sample", "no"], "do_sample is 'no'; give True or False"),
     (["--stop-strings", r"\n\n"], r"\n\n is no JSON ("),
     (["--address", "auto"], "give --workers, too"),
-    (["--out", "no/such/folder/out.jsonl"], "no/such/folder/out.jsonl cannot be written (No such file or directory)"),
+    (
+        ["--out", "no/such/folder/out.jsonl"],
+        "no/such/folder/out.jsonl cannot be written: there is no folder",
+    ),
 ]
 
 
@@ -216,9 +220,12 @@ def test_a_mistake_is_one_line_before_a_model_is_loaded(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--num-beams", "0"], "--num-beams is 0; it must be an int, 1 or more"),
-        (["--num-beams", "2", "--num-return-sequences", "x"], "--num-return-sequences is 'x'; it must be an int"),
-        (["--do-sample", "--temperature", "-1"], "`--temperature` (=-1) has to be"),
+        (["--num-beams", "0"], "num_beams is 0; it must be an int, 1 or more"),
+        (["--num-beams", "2", "--num-return-sequences", "x"], "num_return_sequences is 'x'; it must be an int"),
+        (
+            ["--do-sample", "--temperature", "-1"],
+            "generate cannot run with do_sample=True, temperature=-1 (ValueError: ",
+        ),
     ],
 )
 def test_a_value_that_generate_cannot_take_is_refused_by_its_name(

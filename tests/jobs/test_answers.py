@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from hf_paged_cache import CacheArgumentError
-from hf_paged_cache.jobs import answers
 from hf_paged_cache.jobs.calls import BatchCalls
 
 from ..tiny_models import CHARACTERS, build, character_tokenizer, tiny
@@ -62,21 +61,6 @@ def test_each_row_comes_as_it_was_with_its_index_and_its_completion(
         {"index": number, **row, "completion": alone(model, tokenizer, row["text"])} for number, row in enumerate(ROWS)
     ]
     assert {each.name for each in tmp_path.iterdir()} <= {path.name, "out.jsonl", "out.jsonl.job.json"}
-
-
-def test_what_another_process_writes_before_a_file_is_claimed_stays(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    claimed, out = answers._claimed, tmp_path / "out.jsonl"
-
-    def claimed_after_another(path: Path) -> Any:
-        monkeypatch.setattr(answers, "_claimed", claimed)
-        run(tiny("llama"), tokenizer, ["a", "b"], out=path)
-        return claimed(path)
-
-    monkeypatch.setattr(answers, "_claimed", claimed_after_another)
-    assert run(tiny("llama"), tokenizer, ["a", "b"], out=out).summary.num_done_before == 2
-    assert len(written(out)) == 2
 
 
 def test_a_link_to_an_output_stays_when_a_job_is_refused(tokenizer: Any, tmp_path: Path) -> None:
@@ -201,18 +185,21 @@ def test_a_line_that_is_no_answer_is_named_and_a_row_that_was_removed_runs_again
 
 
 @pytest.mark.parametrize("overwrite", [True, False])
-def test_a_second_process_is_refused_while_one_writes(overwrite: bool, tokenizer: Any, tmp_path: Path) -> None:
-    out, model, tries = tmp_path / "out.jsonl", build("llama"), []
+def test_of_two_processes_that_write_one_file_one_is_refused_and_each_row_is_there_once(
+    overwrite: bool, half_done: Path, tokenizer: Any
+) -> None:
+    model, before, others = build("llama"), written(half_done), []
 
-    def try_it(*_: Any) -> None:
-        with pytest.raises(CacheArgumentError, match=r"another process is writing .*out\.jsonl; wait for it"):
-            run(tiny("llama"), tokenizer, out=out, overwrite=overwrite)
-        tries.append(out.read_bytes())
+    def finish_it(*_: Any) -> None:
+        if not others:
+            others.append(half_done.read_bytes())
+            run(tiny("llama"), tokenizer, out=half_done)
 
-    model.register_forward_pre_hook(try_it)
-    run(model, tokenizer, PROMPTS[:4], out=out, trust_hooks=True, batch_size=2)
-    assert len({*tries}) == 2
-    assert [row["prompt"] for row in written(out)] == PROMPTS[:4]
+    model.register_forward_pre_hook(finish_it)
+    with pytest.raises(CacheArgumentError, match=r"another process is writing .*out\.jsonl; start this job again when"):
+        run(model, tokenizer, out=half_done, trust_hooks=True, overwrite=overwrite)
+    assert [row["prompt"] for row in written(half_done)] == PROMPTS
+    assert [row for row in written(half_done) if row in before] == before
 
 
 @pytest.mark.parametrize("how", ["itself", "symbolic link", "hard link", "pipe"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,23 +49,20 @@ def cost(cut: Sequence[Sequence[OrderedPrompt]], num_new: int) -> int:
     return sum(64 * num_new + len(rows) * max(each.remainder for each in rows) for rows in cut)
 
 
-def is_padded_too_short(rows: Sequence[OrderedPrompt], least_padded: int) -> bool:
-    longest = max(each.num_tokens for each in rows)
-    return any(each.num_tokens < min(longest, least_padded) for each in rows)
-
-
-def is_too_large(rows: Sequence[OrderedPrompt], num_tokens: float, num_new: int) -> bool:
+def num_held(rows: Sequence[OrderedPrompt], num_sequences: int, num_new: int, reads_once: bool) -> int:
     first, *others = rows
-    return (
-        bool(others) and first.num_tokens + sum(each.num_computed for each in others) + len(rows) * num_new > num_tokens
-    )
+    if reads_once:
+        own = first.num_tokens + sum(each.num_computed for each in others)
+        return own + len(rows) * num_sequences * num_new
+    return len(rows) * num_sequences * (max(each.num_tokens for each in rows) + num_new)
 
 
 @given(
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 4)), max_size=9),
     st.integers(1, 4),
     st.integers(1, 3),
-    st.integers(0, 6),
+    st.booleans(),
+    st.booleans(),
     st.sampled_from([0, 3, 100, 500, math.inf]),
     st.integers(1, 2),
 )
@@ -74,26 +70,27 @@ def test_batches_heed_every_limit_and_cost_no_more_than_a_batch_for_each_prompt(
     sizes: list[tuple[int, int]],
     batch_size: int,
     num_new: int,
-    least_padded: int,
+    pads: bool,
+    reads_once: bool,
     num_tokens: float,
     num_sequences: int,
 ) -> None:
     order = [OrderedPrompt(n, tokens, remainder, remainder) for n, (remainder, tokens) in enumerate(sizes)]
-    limits = Limits(batch_size, num_tokens, num_new, num_sequences, least_padded)
+    limits = Limits(batch_size, num_tokens, num_new, num_sequences, pads, reads_once)
     cut = [[order[number] for number in rows] for rows in batches(order, limits)]
     assert [each for rows in cut for each in rows] == order
     assert all(1 <= len(rows) <= batch_size for rows in cut)
-    assert not any(is_padded_too_short(rows, least_padded) for rows in cut)
-    assert not any(is_too_large(rows, num_tokens, num_sequences * num_new) for rows in cut)
+    assert pads or all(len({each.num_tokens for each in rows}) == 1 for rows in cut)
+    assert all(len(rows) == 1 or num_held(rows, num_sequences, num_new, reads_once) <= num_tokens for rows in cut)
     assert cost(cut, num_new) <= cost([[each] for each in order], num_new)
 
 
-@pytest.mark.parametrize(
-    ("num_shared", "num_sequences", "num_batches"), [(1024, 1, 2), (0, 1, 13), (1024, 8, 13), (64, 1, 5)]
-)
-def test_batches_grow_with_what_their_prompts_share(num_shared: int, num_sequences: int, num_batches: int) -> None:
-    prompts = [[1] * num_shared + [2 + number] * (16 if num_shared else 1040) for number in range(100)]
-    order, limits = ordered(prompts), Limits(1, num_new_tokens=16, num_sequences=num_sequences)
-    longest = max(map(len, prompts))
-    assert len([*batches(order, limits.that_pay(longest, reads_once=True))]) == num_batches
-    assert len([*batches(order, limits.that_pay(longest, reads_once=False))]) == 13
+def test_a_batch_grows_with_what_its_prompts_share_once_that_is_read_once() -> None:
+    prompts = [[1] * 1024 + [2 + number] * 16 for number in range(100)]
+    limits = Limits(64, num_tokens=8 * 1056, num_new_tokens=16)
+    assert [len(rows) for rows in batches(ordered(prompts), limits)] == [8] * 12 + [4]
+    sizes = []
+    for rows in batches(ordered(prompts), limits):
+        sizes.append(len(rows))
+        limits.reads_once = True
+    assert sizes == [8, 64, 28]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_paged_cache.jobs.order import num_shared_tokens, ordered, partition
+from hf_paged_cache.jobs.order import ordered, partition
 
 PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=40)
 
@@ -16,8 +16,7 @@ def place(prompts: list[list[int]], num_workers: int, num_new_tokens: int = 1) -
 
 def computed(prompts: list[list[int]], numbers: list[int]) -> int:
     """Tokens that a worker computes whose pool holds all of them."""
-    own = [prompts[number] for number in numbers]
-    return sum(map(len, own)) - num_shared_tokens(own, block_size=1)
+    return len({tuple(prompts[number][: n + 1]) for number in numbers for n in range(len(prompts[number]))})
 
 
 @given(PROMPTS, st.integers(1, 6))

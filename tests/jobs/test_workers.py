@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from hf_paged_cache import CacheArgumentError, WorkersLostError, generate_all, generate_all_on_ray
 from hf_paged_cache.cli.commands import app
-from hf_paged_cache.jobs import workers as module
+from hf_paged_cache.jobs import job as module
 from hf_paged_cache.jobs.options import How
 
 ray = pytest.importorskip("ray")
