@@ -50,8 +50,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache.cli.demo import QUESTIONS, SHOTS
 from hf_paged_cache.cli.demo_model import DEMO_MODEL
-from hf_paged_cache.cli.questions import QUESTIONS, SHOTS
 
 ROOT = Path(__file__).parents[1]
 BLOCK_SIZE = 16

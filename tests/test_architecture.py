@@ -55,9 +55,8 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "jobs.calls",
     "jobs.job",
     "jobs.options",
-    "jobs.prompts",
     "cli.demo_model",
-    "cli.comparing",
+    "cli.bench",
     "cli.doctor",
     "cli.command",
     "integration.chunked_prompt",
@@ -73,7 +72,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
 }
 WITHOUT_TORCH = {
     *("errors", "stats", "locks", "wording", "blocks", "__init__", "__main__"),
-    *("jobs.order", "jobs.options", "jobs.prompts", "jobs.answers", "jobs.job", "jobs.workers"),
+    *("jobs.order", "jobs.options", "jobs.prompts", "jobs.answers", "jobs.job"),
 }
 
 FILES = {  # name inside the package -> file; a folder's own name is its __init__.py

@@ -26,5 +26,5 @@ def main() -> None:
     try:
         app(prog_name="hf-paged-cache")
     except ProgramStart as given:
-        start = given.start
+        start = given.args[0]
     start()

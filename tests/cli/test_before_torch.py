@@ -12,7 +12,7 @@ import pytest
 
 GENERATE = ("generate", "--model", "no-model", "--out", "out.jsonl")
 FOUND: list[tuple[tuple[str, ...], str]] = [
-    ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl\n"),
+    ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl; prompts themselves"),
     (
         (*GENERATE, "prompts.jsonl"),
         "row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'",
@@ -23,20 +23,20 @@ FOUND: list[tuple[tuple[str, ...], str]] = [
     ),
     (
         (*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"),
-        "nowhere/out.jsonl cannot be written (No such file or directory)",
+        "nowhere/out.jsonl cannot be written: there is no folder nowhere",
     ),
     (
         (*GENERATE, "good.csv", "--out", "done.jsonl"),
         "done.jsonl already exists, and no done.jsonl.job.json says of which job it is; give",
     ),
-    ((*GENERATE, "good.csv", "--max-bytes", "much"), "--max-bytes is 'much'"),
+    ((*GENERATE, "good.csv", "--max-bytes", "much"), "max_bytes is 'much'"),
     ((*GENERATE, "good.csv", "--dtype", "int4"), "there is no dtype int4"),
     ((*GENERATE, "good.csv", "--model", "./modle"), "there is no folder ./modle"),
     (
         ("bench", "no-model", "prompts.jsonl"),
         "bench: row 0, counted from 0: it has no column 'prompt'",
     ),
-    (("bench", "./nothere"), "bench: there is no folder ./nothere"),
+    (("bench", "./nothere", "good.csv"), "bench: there is no folder ./nothere"),
     (("doctor", "./nothere"), "doctor: there is no folder ./nothere\n"),
     (("doctor", "m", "--dtype", "int4"), "doctor: there is no dtype int4"),
     (("load", "./nothere"), "load: there is no folder nothere"),

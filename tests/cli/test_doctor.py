@@ -62,9 +62,11 @@ def test_of_a_refused_model_it_says_why_and_fails(tmp_path: Path, tiny_tokenizer
 @pytest.mark.parametrize("command", ["doctor", "bench"])
 def test_what_cannot_be_loaded_is_one_line(command: str, model_folder: str) -> None:
     Path(model_folder, "model.safetensors").write_bytes(b"none")
-    done = CliRunner().invoke(app, [command, model_folder])
+    prompts = Path(model_folder, "prompts.csv")
+    prompts.write_text("prompt\na\n")
+    done = CliRunner().invoke(app, [command, model_folder, *[str(prompts)] * (command == "bench")])
     assert (done.exit_code, type(done.exception)) == (2, SystemExit)
-    why = f"hf-paged-cache {command}: {model_folder}: a causal language model cannot be loaded (SafetensorError: "
+    why = f"hf-paged-cache {command}: {model_folder} cannot be loaded (SafetensorError: "
     assert [line for line in done.stderr.splitlines() if line.startswith(why)]
 
 
