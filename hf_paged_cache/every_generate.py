@@ -1,7 +1,6 @@
 """Gives each `generate` of this process a cache if it brings none: `cache_every_generate`.
 
-Each call gets a cache of its own on its model's store, as it would get a `DynamicCache`. A store lives as long as its
-model; what was counted stays.
+Each call gets a cache of its own on its model's store. A store lives as long as its model; what was counted stays.
 """
 
 from __future__ import annotations
@@ -36,11 +35,9 @@ def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[Store
     """Give each `generate` in this process a cache if it brings none, whichever model it is called on.
 
     `hf-paged-cache run` calls this. A process that a program starts (`accelerate launch`, `torchrun`,
-    `multiprocessing`) has caches if its own code calls it. It replaces `GenerationMixin.generate`. Called again, it
-    returns the same object; its options then count for models that have generated nothing yet.
-
-    Args:
-        cache_salt: salt of each model's caches. The other options are those of each model's `PagedPrefixCache`.
+    `multiprocessing`) has caches if its own code calls it. Options are those of each model's `PagedPrefixCache`. It
+    replaces `GenerationMixin.generate`. Called again, it returns the same object; its options then count for models
+    that have generated nothing yet.
 
     Raises:
         CacheArgumentError: an option is out of its range.
@@ -69,10 +66,7 @@ def every_generate() -> EveryGenerate | None:
 
 
 class EveryGenerate:
-    """`EveryGenerate` gives the models of a process caches, and counts what their calls of `generate` did.
-
-    `print` shows a summary.
-    """
+    """`EveryGenerate` gives the models of a process caches, and counts what their calls did. `print` shows it."""
 
     def __init__(self) -> None:
         self.options: dict[str, Any] = {}  # of the caches of models that come

@@ -86,25 +86,20 @@ class PagedHFLM(HFLM):  # type: ignore[misc]
             of_context.setdefault(tuple(context[first:]), []).append(number)
         contexts = sorted(of_context)
         answers = [(0.0, False)] * len(requests)
-        size = override_bs or self._num_rows()
+        size, is_mixed = override_bs or self._num_rows(), self.mixed_precision_dtype is not None
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running loglikelihood requests")
         for some in _runs(contexts, size if may_score_together(self.cache) else 1):
             wanted = [(context, [tuple(requests[i][2]) for i in of_context[context]]) for context in some]
             numbers = [i for context in some for i in of_context[context]]
-            for i, answer in zip(numbers, self._scores(wanted, size), strict=True):
-                answers[i] = answer
+            with torch.autocast(self.device.type, self.mixed_precision_dtype, enabled=is_mixed):
+                scores = score_contexts(self.cache, wanted, batch_size=size, dtype=self.softmax_dtype)
+            for i, score in zip(numbers, scores, strict=True):
+                answers[i] = answer = (score.total, score.is_greedy)
                 if (texts := requests[i][0]) is not None:
                     self.cache_hook.add_partial("loglikelihood", texts, answer)
             bar.update(len(numbers))
         bar.close()
         return answers
-
-    def _scores(self, wanted: list[tuple[Tokens, list[Tokens]]], size: int) -> list[tuple[float, bool]]:
-        """Return the scores of the contexts' continuations, one after the other."""
-        is_mixed = self.mixed_precision_dtype is not None
-        with torch.autocast(self.device.type, self.mixed_precision_dtype, enabled=is_mixed):
-            scores = score_contexts(self.cache, wanted, batch_size=size, dtype=self.softmax_dtype)
-        return [(score.total, score.is_greedy) for score in scores]
 
     def _num_rows(self) -> int:
         return int(self._detect_batch_size() if self.batch_size == "auto" else self.batch_size)

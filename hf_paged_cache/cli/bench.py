@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -34,7 +35,6 @@ class Compared(NamedTuple):
     prompt_tokens: int
     reused_tokens: int
     same_tokens: bool
-    answer: str
 
 
 def bench(
@@ -61,50 +61,63 @@ def bench(
     from hf_paged_cache import PagedPrefixCache
 
     loaded, tokenizer = command.load_model(model, revision, dtype, device)
-    cache = PagedPrefixCache(loaded)
     ids = tokenized(rows, column, tokenizer, loaded.config, max_new_tokens)
     warnings.filterwarnings("ignore", "PagedPrefixCache: this prompt of")  # prompts come one by one, and are no chat
-    started, answered = perf_counter(), []
-    for each in compare(cache, tokenizer, ids, max_new_tokens=max_new_tokens):
-        answered.append(each)
-        told = f"first token {each.dynamic_first / each.paged_first:.1f}x  reused {each.reused_tokens}"
-        print(f"{len(answered)}/{len(rows)}  {told} of {each.prompt_tokens}", file=sys.stderr, flush=True)
-        spent = perf_counter() - started
-        if spent > seconds and len(answered) > 1:
-            break
-    print(f"{len(answered)} of {len(rows)} prompts, {max_new_tokens} new tokens at most, in {spent:.0f} s.")
-    print(summary(answered, "prompt"))
+    cache = PagedPrefixCache(loaded)
+    is_same = measure(cache, tokenizer, ids, "prompt", seconds=seconds, max_new_tokens=max_new_tokens)
     num_tokens = sum(map(len, ids))
     num_shared = num_tokens - sum(each.num_computed for each in ordered(ids))
     share = f"{num_shared:,} ({num_shared / num_tokens:.0%}) stand at the beginning of another one, too"
-    print(f"Of the {num_tokens:,} tokens of all prompts, {share}, in whole blocks.")
-    if str(loaded.dtype) == "torch.float32" and not all(each.same_tokens for each in answered):
+    print(f"Of the {num_tokens:,} tokens of all {len(ids)} prompts, {share}, in whole blocks.")
+    if str(loaded.dtype) == "torch.float32" and not is_same:
         raise typer.Exit(1)
 
 
-def compare(
-    cache: PagedPrefixCache, tokenizer: Any, prompts: Iterable[Sequence[int]], **options: Any
-) -> Iterator[Compared]:
-    """Answer every prompt, given as token ids, greedily on both sides, each when the next result is asked for.
+def measure(
+    cache: PagedPrefixCache,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    noun: str,
+    *,
+    seconds: float = math.inf,
+    titles: Sequence[str] = (),
+    **options: Any,
+) -> bool:
+    """Answer prompts greedily with both caches, print how long each took, and return whether all tokens are the same.
 
-    One call of each side comes before, and is not timed. A first token counts once its logits are there.
+    No prompt begins after so many seconds, but for the second one. One call of each side comes before, and is not
+    timed. A first token counts once its logits are there.
     """
     from transformers import DynamicCache
 
     options = {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "tokenizer": tokenizer, **options}
-    model = cache.store.model
+    model, answered = cache.store.model, list[Compared]()
     print("warming up ...", file=sys.stderr, flush=True)
-    for number, ids in enumerate(prompts):
-        if not number:  # warm up on tokens that no prompt begins with
-            for on in (DynamicCache(config=model.config), cache):
-                _answer(model, ids[:-_WARM_UP:-1], on, options)
-            cache.reset()
-            cache.store.reset_prefix_cache()
-        plain, dynamic_first, dynamic = _answer(model, ids, DynamicCache(config=model.config), options)
+    for on in (DynamicCache(config=model.config), cache):
+        _answer(model, prompts[0][:-_WARM_UP:-1], on, options)  # tokens that no prompt begins with
+    cache.reset()
+    cache.store.reset_prefix_cache()
+    start = perf_counter()
+    for ids in prompts:
+        plain, first, dynamic = _answer(model, ids, DynamicCache(config=model.config), options)
         tokens, paged_first, paged = _answer(model, ids, cache, options)
+        reused, is_same = cache.last_call.reused_tokens, tokens == plain
+        answered.append(Compared(first, paged_first, dynamic, paged, len(ids), reused, is_same))
+        number = f"{len(answered)}/{len(prompts)}"
         text = (tokenizer.decode(tokens, skip_special_tokens=True).strip().splitlines() or [""])[0]
-        times, reused = (dynamic_first, paged_first, dynamic, paged), cache.last_call.reused_tokens
-        yield Compared(*times, len(ids), reused, tokens == plain, text)
+        print(
+            f"DynamicCache      {number}  first token {first * 1000:.0f} ms\n"
+            f"PagedPrefixCache  {number}  first token {paged_first * 1000:.0f} ms  {first / paged_first:.1f}x  "
+            f"reused {reused} of {len(ids)}  same tokens: {'yes' if is_same else 'NO'}",
+            *titles[len(answered) - 1 : len(answered)],
+            text,
+            sep=f"\n{'':23}",
+            flush=True,
+        )
+        if perf_counter() - start > seconds and len(answered) > 1:
+            break
+    print(_summary(answered, noun))
+    return all(each.same_tokens for each in answered)
 
 
 def _answer(model: Any, ids: Sequence[int], cache: Any, options: dict[str, Any]) -> tuple[list[int], float, float]:
@@ -125,11 +138,8 @@ def _answer(model: Any, ids: Sequence[int], cache: Any, options: dict[str, Any])
     return tokens, seconds[0], perf_counter() - start
 
 
-def summary(answered: Sequence[Compared], noun: str) -> str:
-    """Return what all answers show, in three lines; the noun is what one prompt is called.
-
-    The first prompt counts, too, which finds nothing in the cache.
-    """
+def _summary(answered: Sequence[Compared], noun: str) -> str:
+    """Return what all answers show, in three lines; also the first one counts, which finds nothing in the cache."""
     sums = [sum(each) for each in zip(*(one[:6] for one in answered), strict=True)]
     first, paged_first, dynamic, paged, prompt, reused = sums
     later = [each.dynamic_first / each.paged_first for each in answered[1:]]

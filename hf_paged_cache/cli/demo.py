@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..jobs.prompts import tokenized
-from .bench import Compared, compare, summary
+from .bench import measure
 from .demo_model import DEMO_MODEL, load_demo_model
 
 _DATA = json.loads(Path(__file__).with_name("questions.json").read_text("utf-8"))
@@ -54,18 +54,6 @@ def demo(
     ids = tokenized(rows, "prompt", tokenizer, loaded.config, max_new_tokens)
     of = f"{questions} questions after one prompt of {len(tokenizer(shared)['input_ids'])} tokens"
     print(f"{model or DEMO_MODEL}: {of}, each with DynamicCache, then with PagedPrefixCache.", flush=True)
-    answered: list[Compared] = []
-    for each in compare(cache, tokenizer, ids, max_new_tokens=max_new_tokens, stop_strings=["\n"]):
-        answered.append(each)
-        number = f"{len(answered)}/{questions}"
-        print(
-            f"DynamicCache      {number}  first token {each.dynamic_first * 1000:.0f} ms\n"
-            f"PagedPrefixCache  {number}  first token {each.paged_first * 1000:.0f} ms"
-            f"  {each.dynamic_first / each.paged_first:.1f}x  reused {each.reused_tokens} of {each.prompt_tokens}"
-            f"  same tokens: {'yes' if each.same_tokens else 'NO'}\n"
-            f"                       {asked[len(answered) - 1]}\n                       {each.answer}",
-            flush=True,
-        )
-    print(summary(answered, "question"))
-    if not all(each.same_tokens for each in answered):
+    options: Any = {"max_new_tokens": max_new_tokens, "stop_strings": ["\n"]}
+    if not measure(cache, tokenizer, ids, "question", titles=asked, **options):
         raise typer.Exit(1)

@@ -13,7 +13,7 @@ import typer
 
 from ..errors import CacheArgumentError
 from ..jobs.job import load_and_complete, run_job, run_on_ray
-from ..jobs.options import FLAGS, How, require_names
+from ..jobs.options import FLAGS, How
 from . import command
 from .command import Device, DiskFolder, Dtype, MaxBytes, Revision
 
@@ -61,28 +61,23 @@ def generate(
     if address is not None and workers is None:
         raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
     options = {"max_bytes": max_bytes, "disk_folder": disk_folder, **options_by_name(context.args)}
-    how = How(out, column, batch_size, max_new_tokens, seed, overwrite, options=options)
-    command.require_model(model, revision, dtype)
-    load = partial(_load, how, model, revision, dtype, device)
     found = (path.stat() for each in _OF_A_MODEL for path in sorted(Path(model).expanduser().glob(each)))
     files = sha256(repr([(each.st_size, each.st_mtime_ns) for each in found]).encode()).hexdigest()
     facts = {"model": model, "revision": revision, "dtype": dtype, "model files": files[:16]}
+    how = How(facts, out, column, batch_size, max_new_tokens, seed, overwrite, options=options)
+    command.require_model(model, revision, dtype)
+    load = partial(command.load_model, model, revision, dtype, device)
     try:
         if workers is None:
-            summary = run_job(partial(load_and_complete, load, how), prompts, how, facts).summary
+            summary = run_job(partial(load_and_complete, load, how), prompts, how).summary
         else:
-            summary = run_on_ray(load, prompts, how, facts, workers, address).summary
+            summary = run_on_ray(load, prompts, how, workers, address).summary
     except KeyboardInterrupt:
         again = "the same command without --overwrite" if overwrite else "the same command"
         done = f" What is done is in {out}; {again} resumes." if out.exists() else ""
         print(f"hf-paged-cache generate: stopped.{done}", file=sys.stderr)
         raise typer.Exit(_INTERRUPTED) from None
     print(f"{out}: {summary}")
-
-
-def _load(how: How, *model: str | None) -> Any:
-    require_names(how.generation)  # before a model is loaded
-    return command.load_model(*model)
 
 
 def options_by_name(arguments: list[str]) -> dict[str, Any]:
@@ -114,8 +109,8 @@ def options_by_name(arguments: list[str]) -> dict[str, Any]:
 def _value(text: str) -> Any:
     """Return a value that is given as JSON, or as a plain text."""
     try:
-        return json.loads(text)
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except ValueError as error:
         if text.startswith(("\\", "[", "{")):
             raise CacheArgumentError(f"""{text} is no JSON ({error}); a line break is given as '"\\\\n"'""") from error
-        return {"True": True, "False": False, "None": None}.get(text, text)
+        return text

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -35,10 +35,10 @@ class Answers:
         done: numbers of the rows that are there.
     """
 
-    def __init__(self, prompts: object, rows: Iterable[Row], how: How, facts: Mapping[str, Any]) -> None:
+    def __init__(self, prompts: object, rows: Iterable[Row], how: How) -> None:
         path = self._path = Path(str(how.out))
         self._job_path = Path(f"{path}.job.json")
-        job = {**facts, "input": digest_of(rows), "column": how.column, "seed": how.seed, **how.generation}
+        job = {**how.model, "input": digest_of(rows), "column": how.column, "seed": how.seed, **how.generation}
         self._job: dict[str, Any] = json.loads(json.dumps(job, default=str))
         self.done, self._end = set[int](), 0  # `_end`: bytes of whole lines
         if path.exists() and not path.is_file():

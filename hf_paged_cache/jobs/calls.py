@@ -19,7 +19,6 @@ from ..cache import PagedPrefixCache
 from ..errors import CacheArgumentError
 from ..model.support import unwrapped
 from ..model.trial import input_device, measure_bytes_per_token
-from ..prefix_store import PrefixStore
 from ..store.memory_budget import free_bytes
 from .options import REPLACED, How, generation_config, may_pad, refusal
 from .order import Limits, batches, ordered
@@ -59,10 +58,7 @@ def _limits(calls: BatchCalls, how: How, shortest_prompt: int) -> Limits:
     model, config, num_prompts = calls.model, calls.config, how.batch_size
     num_sequences, num_tokens = max(config.num_beams or 1, config.num_return_sequences or 1), math.inf
     if config.prompt_lookup_num_tokens:
-        if num_prompts not in (None, 1):
-            alone = f"give batch_size=1, not {num_prompts}"
-            raise CacheArgumentError(f"prompt_lookup_num_tokens runs one row at a time; {alone}")
-        num_prompts = 1
+        num_prompts = 1  # such drafts are for one row
     if num_prompts is None:
         num_prompts = max(1, _MOST_ROWS // num_sequences)
         free = free_bytes(input_device(model)) / _OF_FREE_MEMORY
@@ -79,9 +75,6 @@ class BatchCalls:
     def __init__(self, model: Any, tokenizer: Any, how: How, cache: Any = None) -> None:
         if not callable(tokenizer):
             raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's")
-        if not isinstance(cache, PagedPrefixCache | PrefixStore | None):
-            kind = type(cache).__name__
-            raise CacheArgumentError(f"cache is of type {kind}; give a PagedPrefixCache or a PrefixStore of this model")
         if isinstance(cache, PagedPrefixCache) and how.of_cache:
             given = " and ".join(how.of_cache)
             raise CacheArgumentError(f"{given}: of the cache, which is there already; give it to PagedPrefixCache")

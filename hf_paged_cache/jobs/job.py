@@ -24,7 +24,7 @@ from ..errors import CacheArgumentError, PagedCacheError
 from ..store_options import shows_store_options
 from ..wording import counted
 from .answers import COMPLETION, INDEX, Answers
-from .options import How
+from .options import How, require_names
 from .order import ordered, partition
 from .prompts import Row, prompt_of, read_rows
 
@@ -133,7 +133,7 @@ def generate_all(
         >>> len(result.completions), result.summary.num_prompts
         (2, 2)
     """
-    how = How(out, column, batch_size, max_new_tokens, seed, overwrite, progress, options)
+    how = How({}, out, column, batch_size, max_new_tokens, seed, overwrite, progress, options)
 
     from ..integration.hooks import left_as_it_was
     from ..model.identity import sampled_digest
@@ -142,9 +142,10 @@ def generate_all(
 
     inner = unwrapped(model)
     require_supported(inner)
-    facts = {} if out is None else {"model": inner.config.name_or_path, "weights": sampled_digest(inner)[:16]}
+    if out is not None:
+        how.model.update(model=inner.config.name_or_path, weights=sampled_digest(inner)[:16])
     with left_as_it_was(inner):
-        return run_job(partial(complete, model, tokenizer, cache, how), prompts, how, facts)
+        return run_job(partial(complete, model, tokenizer, cache, how), prompts, how)
 
 
 @shows_store_options
@@ -187,15 +188,16 @@ def generate_all_on_ray(
         2
     """
     own = {each.name: options.pop(each.name) for each in fields(How) if each.name in options}
-    how = How(**own, options=options)
+    how = How({}, **own, options=options)
     if not callable(load) or hasattr(load, "parameters"):
         kind, such = type(load).__name__, "functools.partial(load_my_model, 'name')"
         raise CacheArgumentError(f"load is a {kind}; give a function that returns model and tokenizer, such as {such}")
-    return run_on_ray(load, prompts, how, {}, num_workers, address, gpus_per_worker)
+    return run_on_ray(load, prompts, how, num_workers, address, gpus_per_worker)
 
 
 def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
     """Load a model and complete rows on it."""
+    require_names(how.generation)
     loaded = load()
     if not isinstance(loaded, tuple | list) or len(loaded) != 2:
         kind = type(loaded).__name__
@@ -207,12 +209,10 @@ def load_and_complete(load: Callable[[], Any], how: How, rows: Mapping[int, Row]
     yield from complete(model, tokenizer, None, how, rows)
 
 
-def run_job(
-    records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How, facts: Mapping[str, Any]
-) -> BatchResult:
-    """Run a job on a function that makes records of rows; the facts are those by which the model is known again."""
+def run_job(records: Callable[[dict[int, Row]], Iterator[Record]], prompts: Any, how: How) -> BatchResult:
+    """Run a job on a function that makes records of rows."""
     rows = read_rows(prompts, how.column)
-    answers = None if how.out is None else Answers(prompts, rows, how, facts)
+    answers = None if how.out is None else Answers(prompts, rows, how)
     done = set[int]() if answers is None else answers.done
     left = {number: row for number, row in enumerate(rows) if number not in done}
     counts, completions = Counter[str](), dict[int, Any]()
@@ -236,7 +236,6 @@ def run_on_ray(
     load: Any,
     prompts: Any,
     how: How,
-    facts: Mapping[str, Any],
     num_workers: int,
     address: str | None,
     gpus: float | None = None,
@@ -260,7 +259,7 @@ def run_on_ray(
             if begins:
                 ray.shutdown()
 
-    return run_job(records, prompts, how, facts)
+    return run_job(records, prompts, how)
 
 
 def _stretches(rows: Mapping[int, Row], how: How, num_workers: int) -> list[dict[int, Row]]:

@@ -1,7 +1,4 @@
-"""Owns what a batch job may be told: its own options, its cache's, those of `generate`, and which of these see padding.
-
-Attention never sees padding. An option that reads tokens may: where it would, only prompts of one length share a batch.
-"""
+"""Owns what a job may be told: its own options, its cache's, those of `generate`, and which of these see padding."""
 
 from __future__ import annotations
 
@@ -30,7 +27,8 @@ _REFUSED = {  # option -> why a job does not take it
     **dict.fromkeys((*REPLACED, "cache_config", "continuous_batching_config"), "the job sets it itself"),
 }
 FLAGS = ("do_sample", "renormalize_logits", "remove_invalid_values", "token_healing", "disable_compile")
-# Options that read no tokens before the next one, or read only which tokens there are, not where.
+# Options that read no tokens before the next one, or only which tokens there are, not where. With any other one only
+# prompts of one length share a batch.
 _SEE_NO_PADDING = {
     *("max_new_tokens", "min_new_tokens", "max_length", "do_sample", "num_beams", "num_return_sequences"),
     *("early_stopping", "length_penalty", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
@@ -46,10 +44,10 @@ _SEE_NO_PADDING = {
 class How:
     """`How` holds the options of a job, and refuses bad ones as far as that shows without a model; see `generate_all`.
 
-    Attributes:
-        options: options of the job's store, and of `generate`, by name.
+    `model` holds facts by which the model is known again, and `options` those of the job's store, and of `generate`.
     """
 
+    model: dict[str, Any]
     out: str | PathLike[str] | None = None
     column: str = "prompt"
     batch_size: int | None = None
@@ -114,7 +112,7 @@ def generation_config(model: Any, options: Mapping[str, Any]) -> GenerationConfi
 
 
 def refusal(options: Mapping[str, Any], error: Exception) -> CacheArgumentError:
-    """Return the error for options with which `generate` raises an error of its own."""
+    """Return the error to raise where `generate` refuses options by an error of its own."""
     given = ", ".join(f"{name}={value!r}" for name, value in options.items() if name != "max_new_tokens")
     return CacheArgumentError(f"generate cannot run with {given or 'its options'} ({brief(error)})")
 

@@ -13,34 +13,16 @@ import pytest
 GENERATE = ("generate", "--model", "no-model", "--out", "out.jsonl")
 FOUND: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl; prompts themselves"),
-    (
-        (*GENERATE, "prompts.jsonl"),
-        "row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'",
-    ),
-    (
-        (*GENERATE, "prompts.csv"),
-        "row 0, counted from 0: it has no column 'prompt'; there are 'text'",
-    ),
-    (
-        (*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"),
-        "nowhere/out.jsonl cannot be written: there is no folder nowhere",
-    ),
-    (
-        (*GENERATE, "good.csv", "--out", "done.jsonl"),
-        "done.jsonl already exists, and no done.jsonl.job.json says of which job it is; give",
-    ),
+    ((*GENERATE, "prompts.jsonl"), "row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'"),
+    ((*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"), "cannot be written: there is no folder nowhere"),
+    ((*GENERATE, "good.csv", "--out", "done.jsonl"), "exists, and no done.jsonl.job.json says of which job it is"),
     ((*GENERATE, "good.csv", "--max-bytes", "much"), "max_bytes is 'much'"),
-    ((*GENERATE, "good.csv", "--dtype", "int4"), "there is no dtype int4"),
+    ((*GENERATE, "good.csv", "--dtype", "int4"), "there is no dtype int4; give fp32, bf16 or fp16, or leave it out"),
     ((*GENERATE, "good.csv", "--model", "./modle"), "there is no folder ./modle"),
-    (
-        ("bench", "no-model", "prompts.jsonl"),
-        "bench: row 0, counted from 0: it has no column 'prompt'",
-    ),
+    (("bench", "no-model", "prompts.jsonl"), "bench: row 0, counted from 0: it has no column 'prompt'"),
     (("bench", "./nothere", "good.csv"), "bench: there is no folder ./nothere"),
     (("doctor", "./nothere"), "doctor: there is no folder ./nothere\n"),
-    (("doctor", "m", "--dtype", "int4"), "doctor: there is no dtype int4"),
     (("load", "./nothere"), "load: there is no folder nothere"),
-    (("load", "./nothere", "--check"), "load: there is no folder nothere"),
     (("load", ".", "--model", "./nothere"), "load: there is no folder ./nothere"),
     (("save", "to", "--prompt-file", "good.csv", "--model", "./nothere"), "save: there is no folder ./nothere"),
     (("save", "to", "--prompt-file", "nowhere.txt"), "save: there is no file nowhere.txt"),
@@ -64,7 +46,6 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, st
     folder = tmp_path_factory.mktemp("files")
     files = {
         "prompts.jsonl": '{"text": "a", "n": 1}\n',
-        "prompts.csv": "text\na\n",
         "good.csv": "prompt\na\n",
         "done.jsonl": "mine\n",
     }

@@ -31,13 +31,13 @@ def prompt_file(tmp_path: Path) -> str:
 def test_own_prompts_are_answered_twice_and_counted(model_folder: str, prompt_file: str) -> None:
     done = bench(model_folder, prompt_file, "--column", "text")
     assert done.exit_code == 0, done.output
-    assert "4 of 4 prompts, 2 new tokens at most" in done.stdout
+    assert "Time to first token, 4 prompts: DynamicCache " in done.stdout
     assert "Same tokens for every prompt: yes." in done.stdout
     shared = len(SHARED) // 16 * 16  # a character is a token
     reused, total = map(int, re.findall(r"Reused (\d+) of (\d+) prompt tokens", done.stdout)[0])
     assert 3 * shared <= reused <= 3 * len(SHARED)  # a part of a block, too, where the row before is still held
     assert total == 4 * len(SHARED) + len("abcdefgh")
-    assert f"Of the {total} tokens of all prompts, {3 * shared} (" in done.stdout
+    assert f"Of the {total} tokens of all 4 prompts, {3 * shared} (" in done.stdout
 
 
 @pytest.mark.parametrize(("seconds", "number"), [("50", 2), ("2700", 3)])
@@ -48,7 +48,7 @@ def test_no_prompt_begins_once_the_time_is_over(
     monkeypatch.setattr(module, "perf_counter", lambda: next(times))
     done = bench(model_folder, prompt_file, "--column", "text", "--seconds", seconds)
     assert done.exit_code == 0, done.output
-    assert f"{number} of 4 prompts" in done.stdout
+    assert f"Time to first token, {number} prompts: " in done.stdout
 
 
 def test_prompts_that_cannot_be_used_are_one_line(model_folder: str, prompt_file: str, tmp_path: Path) -> None:

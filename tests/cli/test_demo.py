@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import hf_paged_cache
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.cli import bench
 from hf_paged_cache.cli.commands import app
 from hf_paged_cache.cli.demo import QUESTIONS, SHOTS, few_shot_prompt
@@ -50,16 +51,17 @@ def test_both_sides_are_warm_before_the_clock_starts(model_folder: str, monkeypa
     monkeypatch.setattr(bench, "perf_counter", lambda: ended.append(1) or honest())
     result = run_demo("--model", model_folder, "--questions", "1", "--shots", "2", "--max-new-tokens", "1")
     assert result.exit_code == 0, result.output
-    assert len(ended) == 4 * 3  # two calls that nobody times and two that count: begin, first token, end
+    assert len(ended) == 2 + 4 * 3  # two calls that nobody times and two that count: begin, first token, end
 
 
 def test_the_command_exits_with_1_if_a_token_differs(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = bench.compare
+    honest = bench._answer
 
-    def one_token_off(*args: Any, **options: Any) -> Any:
-        return (each._replace(same_tokens=False) for each in honest(*args, **options))
+    def one_token_off(model: Any, ids: Any, cache: Any, options: Any) -> Any:
+        tokens, *seconds = honest(model, ids, cache, options)
+        return [*tokens[:-1], tokens[-1] + isinstance(cache, PagedPrefixCache)], *seconds
 
-    monkeypatch.setattr("hf_paged_cache.cli.demo.compare", one_token_off)
+    monkeypatch.setattr(bench, "_answer", one_token_off)
     result = run_demo("--model", model_folder, *SHORT)
     assert result.exit_code == 1
     assert "NO, 3 of 3 answers differ" in result.stdout
@@ -71,7 +73,6 @@ def test_the_command_exits_with_1_if_a_token_differs(model_folder: str, monkeypa
         (["--questions", "0"], "--questions"),
         (["--shots", str(len(SHOTS) + 1)], "--shots"),
         (["--question", "2"], "No such option: --question "),
-        (["--model", "./no/such/folder"], "there is no folder ./no/such/folder\n"),
         (["--model", __file__], f"there is no folder {__file__}\n"),
     ],
 )

@@ -46,12 +46,8 @@ def test_each_row_comes_as_it_was_with_its_index_and_its_completion(
     suffix: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     datasets = pytest.importorskip("datasets")
-    out, path, model, table = (
-        tmp_path / "out.jsonl",
-        tmp_path / f"p[1].{suffix}",
-        tiny("llama"),
-        datasets.Dataset.from_list(ROWS),
-    )
+    out, path = tmp_path / "out.jsonl", tmp_path / f"p[1].{suffix}"
+    model, table = tiny("llama"), datasets.Dataset.from_list(ROWS)
     if suffix in ("jsonl", "csv", "parquet"):
         {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet}[suffix](str(path))
     prompts: Any = {"list": ROWS, "dataset": table}.get(suffix, path)
@@ -136,13 +132,10 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize("finished", [True, False])
 @pytest.mark.parametrize(("change", "said"), CHANGES)
 def test_the_output_of_another_job_is_refused_by_what_is_different(
-    change: dict[str, Any], said: str, finished: bool, half_done: Path, tokenizer: Any
+    change: dict[str, Any], said: str, half_done: Path, tokenizer: Any
 ) -> None:
-    if finished:
-        run(tiny("llama"), tokenizer, out=half_done)
     before, change = contents(half_done.parent), dict(change)
     model = tiny("llama", 1) if change.pop("model", None) else tiny("llama")
     with pytest.raises(CacheArgumentError, match=f"already exists, of another job .{said}"):
@@ -161,15 +154,6 @@ def test_a_finished_job_that_is_begun_again_runs_nothing_and_overwrite_begins_an
     assert run(tiny("llama"), tokenizer, PROMPTS[:3], out=half_done, overwrite=True).summary.num_done_before == 0
     assert [row["prompt"] for row in written(half_done)] == PROMPTS[:3]
     assert run(tiny("llama"), tokenizer, PROMPTS[:3], out=half_done).summary.num_done_before == 3
-
-
-@pytest.mark.parametrize("text", ["notes of mine\n", '{"index": 1}\n'])
-def test_a_file_that_no_job_has_written_stays(text: str, tokenizer: Any, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    out.write_text(text)
-    with pytest.raises(CacheArgumentError, match=r"already exists, and no out.jsonl.job.json says of which job it is"):
-        run(tiny("llama"), tokenizer, out=out)
-    assert contents(tmp_path) == {"out.jsonl": text.encode()}
 
 
 def test_a_line_that_is_no_answer_is_named_and_a_row_that_was_removed_runs_again(

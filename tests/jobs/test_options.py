@@ -15,6 +15,7 @@ from hf_paged_cache import CacheArgumentError, generate_all
 from hf_paged_cache.jobs import calls
 
 from ..tiny_models import CHARACTERS, build, character_tokenizer
+from . import test_job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -42,15 +43,8 @@ def repeater(**saved: Any) -> Any:
     return model
 
 
-def alone(model: Any, tokenizer: Any, prompt: str, **options: Any) -> str | list[str]:
-    """What `generate` gives for one prompt, with `DynamicCache`."""
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    if options.get("stop_strings") or model.generation_config.stop_strings:
-        options["tokenizer"] = tokenizer
-    output = model.generate(**inputs, **{"max_new_tokens": NEW, "do_sample": False, **options})
-    ids = output if isinstance(output, torch.Tensor) else output.sequences
-    texts = tokenizer.batch_decode(ids[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return texts if len(texts) > 1 else texts[0]
+def alone(model: Any, tokenizer: Any, prompt: str, **options: Any) -> Any:
+    return test_job.alone(model, tokenizer, prompt, **{"max_new_tokens": NEW, **options})
 
 
 def together(model: Any, tokenizer: Any, **options: Any) -> Any:
@@ -115,7 +109,6 @@ def test_what_a_model_has_saved_is_heeded_as_in_a_call_of_one_row(what: str, tok
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"prompt_lookup_num_tokens": 3, "batch_size": 8}, "runs one row at a time; give batch_size=1, not 8"),
     ({"repetition_penalty": 0}, "strictly positive"),
     ({"stop_strings": []}, r"generate cannot run with stop_strings=\[\] \("),
     ({"stop_strings": 5}, r"generate cannot run with stop_strings=5 \("),

@@ -52,16 +52,8 @@ def test_a_parquet_file_has_its_own_types(tmp_path: Path) -> None:
 UNREADABLE: list[tuple[str, str, str]] = [
     ("p.jsonl", '{"prompt": "a"}\n\n{"prompt": \n', "p.jsonl, line 3 is no JSON (JSONDecodeError: Expecting value"),
     ("p.jsonl", '{"prompt": "a"}\n["b"]\n', "row 1, counted from 0: it is no object with names and values"),
-    (
-        "p.jsonl",
-        '\n{"prompt": "a"}\n{"text": "b"}\n',
-        "row 1, counted from 0: it has no column 'prompt'",
-    ),
-    (
-        "p.jsonl",
-        '{"prompt": [{"content": "a"}]}\n',
-        "row 0, counted from 0: message 0 of 'prompt' has no role",
-    ),
+    ("p.jsonl", '\n{"prompt": "a"}\n{"text": "b"}\n', "row 1, counted from 0: it has no column 'prompt'"),
+    ("p.jsonl", '{"prompt": [{"content": "a"}]}\n', "row 0, counted from 0: message 0 of 'prompt' has no role"),
     ("p.jsonl", "\n", "p.jsonl holds no rows"),
     ("p.jsonl", "[" * 100_000, "p.jsonl, line 1 is no JSON ("),
     ("p.jsonl", "\udcff", "p.jsonl cannot be read (UnicodeDecodeError"),
