@@ -25,9 +25,6 @@ class PrefixCacheCallback(TrainerCallback):
     Args:
         cache: cache of the trainer's model, or its store; None: the cache of `hf-paged-cache run` and of
             `cache_every_generate`. Without either nothing is added, and a warning says so.
-
-    Raises:
-        CacheArgumentError: `cache` is something else.
     """
 
     def __init__(self, cache: PagedPrefixCache | PrefixStore | None = None) -> None:

