@@ -46,10 +46,10 @@ def read_first(calls: CallParts, rows: Rows, arguments: Mapping[str, Any]) -> Fi
     state.adapters = fingerprint.adapter_names
     rows.escaped = rows.escaped or fingerprint.foreign_code is not None  # a hook of others may keep the rows
     request, why, seen = read(calls, rows, arguments, _FIRST)
-    named, why_unnamed = seen.named(request, store.block_size)
-    if named is not request.rows:
-        request = replace(request, rows=tuple(named))
-    why = why or why_unnamed or _why_bypassed(calls, rows, request)
+    if not calls.image_inputs.is_plain:
+        named, why_unnamed = seen.named(request, store.block_size)
+        request, why = replace(request, rows=tuple(named)), why or why_unnamed
+    why = why or _why_bypassed(calls, rows, request)
     if why is not None:
         if calls.reads_only:
             raise RequestRead(replace(request, bypass=why))
@@ -166,7 +166,7 @@ def running_rows(rows: Rows) -> RunningRows:
     A row of padding alone has as much padding as there are columns: a forward that brought more may have failed.
     """
     n, began = rows.n, any(layer.filled for layer in rows.layers)
-    running = [RunningRow(min(p.pad, n), p.first_position, max(0, n - p.pad), p.shift) for p in rows.prompts]
+    running = [RunningRow(min(p.pad, n), p.first_position, p.shift) for p in rows.prompts]
     return RunningRows(n, running, began and any(row.pad for row in running))
 
 

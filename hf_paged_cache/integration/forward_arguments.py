@@ -26,6 +26,7 @@ _READ = {
     *("tokenizer", "assistant_tokenizer"),  # `generate` passes on what it was given for stop strings
     *OUTPUT_FLAGS,
 }
+CROSS_INPUTS = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states", "pixel_values")
 _ALL_LOGITS = "the logits of all tokens were asked for"
 
 
@@ -34,7 +35,6 @@ class RunningRow(NamedTuple):
 
     pad: int  # columns of left padding
     first_position: int
-    num_tokens: int  # tokens that the row has
     shift: int | None  # how far images have moved the positions of the text after the images; None: not known
 
 
@@ -188,7 +188,7 @@ class ArgumentReader:
             if pad != first and why is None:
                 why = f"the attention mask of row {number} has zeros after its first one (right padding or holes)"
         for row, pad in zip(running.rows, pads, strict=False):
-            if row.pad != pad and row.num_tokens and why is None:  # only a row of padding alone may get more
+            if row.pad != pad and row.pad < before and why is None:  # only a row of padding alone may get more
                 why = "the padding of a row has changed"
         if why is None and self._carries_states and num_new == 1 and max(pads) > before:
             if self._sees_columns and any(row.pad for row in running.rows):
@@ -208,7 +208,7 @@ class ArgumentReader:
         Args:
             numbers: values of the positions that are given; None: there are none.
         """
-        expected = [row.first_position for row in running.rows] or [0] * len(pads)
+        expected = [row.first_position for row in running.rows] if running.rows else [0] * len(pads)
         if not self.takes_positions:
             return expected, None
         if given is None:
@@ -246,12 +246,9 @@ class ArgumentReader:
 
 
 def cross_inputs(model: Any) -> tuple[str, ...]:
-    """Return the names of arguments that a cross attention may attend to."""
-    names = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config.get_text_config(decoder=True), "cross_attention_layers", None):
-        return (*names, "pixel_values")
-    return names
+    """Return the names of arguments that a cross attention of a model may attend to."""
+    has_layers = getattr(model.config.get_text_config(decoder=True), "cross_attention_layers", None)
+    return CROSS_INPUTS if has_layers else CROSS_INPUTS[:-1]
 
 
 def cut(

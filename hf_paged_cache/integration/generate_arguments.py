@@ -9,7 +9,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from ..call.request import UNLIMITED, CallLimits
 from ..model.fingerprint import OUTPUT_FLAGS
-from .forward_arguments import cross_inputs
+from .forward_arguments import CROSS_INPUTS, cross_inputs
 
 _UNSET_IMPLEMENTATION = "hybrid"  # a value of older generation configs; transformers reads it as none
 _OPTIONS = (
@@ -57,8 +57,9 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     implementation, why_no_cache = options["cache_implementation"], ""
     if options["use_cache"] is False:
         why_no_cache = "use_cache=False:"
-    elif attended := [name for name in cross_inputs(model) if kwargs.get(name) is not None]:
-        why_no_cache = f"{attended[0]}: cross attention keeps keys and values that are no tokens';"
+    for name in CROSS_INPUTS:
+        if not why_no_cache and kwargs.get(name) is not None and name in cross_inputs(model):
+            why_no_cache = f"{name}: cross attention keeps keys and values that are no tokens';"
     ids = args[0] if args else kwargs.get("inputs")
     ids = kwargs.get("input_ids") if ids is None else ids
     mask, limits, num_masked, num_given = kwargs.get("attention_mask"), UNLIMITED, 0, 0

@@ -158,7 +158,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     cache = arguments.get("past_key_values")
     if type(cache) is Rows and cache.is_open:  # nearly all forwards are steps
         return (), cache.before_forward(model, arguments)
-    cache = _paged(arguments)
+    cache = cache if type(cache) is Rows else _paged(arguments)
     if cache is None:
         return None
     if arguments.get("past_key_values") is not None and (name := cache_argument(model)) != "past_key_values":
