@@ -36,6 +36,7 @@ from hf_paged_cache.rows.static import Arena
 from hf_paged_cache.store import groups, memory_budget, tier_load
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.groups import StateRules
+from hf_paged_cache.store.memory_budget import MemoryBudget
 from hf_paged_cache.tiers.saved_file import encoded
 from hf_paged_cache.tiers.tiers import Tiers
 
@@ -286,7 +287,7 @@ FAULT_POINTS: list[tuple[Any, str]] = [
     (RowsLayer, "update"),
     (IdsStream, "note"),
     *((PrefixCachingBlockAllocator, name) for name in ("allocate", "allocate_immutable", "mark_computed", "free")),
-    (BlockStore, "make_room"),
+    (MemoryBudget, "make_room"),
 ]
 
 # Where a snapshot takes memory: a module, and the name of its function.

@@ -34,7 +34,7 @@ class PlannedRow(NamedTuple):
     pad: int  # columns of left padding
     start: int | None = None  # column before which the row is known; None: it begins anew
     token_ids: TokenIds = array("q")  # all tokens, those of the forward included; empty: the row shares nothing
-    kind: int = 0  # rows of one kind can share
+    root: bytes = b""  # rows of one root can share
     wanted: tuple[int, ...] = ()  # tokens after which a snapshot is wanted
 
     @property
@@ -131,12 +131,12 @@ def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int,
     """
     order = sorted(
         (number for number, row in enumerate(rows) if row.token_ids),
-        key=lambda number: (rows[number].kind, rows[number].token_ids.tobytes()),
+        key=lambda number: (rows[number].root, rows[number].token_ids.tobytes()),
     )
     common = []
     for left, right in pairwise(order):
         one, other = rows[left], rows[right]
-        length = common_prefix_length(one.token_ids, other.token_ids) if one.kind == other.kind else 0
+        length = common_prefix_length(one.token_ids, other.token_ids) if one.root == other.root else 0
         common.append(length // bounds.align * bounds.align)
     found: dict[tuple[int, ...], int] = {}
     lengths = sorted({length for length in common if length})

@@ -155,17 +155,12 @@ def _run(
 
 
 def _planned(inputs: Sequence[RowInput], known: Sequence[Known], latest: int) -> list[PlannedRow]:
-    """Return the rows as they are planned; rows of one kind have one root, and can share."""
-    kinds: dict[bytes, int] = {}
-    return [
-        PlannedRow(
-            row.pad,
-            min(row.pad + of_row.num_tokens, latest) if of_row.num_tokens else None,
-            row.token_ids,
-            kinds.setdefault(row.root, len(kinds)),
-        )
+    """Return the rows as they are planned."""
+    starts = [
+        min(row.pad + of_row.num_tokens, latest) if of_row.num_tokens else None
         for row, of_row in zip(inputs, known, strict=True)
     ]
+    return [PlannedRow(row.pad, start, row.token_ids, row.root) for row, start in zip(inputs, starts, strict=True)]
 
 
 def _least(inputs: Sequence[RowInput], known: Sequence[Known], latest: int) -> int:
