@@ -11,18 +11,11 @@ from .request import ForwardRequest
 
 
 class PromptCounters:
-    """`PromptCounters` counts the rows of the last call one by one, and the rows of all calls together.
-
-    Args:
-        of_all: totals of all caches of the store, in which these calls are counted, too; None: they are not.
-
-    Attributes:
-        totals: totals of all calls.
-    """
+    """`PromptCounters` counts the rows of the last call one by one, and the rows of all calls together."""
 
     def __init__(self, of_all: CallTotals | None = None) -> None:
         self.totals = CallTotals()
-        self._of_all = CallTotals() if of_all is None else of_all
+        self._of_all = CallTotals() if of_all is None else of_all  # of all caches of the store
         self._last = CallState("none")
 
     def add_call(self, kind: str, rows: Sequence[RowStats], peak_kv_bytes: int, *, bypassed: bool) -> None:
@@ -31,14 +24,7 @@ class PromptCounters:
         self.add_forward(state, rows, begins=True, bypassed=bypassed)
 
     def add_forward(self, state: CallState, new: Sequence[RowStats], *, begins: bool, bypassed: bool) -> None:
-        """Count a forward of prompts; its call is the last call from here on.
-
-        Args:
-            state: state of the call, this forward included.
-            new: what this forward adds.
-            begins: the call begins with this forward.
-            bypassed: the call reuses and keeps nothing.
-        """
+        """Count a forward of prompts, which is in the call's state already; its call is the last call from here on."""
         if begins and bypassed:
             self.note_bypass()
         prompt = computed = reused = 0

@@ -98,45 +98,31 @@ def _fill_windows(
     wanted: int,
 ) -> None:
     """Let layers with a window have what is seen after column `start`, from where each row resumes."""
+    size, blocks_of = store.block_size, {blocks.window: blocks for blocks in store.windows.groups}
     with store.lock:
         slabs = store.window_slabs()
     there = [source.windows for row in known for source, _, _ in row.sources() if source.windows]
     for window, group in windows.items():
-        shapes = memory.shapes_of_slabs(slabs.get(window, ()))
         elsewhere = (memory.shapes_of_rows(each[window].memory) for each in there)
-        shapes = shapes or next(filter(None, elsewhere), [])
+        shapes = memory.shapes_of_slabs(slabs.get(window, ())) or next(filter(None, elsewhere), [])
         group.make_window(shapes, len(inputs), start, max(start, wanted))
-    for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
-        num_tokens = start - row.pad
-        if num_tokens <= 0:
-            continue
-        source = next((each for each in of_row.sources() if each[2] >= num_tokens), None)
-        if source is not None:
-            held, source_row, _ = source
-            shift = held.prompts[source_row].pad - row.pad
-            for window, group in held.windows.items():
-                group.copy_row(source_row, shift, windows[window], number, start)
-        elif of_row.lease is not None:
-            _load_windows(store, windows, number, row.pad, of_row.lease.block_ids, num_tokens)
-
-
-def _load_windows(
-    store: BlockStore, windows: Mapping[Window, Group], number: int, pad: int, block_ids: Sequence[int], num_tokens: int
-) -> None:
-    """Copy what layers with a window see after `num_tokens` tokens of a row, from blocks of the row's lease."""
-    size = store.block_size
-    with store.lock:
-        slabs = store.window_slabs()
-        spans = {group.window: group.seen(num_tokens) for group in store.windows.groups}
-        places = {
-            group.window: [group.places[block_ids[index]] for index in spans[group.window]]
-            for group in store.windows.groups
-        }
-    for window, span in spans.items():
-        held, base = windows[window].memory, windows[window].base
-        first, skipped = span.start * size, max(0, base - pad - span.start * size)
-        column = pad + first + skipped - base
-        memory.load_blocks(held, slabs[window], number, column, places[window], num_tokens - first, skipped)
+        for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
+            num_tokens = start - row.pad
+            if num_tokens <= 0:
+                continue
+            source = next((each for each in of_row.sources() if each[2] >= num_tokens), None)
+            if source is not None:
+                held, at, _ = source
+                if window in held.windows:
+                    held.windows[window].copy_row(at, held.prompts[at].pad - row.pad, group, number, start)
+            elif of_row.lease is not None:
+                span, base = blocks_of[window].seen(num_tokens), group.base
+                with store.lock:
+                    places = [blocks_of[window].places[of_row.lease.block_ids[index]] for index in span]
+                first = span.start * size
+                skipped = max(0, base - row.pad - first)
+                column = row.pad + first + skipped - base
+                memory.load_blocks(group.memory, slabs[window], number, column, places, num_tokens - first, skipped)
 
 
 def _take_over(

@@ -102,21 +102,18 @@ class Known:
 class Finding:
     """`Finding` finds what a store knows of rows that begin, and holds the leases of it until its `with` block ends.
 
+    What lower tiers know is loaded into the store.
+
     Args:
-        store: blocks of the model; what lower tiers know is loaded into it.
-        inputs: what each row brings.
         latest: last column at which the rows may start.
         previous: rows of the call before.
         is_exact: whether rows start exactly where they are known, or begin anew.
-
-    Attributes:
-        known: what is known of each row.
     """
 
     def __init__(
         self, store: BlockStore, inputs: Sequence[RowInput], latest: int, previous: Rows | None, *, is_exact: bool
     ) -> None:
-        self.known: list[Known] = []
+        self.known: list[Known] = []  # of each row
         self._store, self.inputs, self._previous, self.is_exact = store, inputs, previous, is_exact
         self._brought: Mapping[int, str] = {}  # block -> lower tier that it has come from for this call
         if store.tiers is not None:

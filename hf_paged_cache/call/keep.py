@@ -129,11 +129,7 @@ def _keep_row(
 def _write(
     rows: Rows, number: int, start: int, fresh: Sequence[tuple[int, list[int]]], size: int, slabs: Sequence[Slab]
 ) -> None:
-    """Write blocks of a row's columns, from column `start` on.
-
-    Args:
-        fresh: runs of blocks, each as the number of its first block, counted from `start`, and the ids of its blocks.
-    """
+    """Write runs of blocks: for each the number of its first block, counted from column `start`, and their ids."""
     for at, block_ids in fresh:
         first = start + at * size
         memory.write_blocks(rows.columns(number, first, first + len(block_ids) * size), slabs, block_ids)
@@ -199,9 +195,8 @@ def _keep_windows(
 def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> list[tuple[int, list[int]]]:
     """Take blocks for as many of these hashes as fit, behind the blocks that are held.
 
-    Returns:
-        runs of fresh blocks: the number of the first hash, and the ids of its block and of those after it. Hashes
-            between two runs are there already.
+    Return runs of fresh blocks: the number of the first hash, and the ids of its block and of those after it. Hashes
+    between two runs are there already.
     """
     allocator, before = store.allocator, len(held.block_ids)
     # also known are hashes whose blocks another call is writing
@@ -233,8 +228,7 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
 def lay_out(store: BlockStore, rows: Rows) -> int | None:
     """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
 
-    Return the number of the pool's layout. It is None where the pool cannot hold the streams: there is no memory, or it
-    has too many blocks for their dtype.
+    Return the number of the pool's layout; None where there is no memory, or too many blocks for the streams' dtype.
     """
     pool = store.pool
     with store.lock:
