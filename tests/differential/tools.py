@@ -104,7 +104,8 @@ def pin_and_fill(model: PreTrainedModel, cache: PagedPrefixCache, tokens: list[i
         num_pinned = cache.pin(tokens)
         for other in others:
             guest = PagedPrefixCache(cache.store)
-            model.generate(torch.tensor([other]), past_key_values=guest, max_new_tokens=2, do_sample=False)
+            with torch.no_grad():  # a forward, as the generate of some models takes no such prompt
+                model(torch.tensor([other]), use_cache=True, **{cache_argument(model): guest})
         assert (
             cache.lookup([*tokens, 3, 3]).num_tokens >= num_pinned
         )  # one token alone some layers with a state compute otherwise
