@@ -27,12 +27,7 @@ Attend: TypeAlias = Callable[[Tensor, Part, float | None], tuple[Tensor, Tensor]
 def attend(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Return what queries get of a part, and the part's lse, by the kernel of the device.
 
-    Args:
-        query: [B, G * H, T, D]: G heads of queries to each head of the part.
-        scale: factor of the scores; None: 1 / sqrt(D).
-
-    Returns:
-        output [B, G * H, T, D] in the dtype of the query, and lse [B, G * H, T] in fp32, or fp64 for fp64.
+    Shapes: query and output [B, G * H, T, D], G heads to each head of the part; lse [B, G * H, T] in fp32 at least.
     """
     return _OF_DEVICE[query.device.type](query, part, scale)
 

@@ -42,12 +42,8 @@ class Plan(NamedTuple):
 def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_tokens: float) -> Plan | None:
     """Return the plan that reads least before column `start`; None if none reads less than each row by itself.
 
-    A plan costs the tokens that it reads, and `launch_tokens` for each segment.
-
-    Args:
-        rows: rows with the blocks of at least their tokens before `start`.
-        start: first column of a forward: segments lie before it.
-        launch_tokens: number of tokens of one row that are read in the time that one more launch takes.
+    A plan costs the tokens that it reads, and `launch_tokens` for each segment. Rows have the blocks of at least their
+    tokens before `start`.
 
     Examples:
         >>> rows = [BlockRow(0, [7, 3, 4]), BlockRow(0, [7, 3, 5])]

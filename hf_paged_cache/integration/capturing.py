@@ -30,27 +30,20 @@ _attaching = new_lock()  # two caches of a model may be built at once
 
 
 def require_capture(capture: Any) -> None:
-    """Refuse a value of `capture` that does not exist.
-
-    Raises:
-        CacheArgumentError: `capture` is neither 'auto', False nor 'dry'.
-    """
+    """Raise CacheArgumentError if `capture` is neither 'auto', False nor 'dry'."""
     if not any(capture is each or (isinstance(each, str) and capture == each) for each in CAPTURES):
         raise CacheArgumentError(f"capture is {capture!r}; give 'auto', False or 'dry'")
 
 
 class CapturedForward:
-    """`CapturedForward` stands in a model's `__dict__` for `forward`.
+    """`CapturedForward` stands in a model's `__dict__` for `forward`, and is copied and pickled with the model.
 
-    Forwards of static rows are run by the call of these rows; all other forwards are passed on. It is copied and
-    pickled with the model.
-
-    Attributes:
-        replaced: `forward` that somebody else had put on the model; None: the class's own is used.
+    Forwards of static rows are run by the call of these rows; all other forwards are passed on.
     """
 
     def __init__(self, model: Any) -> None:
-        self.model, self.replaced = model, model.__dict__.get("forward")
+        self.model = model
+        self.replaced = model.__dict__.get("forward")  # that somebody else had put there; None: the class's own is used
         forward = type(model).forward
         self.__name__, self.__qualname__, self.__doc__ = forward.__name__, forward.__qualname__, forward.__doc__
 
@@ -121,19 +114,13 @@ class Capturing:
     def begin(
         self, rows: Rows, num_rows: int, start: int, stop: int, *, max_columns: float, unusual: str | None
     ) -> Said:
-        """Have rows that are about to be filled run by graphs, if they may be.
+        """Have rows run by graphs from their next forward on, of the columns `[start, stop)`, if they may be.
 
-        Such rows have the arena until the call is closed.
+        Return what tells how the call's forwards run. Rows of graphs have the arena until the call is closed.
 
         Args:
-            num_rows: number of rows of the batch.
-            start: first column that the next forward runs.
-            stop: column after the last one that the next forward runs.
             max_columns: most columns that the rows will have.
             unusual: why this call is not captured; None: nothing is unusual about it.
-
-        Returns:
-            a `Said`, which tells how the call's forwards run.
         """
         digest, always = rows.state.digest, self.capture == "dry"
         why, model = self._of_model(digest)
@@ -259,11 +246,7 @@ class Capturing:
             self.release()
 
     def release(self) -> None:
-        """Give back the arena's memory and all graphs.
-
-        Raises:
-            CacheBusyError: a call runs on static rows.
-        """
+        """Give back the arena's memory and all graphs; raise CacheBusyError if a call runs on static rows."""
         holder = Said()
         if not self._arena.check_out(holder, b""):  # no model's graphs: those that there are are forgotten
             raise CacheBusyError("a call runs on static rows; release them when it has ended")

@@ -20,16 +20,10 @@ _WITHOUT_STREAMS = ("cpu", "meta")
 
 
 class Slab(NamedTuple):
-    """`Slab` holds blocks of several streams in one tensor; a stream is the keys or the values of one layer.
+    """`Slab` holds blocks of several streams in one tensor; a stream is the keys or the values of one layer."""
 
-    Attributes:
-        tensor: [streams, heads, blocks, block_size, head_dim]; blocks that follow one another are one run of tokens of
-            each head.
-        streams: (layer index, name) of each stream.
-    """
-
-    tensor: Tensor
-    streams: tuple[tuple[int, str], ...]
+    tensor: Tensor  # [streams, heads, blocks, block_size, head_dim]: blocks side by side are one run of tokens
+    streams: tuple[tuple[int, str], ...]  # (layer index, name) of each stream
 
     @property
     def bytes_per_block(self) -> int:
@@ -43,20 +37,14 @@ class StreamOrder:
 
     What one call has launched on its stream must be done before another call reads or writes the same block, or uses a
     tensor that was made or has grown meanwhile. The host waits for nothing, nor does anybody where there is one stream.
-
-    Attributes:
-        accelerators: accelerators that hold tensors of the store, or have held some.
     """
 
     def __init__(self) -> None:
-        self.accelerators: set[torch.device] = set()
+        self.accelerators: set[torch.device] = set()  # that hold tensors of the store, or have held some
         self._streams: dict[torch.device, set[torch.Stream]] = {}
 
     def join(self, devices: Iterable[torch.device]) -> None:
-        """Let what this thread launches from now on come after all that was launched for the store on these devices.
-
-        Only devices among the store's accelerators are joined.
-        """
+        """Let what this thread launches from now on come after all that was launched for the store on these devices."""
         for device in self.accelerators.intersection(devices):
             current = torch.accelerator.current_stream(device)
             used = self._streams.setdefault(device, set())
@@ -73,19 +61,15 @@ class StreamOrder:
 
 
 class GroupTensors:
-    """`GroupTensors` holds the tensors of the layers of one group.
-
-    Attributes:
-        layers: layer index -> name -> `[capacity, heads, block_size, head_dim]`, a part of a slab.
-        capacity: number of blocks that every slab holds; where growing was cut short, some slabs hold more.
-        num_blocks_used: 1 + the highest place written so far.
-    """
+    """`GroupTensors` holds the tensors of the layers of one group."""
 
     def __init__(self, streams: StreamOrder) -> None:
+        # layer index -> name -> part of a slab, [capacity, heads, block_size, head_dim]
         self.layers: dict[int, dict[str, Tensor]] = {}
-        self.capacity = self.num_blocks_used = 0
-        self._streams = streams
         self.slabs: list[Slab] = []  # another list each time that they have grown
+        self.capacity = 0  # blocks that every slab holds; where growing was cut short, some slabs hold more
+        self.num_blocks_used = 0  # 1 + the highest place written so far
+        self._streams = streams
 
     def named(self) -> dict[tuple[int, str], Tensor]:
         """Return (layer index, name) -> tensor."""
@@ -152,15 +136,13 @@ class BlockPool:
     size, layers in anything. New tensors are zeroed: masked attention multiplies what was not written by zero, and what
     was not written must not be a NaN.
 
-    Callers name blocks by the allocator's ids; layers with a window keep the blocks where their `WindowBlocks` say.
-
     Args:
-        first_device: function that returns where the first write will be; called as long as there was no write.
+        first_device: returns where the first write will be; called as long as there was no write.
+        window_of: layer index -> window.
+        windows: says where layers with a window keep blocks, which callers name by the allocator's ids.
 
     Attributes:
-        groups: name of a group, or None -> tensors of the group's layers.
-        all: tensors of the layers without a window.
-        accelerators: accelerators that hold tensors, or have held some.
+        groups: name of a group -> tensors of its layers; None -> `all`, those of the layers without a window.
         num_layouts: how often layers got tensors, or lost all of them.
 
     Examples:
@@ -211,7 +193,7 @@ class BlockPool:
         return sum(self.bytes_on().values())
 
     def bytes_on(self) -> dict[torch.device, int]:
-        """Return the bytes taken of each device; on a host of blocks used so far, as untouched pages cost nothing."""
+        """Return the bytes taken of each device; on a host those of blocks used so far: other pages cost nothing."""
         total: Counter[torch.device] = Counter()
         for group in self.groups.values():
             for slab in group.slabs:

@@ -17,11 +17,7 @@ from .tensors import to_device as numbers_on
 
 BLOCKS, STATES = "blocks", "states"
 Kind = str | int
-"""Kind of content that a block has.
-
-BLOCKS stands for the layers that see all tokens, a window for the layers that see it, STATES for a snapshot at the
-block's end.
-"""
+"""Kind of content: BLOCKS of layers that see all tokens, a window of those that see it, STATES at a block's end."""
 
 _ALIGNMENT = 16  # bytes; a view of any dtype must begin at a multiple of its size
 
@@ -62,11 +58,7 @@ def parts_of_states(states: States) -> list[Part]:
 
 
 def laid_out(kind: Kind, shapes: Iterable[tuple[Any, torch.device, tuple[int, ...], torch.dtype]]) -> list[Part]:
-    """Return the parts of tensors: one for each device.
-
-    Args:
-        shapes: key, device, shape of a block or of a row's state, and dtype of each tensor.
-    """
+    """Return the parts of tensors, one for each device, from key, device, shape of a row and dtype of each tensor."""
     pieces: dict[torch.device, list[Piece]] = {}
     ends: dict[torch.device, int] = {}
     for key, device, shape, dtype in shapes:
@@ -77,10 +69,7 @@ def laid_out(kind: Kind, shapes: Iterable[tuple[Any, torch.device, tuple[int, ..
 
 
 def lay_out_pool(pool: BlockPool, parts: Iterable[Part]) -> None:
-    """Make the tensors that these parts of blocks and window blocks are made of, where the pool has none yet.
-
-    They lie where the first keys and values will be.
-    """
+    """Make those tensors that the parts are of and the pool lacks, where its first keys and values will be."""
     streams = {}
     for piece in (piece for part in parts for piece in part.pieces):
         heads, _, head_dim = piece.shape

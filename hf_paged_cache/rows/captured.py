@@ -29,18 +29,12 @@ _ON = {"use_cache", "return_dict"}  # arguments that may be true
 
 
 class Said:
-    """`Said` tells how the forwards of one call ran.
-
-    Attributes:
-        num_forwards: number of all forwards.
-        num_captured: number of forwards that were replays of a graph.
-        num_compared: number of forwards that ran both by a graph and eagerly.
-        why_not: why the last forward that was not captured was not; "": it need not be.
-    """
+    """`Said` tells how the forwards of one call ran."""
 
     def __init__(self, why_not: str = "") -> None:
-        self.num_forwards = self.num_captured = self.num_compared = 0
-        self.why_not = why_not
+        self.num_forwards = self.num_captured = 0  # all, and those that were replays of a graph
+        self.num_compared = 0  # that ran both by a graph and eagerly
+        self.why_not = why_not  # why the last forward that was not captured was not
 
     def __str__(self) -> str:
         counted = f"{self.num_captured} of {self.num_forwards} forwards were captured" if self.num_forwards else ""
@@ -54,9 +48,6 @@ class CapturedCall:
     It has the arena from `begin` until it is closed.
 
     Args:
-        rows: rows of the call.
-        model: what is captured.
-        arena: memory of static rows.
         always: capture whatever a capture takes.
         first: first column, and the column after the last one, of the next forward.
         max_columns: most columns that rows may have; infinite where nobody knows.
@@ -145,10 +136,7 @@ class CapturedCall:
         return output
 
     def _placed(self, tokens: int, facts: Mapping[str, object]) -> Graph | None:
-        """Return the graph of a forward of so many tokens, captured, with the rows in its memory.
-
-        None: it is not captured; `said` has the reason.
-        """
+        """Return the graph of a forward of so many tokens, with the rows in its memory; None: `said` has the reason."""
         rows, arena, held, n, said = self._rows, self._arena, self._memory, self._rows.n, self.said
         lies_there = held is not None and rows.all.memory is held
         room = held[0].tensor.shape[3] if lies_there and held is not None else 0
@@ -199,10 +187,7 @@ class CapturedCall:
         return rows.all.memory
 
     def make(self, shapes: Sequence[memory.Shape], num_rows: int, wanted: int) -> list[Streams]:
-        """Make memory for rows that begin, filled with zeros.
-
-        It lies in the arena where there is room; else it has the columns that are wanted.
-        """
+        """Make zeroed memory for rows that begin: in the arena, or where there is no room, of the columns wanted."""
         start, stop = self._first
         tokens = next((each for each in TOKENS if stop - start <= each), 0)
         room = self._arena.room(num_rows, max(start + tokens, self._room_wanted(stop, 1)))

@@ -74,11 +74,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         return read if reads is None else reads.read(self.layer_idx, *read)
 
     def _checked(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what a forward writes, without gradients.
-
-        Raises:
-            ForwardMismatchError: the forward is of another number of rows.
-        """
+        """Return what a forward writes, without gradients; raise ForwardMismatchError if it has other rows."""
         if self.held is not None and self.held[0].shape[0] != key_states.shape[0]:
             raise ForwardMismatchError(
                 f"layer {self.layer_idx} holds {self.held[0].shape[0]} rows, and a forward writes "
@@ -224,10 +220,7 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]
         return keys.narrow(2, first, stop - first), values.narrow(2, first, stop - first)
 
     def _move(self, key_states: Tensor, value_states: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Append where there is no room behind what is held: the last columns become the first ones of the memory.
-
-        Attention reads from column `first` on.
-        """
+        """Append where there is no room: the last columns become the first ones; attention reads from `first` on."""
         n, stop, old = self.n, self.n + key_states.shape[2], self.held
         lowest = n if old is None else self.base
         room = self.room_for(max(self._owner().wanted, stop + _LEAST_SPARE))

@@ -294,13 +294,14 @@ class Rows(Cache):
 
     def begin(self, inputs: Sequence[Any], wanted: int) -> None:
         """Begin rows of these tokens, a `RowInput` each; they will have `wanted` columns, if that is not 0."""
-        self.is_open, self.wanted, self.prompts = True, wanted, []
+        prompts = list[Prompt]()
         for row in inputs:
             prompt = Prompt(row.root, row.pad, row.first_position, row.shift)
             if hold_images(row.token_ids):
                 prompt.image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
-                self.ids.named = {**self.ids.named, len(self.prompts): row.token_ids}
-            self.prompts.append(prompt)
+                self.ids.named = {**self.ids.named, len(prompts): row.token_ids}
+            prompts.append(prompt)
+        self.prompts, self.wanted, self.is_open = prompts, wanted, True  # open last: an interrupt comes before or after
         if self.states is not None:
             self.states.begin(len(inputs))
 
@@ -327,11 +328,11 @@ class Rows(Cache):
 
     def note_writes(self) -> None:
         """Note that everything written to the rows until here was written by us."""
-        self._tensors = []
+        tensors = []
         for group in (self.all, *self.windows.values()):
             for tensor, _ in group.memory:
-                self._tensors.append(tensor)
-        self._versions = tuple(map(_VERSION, self._tensors))
+                tensors.append(tensor)
+        self._tensors, self._versions = tensors, tuple(map(_VERSION, tensors))
 
     @property
     def is_edited(self) -> bool:

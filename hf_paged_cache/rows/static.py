@@ -69,18 +69,13 @@ class Arena:
     """`Arena` holds memory for the static rows of one call at a time. Rows of every number and room begin at its start.
 
     Graphs are dropped with the memory, and where another model is captured.
-
-    Attributes:
-        most_bytes: returns how many bytes the arena may take now. None: half of the free memory on an accelerator, and
-            whatever is asked for on a host.
-        capture_seconds: time that a capture takes.
-        shapes: shapes of the rows that lay in the arena last; empty before any did.
     """
 
     def __init__(self) -> None:
+        # Returns how many bytes the arena may take now. None: half of an accelerator's free memory; all of a host's.
         self.most_bytes: Callable[[], int] | None = None
         self.capture_seconds, self._saved_seconds, self._is_measured = _CAPTURE_SECONDS, _SAVED_SECONDS, False
-        self.shapes: tuple[Shape, ...] = ()
+        self.shapes: tuple[Shape, ...] = ()  # of the rows that lay here last
         self._lock = new_lock()
         self._holder: ref[Any] | None = None
         self._digest = b""  # fingerprint of the model that is captured
@@ -93,8 +88,7 @@ class Arena:
     def check_out(self, holder: object, digest: bytes) -> bool:
         """Give the arena to a holder, until it is given back or the holder is collected; return whether it was free.
 
-        Args:
-            digest: fingerprint of the model whose graphs are wanted.
+        Graphs of a model with another fingerprint than `digest` are forgotten.
         """
         with self._lock:
             if self._holder is not None and self._holder() is not None:

@@ -119,7 +119,7 @@ def test_heads_of_keys_are_not_repeated(num_heads: int, num_new: int, monkeypatc
         seen.add((query.shape[2], query.shape[1], key.shape[1]))
         return attention(query, key, value, **given)
 
-    monkeypatch.setattr("hf_paged_cache.attention.grouped.scaled_dot_product_attention", looking)
+    monkeypatch.setattr("hf_paged_cache.rows.graphs.scaled_dot_product_attention", looking)
     for _ in range(4):
         run(model, cache, input_ids=ids[:, :48], max_new_tokens=2)
         assert_same(reference, run(model, cache, input_ids=ids, max_new_tokens=STEPS))

@@ -13,8 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.attention import backends
-from hf_paged_cache.attention.shared import LayerReads
-from hf_paged_cache.rows.shared import CALL_LOOKS
+from hf_paged_cache.rows.shared import CALL_LOOKS, LayerReads
 
 from ..internals import held_tensors, make_forwards_cheap, note_served, split_everywhere
 from ..reference import PROMPT, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
