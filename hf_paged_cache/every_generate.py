@@ -162,10 +162,8 @@ class _Counts:
     totals: list[CallTotals] = field(default_factory=list)  # of each store on which its calls ran
 
     def as_dict(self) -> dict[str, Any]:
-        metrics = [each.metrics for each in self.totals]
         prompt, reused, shared = (
-            sum(getattr(each, name) for each in metrics)
-            for name in ("num_queried_tokens", "num_hit_tokens", "num_shared_tokens")
+            sum(getattr(each, name) for each in self.totals) for name in ("num_tokens", "num_reused", "num_shared")
         )
         return {
             "model": self.name,

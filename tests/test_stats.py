@@ -10,6 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore, RowStats
+from hf_paged_cache.store.totals import CallTotals
 
 from .internals import split_everywhere
 from .reference import assert_same, batch, row, run
@@ -67,6 +68,16 @@ def test_stats_print_numbers_as_people_write_them() -> None:
     assert values["kv_bytes"].strip() == "1.5 MiB"
     assert values["peak_kv_bytes"].strip() == "2,048.0 MiB"
     assert values["pool_bytes"].strip() == "0.0 MiB"
+
+
+def test_the_recent_hit_rate_is_that_of_the_last_100_forwards() -> None:
+    totals = CallTotals()
+    assert totals.hit_rate == totals.recent_hit_rate == 0.0
+    for num_reused in (0, *[5] * 100):
+        totals.record(10, 10 - num_reused, num_reused, num_calls=1)
+    assert (totals.hit_rate, totals.recent_hit_rate) == (500 / 1010, 0.5)
+    totals.record(1000, 0, 1000, num_calls=1)  # by token, not by forward
+    assert totals.recent_hit_rate == 1495 / 1990
 
 
 def test_a_call_prints_a_line_for_each_row_and_then_its_table() -> None:

@@ -9,7 +9,6 @@ from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
 from .block_table import BlockTable
 from .groups import Group, Window, resumable, resumable_where
 from .hashing import BlockHash, HashChain, root_hash
-from .metrics import PrefixCacheMetrics
 from .snapshots import Snapshots
 from .window_blocks import Changing, WindowBlocks
 
@@ -20,7 +19,6 @@ __all__ = [
     "Changing",
     "Group",
     "HashChain",
-    "PrefixCacheMetrics",
     "PrefixCachingBlockAllocator",
     "Resumption",
     "Snapshots",

@@ -154,12 +154,13 @@ class PrefixCachingBlockAllocator:
     def num_cached_blocks(self) -> int:
         """Number of blocks without a holder that a prefix can hit."""
         self._settle()
-        return self._states.num_cached
+        return len(self._states.once) + len(self._states.again)
 
     @property
     def num_available_blocks(self) -> int:
         """Number of blocks that can be handed out: free and cached ones."""
-        return self.num_free_blocks + self._states.num_cached
+        self._settle()
+        return len(self._states.free) + len(self._states.once) + len(self._states.again)
 
     @property
     def num_blocks_in_use(self) -> int:
@@ -247,7 +248,8 @@ class PrefixCachingBlockAllocator:
         num_cached_hits = [states.ref_counts[block_id] for block_id in hits].count(0)
         num_needed = num_blocks + num_cached_hits
         if num_needed > num_available:
-            of_all = f"{len(states.free)} free + {states.num_cached} cached of {states.num_blocks - 1}"
+            num_free = len(states.free)
+            of_all = f"{num_free} free + {num_available - num_free} cached of {states.num_blocks - 1}"
             raise OutOfBlocksError(
                 f"need {num_needed} blocks: {'there are fewer' if namespace else of_all}"
                 + (f", {num_cached_hits} of them the prefix hit itself" if num_cached_hits else "")

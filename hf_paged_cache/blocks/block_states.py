@@ -61,11 +61,6 @@ class BlockStates:
         self._evicted: set[bytes] = set()  # digests evicted lately ...
         self._evicted_before: set[bytes] = set()  # ... and as many that were evicted before them
 
-    @property
-    def num_cached(self) -> int:
-        """Number of cached blocks."""
-        return len(self.once) + len(self.again)
-
     # Which block has which hash.
 
     def find(self, block_hash: BlockHash, namespace: bytes) -> int | None:

@@ -137,7 +137,7 @@ class BlockTable:
 
         Takes no fresh block.  Returns and raises as `allocate` does, but cannot run out of blocks.
         """
-        chain = HashChain(self._chain.root, self._block_size, token_ids, self._chain.extra_keys)
+        chain = HashChain(self._chain.root, self._block_size, token_array(token_ids), self._chain.extra_keys)
         if self._chain.token_ids or self.block_ids or self.allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
         hashes: Iterable[BlockHash] = chain.hashes()
@@ -160,7 +160,7 @@ class BlockTable:
 
     def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
         """Return what `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
-        chain = HashChain(self._chain.root, self._block_size, token_ids, self._chain.extra_keys)
+        chain = HashChain(self._chain.root, self._block_size, token_array(token_ids), self._chain.extra_keys)
         matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
         num_matched = len(matched) * self._block_size
         num_tokens = resumable((*self.groups, WholeImages(chain.token_ids)), matched, num_matched)

@@ -81,7 +81,7 @@ class HashChain:
     """`HashChain` holds the tokens and the block hashes of one sequence, which may grow and be cut.
 
     A hash is computed once, when it is asked for.
-    Ranges, in blocks: `[0, len(_hashes))` hashed | `[len(_hashes), num_full_blocks)` full, not yet hashed | the rest.
+    Ranges, in blocks: `[0, len(_hashes))` hashed | `[len(_hashes), len(token_ids) // block_size)` full | the rest.
 
     Args:
         root: parent of the first block's hash, see `root_hash`.
@@ -111,13 +111,8 @@ class HashChain:
         self.root = root
         self.block_size = block_size
         self.extra_keys = extra_keys
-        self.token_ids = token_array(token_ids)[:]
+        self.token_ids: TokenIds = array("q", token_ids)
         self._hashes: list[BlockHash] = []  # logical block index -> hash, as far as asked for
-
-    @property
-    def num_full_blocks(self) -> int:
-        """Number of full blocks, each of which has a hash, asked for or not."""
-        return len(self.token_ids) // self.block_size
 
     def continued(self, token_ids: TokenIds) -> HashChain:
         """Return a chain of these tokens, which need not hash again the blocks that both begin with."""
@@ -136,7 +131,8 @@ class HashChain:
         At most as many are computed ahead as were asked for.
         """
         known, ahead = self._hashes, 1
-        stop = self.num_full_blocks if stop is None else min(stop, self.num_full_blocks)
+        num_full = len(self.token_ids) // self.block_size
+        stop = num_full if stop is None else min(stop, num_full)
         for index in range(start, stop):
             if len(known) <= index:
                 self._hash_until(min(stop, index + ahead))

@@ -209,7 +209,7 @@ def known_of(
         num_common = num_there
     block, asks = num_common // size, not is_alone or latest is not None or not num_common % size
     num_held = num_whole = num_matched = 0
-    if not asks and block < chain.num_full_blocks:  # do blocks know more than that row?
+    if not asks and block < len(tokens) // size:  # do blocks know more than that row?
         asks = bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), row.salt))
     if asks:
         hashes = chain.hashes_of()

@@ -101,7 +101,7 @@ def _keep_row(
             if not may_write():
                 return
             held = store.leases.take(hashes, salt)
-            first = held.num_prefix_tokens // size
+            first = held.num_prefix_blocks
             if first == num_blocks and not rows.is_exact:
                 return
             make_room(num_blocks - first)

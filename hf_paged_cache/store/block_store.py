@@ -207,11 +207,10 @@ class BlockStore:
 
         Given a salt, numbers in which other salts' blocks might show are None.
         """
-        allocator, metrics, windows = self.allocator, totals.metrics, self.windows
+        allocator, windows = self.allocator, self.windows
         num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
         num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
         num_pinned, num_evictions = len(self.pins.block_ids(salt or None)), allocator.num_evictions
-        num_saved = metrics.num_hit_tokens + metrics.num_shared_tokens
         num_free, num_managed, most = allocator.num_free_blocks, allocator.num_blocks, self.budget.num_blocks
         num_snapshots = self.states.kept.num_of(salt) if salt else len(self.states.kept)
         if windows.are_all:
@@ -222,12 +221,12 @@ class BlockStore:
             num_evictions += group.num_evictions
             num_free, num_managed = group.num_free, group.num_blocks
         return CacheStats(
-            prompt_tokens=metrics.num_queried_tokens,
-            computed_tokens=metrics.num_queried_tokens - num_saved,
-            reused_tokens=metrics.num_hit_tokens,
-            shared_tokens=metrics.num_shared_tokens,
-            hit_rate=metrics.hit_rate,
-            recent_hit_rate=metrics.recent_hit_rate,
+            prompt_tokens=totals.num_tokens,
+            computed_tokens=totals.num_tokens - totals.num_reused - totals.num_shared,
+            reused_tokens=totals.num_reused,
+            shared_tokens=totals.num_shared,
+            hit_rate=totals.hit_rate,
+            recent_hit_rate=totals.recent_hit_rate,
             num_calls=totals.num_calls,
             num_bypassed_calls=totals.num_bypassed_calls,
             num_blocks=None if salt else most,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_paged_cache.blocks import hashing
-from hf_paged_cache.blocks.hashing import HashChain, root_hash
+from hf_paged_cache.blocks.hashing import HashChain, root_hash, token_array
 from hf_paged_cache.errors import CacheArgumentError
 
 ROOT = root_hash(b"model")
@@ -122,7 +122,7 @@ def test_a_chain_that_another_continues_stays_as_it_is():  # scenario 69, of the
         assert list(chain.hashes()) == list(chain_of([1, 2, 3, 4]).hashes())
 
 
-def test_what_is_no_token_makes_no_chain():
+def test_what_is_no_token_is_refused():
     for wrong in ([2, 2**63], [2, "3"], [2, 1.5]):
         with pytest.raises(CacheArgumentError, match="64 bits"):
-            chain_of(wrong)
+            token_array(wrong)

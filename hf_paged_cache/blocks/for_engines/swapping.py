@@ -98,10 +98,7 @@ class BlockSwapper:
         raise BlockStateError(f"{table!r} was freed, or is of another allocator than these two")
 
     def swap_out(self, *tables: BlockTable) -> list[tuple[int, int]]:
-        """Move tables from the device to the host.
-
-        Returns:
-            (block of the device, block of the host) for each copy to be made.
+        """Move tables from the device to the host; return (device's block, host's block) for each copy to be made.
 
         Raises:
             OutOfBlocksError: the host lacks blocks; nothing has changed.
@@ -116,11 +113,11 @@ class BlockSwapper:
 
     def can_swap_out(self, *tables: BlockTable) -> AllocStatus:
         """Return whether `swap_out` of these tables would find its blocks. Raises as it, but not for lack of blocks."""
-        return self._status(self._plan(tables, self.device, self.host), self.host)
+        return self._status(tables, self.device, self.host)
 
     def can_swap_in(self, *tables: BlockTable) -> AllocStatus:
         """Return whether `swap_in` of these tables would find its blocks; see `can_swap_out`."""
-        return self._status(self._plan(tables, self.host, self.device), self.device)
+        return self._status(tables, self.host, self.device)
 
     def num_full_blocks_touched(self, *tables: BlockTable) -> int:
         """Return how many full blocks a swap of these tables, all on one side, copies: the other side lacks them."""
@@ -131,11 +128,6 @@ class BlockSwapper:
         full = {block_id for table in tables for block_id in table.block_ids[: table.num_tokens // size]}
         return sum(not isinstance(plan[block_id], int) for block_id in full)
 
-    def check(self) -> None:
-        """Prove the invariants of both sides, or raise BlockStateError with the whole state."""
-        self.device.check()
-        self.host.check()
-
     def _swap(
         self,
         tables: Sequence[BlockTable],
@@ -143,10 +135,10 @@ class BlockSwapper:
         destination: PrefixCachingBlockAllocator,
     ) -> list[tuple[int, int]]:
         plan = self._plan(tables, source, destination)
-        hits = _found(plan)
+        hits = [each for each in plan.values() if isinstance(each, int)]
         destination.require(len(plan) - len(hits), hits, max((table.namespace for table in tables), default=b""))
-        # An allocation that no table has is given back when it is collected: an interrupt leaves nothing held.
-        # First hold all blocks that the destination has, so that none is evicted for the first table.
+        # First hold all blocks that the destination has, so that none is evicted for the first table. An allocation
+        # that no table has is given back when it is collected: an interrupt leaves nothing held.
         guards = []
         for namespace in {table.namespace for table in tables}:
             held = [i for table in tables if table.namespace == namespace for i in self._blocks_with_tokens(table)]
@@ -161,9 +153,8 @@ class BlockSwapper:
             placed.update(zip(held, new.block_ids, strict=True))
             moves.append((table, table.allocation, new))
         copies = [(block_id, placed[block_id]) for block_id, each in plan.items() if not isinstance(each, int)]
-        is_to_host = destination is self.host
         # Before any table has moved: a copy too many does no harm, one too few does.
-        self._pending.extend([SwapCopy(*pair, is_to_host) for pair in copies])
+        self._pending.extend([SwapCopy(*pair, destination is self.host) for pair in copies])
         destination.mark_computed(block_id for _, block_id in copies)
         for table, old, new in moves:
             table.move_to(new)
@@ -180,13 +171,10 @@ class BlockSwapper:
     ) -> _Plan:
         """Return what a swap would take.  Effects: none."""
         where = "the device" if source is self.device else "the host"
-        for number, table in enumerate(tables):
+        for table in tables:
             if table.groups:
-                raise CacheArgumentError(
-                    f"{table!r} has groups; a table of a model with windows holds window blocks beside its blocks, and "
-                    "is not swapped"
-                )
-            if any(table is other for other in tables[:number]):
+                raise CacheArgumentError(f"{table!r} has window blocks beside its blocks, and is not swapped")
+            if tables.count(table) > 1:
                 raise CacheArgumentError(f"{table!r} is given twice; give each table once")
             if not source.holds(table.allocation):
                 raise BlockStateError(
@@ -207,14 +195,14 @@ class BlockSwapper:
     def _blocks_with_tokens(self, table: BlockTable) -> list[int]:
         return table.block_ids[: -(-table.num_tokens // self.device.block_size)]
 
-    @staticmethod
-    def _status(plan: _Plan, destination: PrefixCachingBlockAllocator) -> AllocStatus:
-        num_taken = len(plan) - sum(destination.ref_count(block_id) > 0 for block_id in _found(plan))
-        if num_taken <= destination.num_available_blocks:
+    def _status(
+        self,
+        tables: Sequence[BlockTable],
+        source: PrefixCachingBlockAllocator,
+        destination: PrefixCachingBlockAllocator,
+    ) -> AllocStatus:
+        plan = self._plan(tables, source, destination)
+        num_held = sum(isinstance(each, int) and destination.ref_count(each) > 0 for each in plan.values())
+        if len(plan) - num_held <= destination.num_available_blocks:
             return AllocStatus.OK
         return AllocStatus.LATER if len(plan) < destination.num_blocks else AllocStatus.NEVER
-
-
-def _found(plan: _Plan) -> list[int]:
-    """Return the blocks of a plan that the destination has."""
-    return [each for each in plan.values() if isinstance(each, int)]

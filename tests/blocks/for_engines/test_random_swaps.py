@@ -109,7 +109,8 @@ class SwapDriver:
             random_step(self.sides[here], rng)
 
     def compare(self) -> None:
-        self.swapper.check()
+        self.swapper.device.check()
+        self.swapper.host.check()
         for side in self.sides:
             side.compare()
             assert all(self.swapper.is_on_host(table) == (side is self.sides[1]) for table, _ in side.tables)

@@ -28,7 +28,8 @@ def host():
 def swapper(device, host):
     made = BlockSwapper(device, host)
     yield made
-    made.check()
+    for side in (device, host):
+        side.check()
 
 
 def hash_of(tokens):
@@ -78,7 +79,7 @@ def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host,
         swapper.is_on_host(freed)
     with pytest.raises(CacheArgumentError, match="given twice"):
         swapper.swap_out(table, table)
-    with pytest.raises(CacheArgumentError, match="windows"):
+    with pytest.raises(CacheArgumentError, match="window blocks"):
         swapper.can_swap_out(windowed)
     assert (snapshot_of(device), snapshot_of(host)) == before
     fork = table.fork()
@@ -121,7 +122,8 @@ class World:
 
     def assert_whole(self):
         """Once what is pending is copied, each table reads what it wrote, and every hash has its content."""
-        self.swapper.check()
+        self.swapper.device.check()
+        self.swapper.host.check()
         for source, destination, is_to_host in self.swapper.pending_copies:
             self.content[is_to_host][destination] = self.content[not is_to_host][source]
         for table in self.tables:
