@@ -43,7 +43,7 @@ from .chunked_prompt import chunked_prompt
 from .current import Current
 from .forward_arguments import shape_of
 from .generate_arguments import GenerateArguments
-from .keeping import keep_full, keep_rows, leave_blocks
+from .keeping import keep_full_rows, keep_rows, leave_blocks
 from .opening import begin_captured, begin_chunks, bypass, open_rows
 from .parts import CallParts
 
@@ -183,7 +183,7 @@ class Calls(CallParts):
 
     # Methods that rows call.
 
-    keep, keep_full = keep_rows, keep_full
+    keep, keep_full = keep_rows, keep_full_rows
 
     def refuse(self, model: Any) -> NoReturn:
         """Raise CacheArgumentError: a forward of another model was passed these rows."""

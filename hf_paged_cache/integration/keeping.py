@@ -28,7 +28,7 @@ def keep_rows(calls: CallParts, rows: Rows) -> None:
     keep(store, rows, state, calls.salt, make_room)
 
 
-def keep_full(calls: CallParts, rows: Rows) -> None:
+def keep_full_rows(calls: CallParts, rows: Rows) -> None:
     """Keep rows before they change places and some are given up, if each has filled a block since last time."""
     size = calls.store.block_size
     if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
