@@ -86,9 +86,7 @@ class BatchResult:
 
 
 class WorkersLostError(PagedCacheError):
-    """Raised when workers of a batch job die one after another: what is done is in the output, and the same job
-    resumes.
-    """
+    """Raised when workers of a job die one after another: what is done is in its output, and the same job resumes."""
 
 
 @shows_store_options

@@ -124,9 +124,6 @@ def may_pad(config: GenerationConfig, shortest_prompt: int) -> bool:
         >>> from transformers import GenerationConfig
         >>> may_pad(GenerationConfig(top_k=5), 1), may_pad(GenerationConfig(no_repeat_ngram_size=2), 99)
         (True, False)
-        >>> stops = GenerationConfig(stop_strings=["\\n\\n", "end"])
-        >>> may_pad(stops, 2), may_pad(stops, 3)
-        (False, True)
     """
     given = {name for name, value in config.to_diff_dict().items() if value}
     stop = config.stop_strings or ()

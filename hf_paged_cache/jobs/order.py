@@ -89,13 +89,7 @@ class Limits:
 
 
 def batches(order: Iterable[OrderedPrompt], limits: Limits) -> Iterator[list[int]]:
-    """Yield the prompts of each batch; one joins the batch before it where that has room, and costs less than one more.
-
-    Examples:
-        >>> order = [OrderedPrompt(n, length, length, length) for n, length in enumerate([500, 490, 10, 9, 9])]
-        >>> [*batches(order, Limits(5))], [*batches(order, Limits(5, num_new_tokens=100))]
-        ([[0, 1], [2, 3, 4]], [[0, 1, 2, 3, 4]])
-    """
+    """Yield the prompts of each batch; one joins the batch before it if that has room and costs less than one more."""
     batch: list[OrderedPrompt] = []
     for each in order:
         if batch and not _may_join(each, batch, limits):

@@ -68,6 +68,7 @@ def test_each_row_gets_what_generate_gives_it(
         for number, row in enumerate(written(prompts))
     ]
     assert done.stdout.startswith(f"{tmp_path / 'out.jsonl'}: 4 prompts; ")
+    assert "prompt/s" not in done.stderr  # a short job shows no progress off a terminal
 
 
 def test_a_job_that_writes_into_the_models_folder_resumes(prompts: Path, model_folder: str) -> None:
@@ -157,19 +158,14 @@ def test_a_value_that_generate_cannot_take_is_refused_by_its_name(
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [("0.5", 0.5), ("[1]", [1]), ("null", None), ("None", None), ("True", True), ("false", False), ("word", "word")],
-)
-def test_a_value_is_json_or_a_text(text: str, value: object) -> None:
-    assert options_by_name(["--top-p", text]) == {"top_p": value}
+VALUES = {"0.5": 0.5, "[1]": [1], "null": None, "None": None, "True": True, "false": False, "word": "word"}
 
 
-def test_no_in_front_switches_off_and_is_part_of_a_name() -> None:
-    assert options_by_name(["--no-do-sample", "--no-repeat-ngram-size", "2"]) == {
-        "do_sample": False,
-        "no_repeat_ngram_size": 2,
-    }
+def test_a_value_is_json_or_a_text_and_no_in_front_switches_off() -> None:
+    for text, value in VALUES.items():
+        assert options_by_name(["--top-p", text]) == {"top_p": value}
+    given = options_by_name(["--no-do-sample", "--no-repeat-ngram-size", "2"])
+    assert given == {"do_sample": False, "no_repeat_ngram_size": 2}
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there are no terminals like this here")
