@@ -86,6 +86,14 @@ def load_demo_model(
         raise ModelLoadError(f"{name} cannot be loaded ({brief(error)})") from error
 
 
+def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Do `load_demo_model` for a script: if a model cannot be had, the script ends with a line that says why."""
+    try:
+        return load_demo_model(name_or_path)
+    except ModelLoadError as error:
+        raise SystemExit(str(error)) from None
+
+
 def _find_demo_model() -> Path:
     from huggingface_hub import snapshot_download
 
