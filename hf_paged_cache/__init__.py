@@ -34,8 +34,7 @@ if TYPE_CHECKING:
     from .jobs.job import BatchResult, BatchSummary, WorkersLostError, generate_all, generate_all_on_ray
     from .prefix_store import PrefixStore
     from .stats import CacheStats, CallStats, RowStats, TierStats
-    from .store.loading import Loaded
-    from .store.saving import Saved
+    from .store.saved import Loaded, Saved
 
 # Modules that have all public names; the first two import no torch.
 _HOMES = [".errors", ".stats", ".cache", ".prefix_store", ".ask.explanation", ".ask.model_check", ".ask.prefixes"]

@@ -305,7 +305,7 @@ class PagedPrefixCache(Cache):
         with blocks.lock:
             blocks.settle()
             running = [each for each in [*blocks.running] if each.handle() is self]
-            of_rows, backend = bytes_of_rows([self._current.rows], running), name_of(blocks.first_device().type)
+            of_rows, backend = bytes_of_rows([self._current.rows], running), name_of(blocks.pool.first_device().type)
             of_caches = (self.store.arena, of_rows, counters.peak_kv_bytes, backend)
             return blocks.stats(counters.totals, self.cache_salt, *of_caches)
 

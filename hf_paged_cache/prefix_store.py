@@ -42,8 +42,7 @@ from .rows.static import Arena
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.groups import SHARE_OF_A_BUDGET, StateRules
-from .store.loading import Loaded, load_blocks
-from .store.saving import Model, Saved, save_blocks
+from .store.saved import Loaded, Model, Saved, load_blocks, save_blocks
 from .store_options import StoreOptions, StoreSizes, given_sizes, shows_store_options, store_options
 from .tiers.folder import folder_of, writable_folder
 from .tiers.tiers import Tiers

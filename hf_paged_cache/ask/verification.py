@@ -115,7 +115,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     if differing:
         store.fingerprint.suspect()
         with store.blocks.lock:
-            store.blocks.forget_tiers()
+            store.blocks.forget_tiers()  # other processes are not to find what may have been wrong all along
     return Verified(len(seen), len(hashes) - len(seen), tuple(differing))
 
 

@@ -31,11 +31,8 @@ class BlockStore:
     Args:
         num_blocks: most blocks that there can be, with the null block; None: as many as memory holds.
         first_device: returns the device on which the model's first keys and values will be.
-        window_of: layer index -> the layer's window, for the layers that have one.
-        layers: indices of all layers that have keys and values, with a window or without.
-        window_share: number of window blocks for each block; see `WindowGroups`.
-        bytes_per_block: see `MemoryBudget`.
-        has_max_bytes: see `MemoryBudget`.
+        window_of, layers, window_share: see `WindowGroups`.
+        bytes_per_block, has_max_bytes: see `MemoryBudget`.
         tiers: what evicted blocks go to, if there is anything.
 
     Attributes:
@@ -59,7 +56,7 @@ class BlockStore:
         tiers: Tiers | None,
     ) -> None:
         self.lock = new_lock(self)
-        self.block_size, self.first_device = block_size, first_device
+        self.block_size = block_size
         self.allocator = allocator = PrefixCachingBlockAllocator(first_num_blocks(num_blocks), block_size)
         self.windows = windows = WindowGroups(allocator, window_of, layers, window_share, num_blocks)
         has_least = num_blocks is not None and not has_max_bytes
@@ -74,7 +71,6 @@ class BlockStore:
             num_blocks,
             bytes_per_block,
             has_max_bytes=has_max_bytes,
-            first_device=first_device,
         )
         self.leases = Leases(allocator, windows, self.states)
         self.pins = Pins(allocator, windows, self.states, self.leases)
@@ -126,15 +122,10 @@ class BlockStore:
         for group in self.windows.groups:
             group.settle()
 
-    def windows_now(self) -> Mapping[int, Window]:
-        """Return layer index -> window by which window blocks are held."""
-        with self.lock:
-            return self.windows.window_of
-
     def follow_windows(self, window_of: Mapping[int, Window]) -> None:
         """Use these windows of the layers, as rows begin. What is cached under other windows is forgotten.
 
-        While calls hold blocks, nothing changes: `windows_now` says so.
+        While calls hold blocks, nothing changes: `windows.window_of` says so.
         """
         if self.windows.may_change and self.windows.window_of != window_of and self._is_idle:
             self.reset_prefix_cache()
@@ -149,11 +140,10 @@ class BlockStore:
 
         Keys and values have another dtype, shape or device from here on, or the budget holds fewer blocks.
         """
-        if self._is_idle:
+        if is_idle := self._is_idle:
             self.budget.count_anew()
             self.reset_prefix_cache(keep_tiers=True)
-            return True
-        return False
+        return is_idle
 
     @property
     def _is_idle(self) -> bool:
@@ -163,15 +153,13 @@ class BlockStore:
     def make_way(self) -> None:
         """Let the pool grow no more after a model's forward ran out of memory.
 
-        If nobody holds a block, the pool's memory is given back. Then there can be three quarters of the blocks that
-        were managed, so that blocks are evicted before a forward lacks memory again.
+        If nobody holds a block, the pool's memory is given back, and the pool is to be smaller from here on.
         """
-        budget = self.budget
-        budget.stop_growing()
-        managed = budget.num_blocks or 0
-        if managed > budget.first_num_blocks and not self.allocator.num_blocks_in_use:
+        self.budget.stop_growing()
+        managed = self.budget.num_blocks or 0
+        if managed > self.budget.first_num_blocks and not self.allocator.num_blocks_in_use:
             self.reset_prefix_cache(keep_tiers=True)
-            budget.shrink(managed)
+            self.budget.shrink(managed)
 
     def offload(self) -> None:
         """Copy out what was evicted, before anything is written."""
@@ -179,10 +167,7 @@ class BlockStore:
             self._offload.offload()
 
     def forget_tiers(self) -> None:
-        """Find nothing in lower tiers any more, and remove the files that this process has written.
-
-        What was computed may have been wrong all along: other processes are not to find it.
-        """
+        """Find nothing in lower tiers any more, and remove the files that this process has written."""
         if self._offload is not None and self.tiers is not None:
             self._offload.evicted = {}
             self.tiers.reset()
@@ -242,7 +227,7 @@ class BlockStore:
             snapshot_bytes=num_snapshots * self.states.rules.num_bytes,
             static_bytes=None if salt else static.num_bytes,
             num_graphs=None if salt else static.num_graphs,
-            tiers=() if self.tiers is None else self.tiers.stats(self.layout.kinds, salt),
+            tiers=() if self.tiers is None else self.tiers.stats(salt),
             computed_because=tuple(totals.computed_because.most_common()),
             backend=None if salt else backend,
         )

@@ -27,7 +27,6 @@ class WindowGroups:
     """`WindowGroups` has the window blocks of a store, in one group for each window.
 
     Args:
-        window_of: layer index -> the layer's window; without any window there are no groups.
         layers: indices of all layers that hold keys and values.
         share: number of window blocks for each block that there can be, if some layers have no window.
         most: most blocks that there can be; None: nobody knows yet.

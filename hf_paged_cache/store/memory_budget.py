@@ -45,8 +45,8 @@ def first_num_blocks(most: int | None) -> int:
 def default_budget_bytes(device: torch.device, budget: "MemoryBudget") -> int:
     """Return `DEFAULT_SHARE` of what `device` has free now and no other store in this process was promised.
 
-    Of several stores each gets at least an equal part of `DEFAULT_SHARE`, whatever the others were promised: most
-    stores never take all of it. The caller holds no store's lock: other stores' locks are taken, one after the other.
+    Each store gets at least an equal part of `DEFAULT_SHARE`: most never take all that they were promised. The caller
+    holds no store's lock: other stores' locks are taken, one after the other.
     """
     free = free_bytes(device)
     with _lock:
@@ -57,10 +57,7 @@ def default_budget_bytes(device: torch.device, budget: "MemoryBudget") -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that `device` has free now; in a container, those that its limit leaves.
-
-    For an accelerator that does not tell, they are the host's.
-    """
+    """Return the bytes that `device`, or a host in place of one that does not tell, has free in this container."""
     free = _free_bytes_of_accelerator(device)
     if free is not None:
         return free
@@ -70,10 +67,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _free_bytes_of_accelerator(device: torch.device) -> int | None:
-    """Return the bytes that the driver says are free, and those that torch's allocator holds and nobody uses.
-
-    None for a host, or if the accelerator does not tell.
-    """
+    """Return the bytes that the driver says are free, and those that torch holds unused; None: nobody tells."""
     if device.type == "cpu":
         return None
     if device.type == "mps":
@@ -105,14 +99,11 @@ class MemoryBudget:
     fewer blocks than the allocator manages. The caller holds the store's lock.
 
     Args:
-        num_blocks: most blocks that there can be; None: as many as memory holds.
         bytes_per_block: bytes of keys and values of a block, if it was measured; window blocks count by their share.
         has_max_bytes: True if `num_blocks` is what a number of bytes holds, beside as many bytes of snapshots.
-        first_device: returns the device on which the model's first keys and values will be.
 
     Attributes:
-        num_blocks: most blocks that there can be. None until a forward shows what memory holds. Where memory ran out,
-            the number of blocks managed by then.
+        num_blocks: most blocks that there can be; None: nobody knows yet.
         is_settled: True if the most blocks were given, or a forward has shown what memory holds.
         bytes_of_static_rows: returns the bytes of static rows, which count in the same budget.
     """
@@ -128,10 +119,8 @@ class MemoryBudget:
         bytes_per_block: int,
         *,
         has_max_bytes: bool,
-        first_device: Callable[[], torch.device],
     ) -> None:
         self._lock, self._allocator, self._pool, self._windows, self._states = lock, allocator, pool, windows, states
-        self._first_device = first_device
         self.num_blocks = self._promised = num_blocks  # promised: as given or settled
         self.is_settled = num_blocks is not None
         self._is_of_bytes = has_max_bytes or num_blocks is None
@@ -224,7 +213,7 @@ class MemoryBudget:
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Return the bytes that a block takes of each device, with its part of window blocks and snapshots."""
         if self._states and not self._windows.layers:
-            return {self._first_device(): self._states.bytes_beside_a_block}
+            return {self._pool.first_device(): self._states.bytes_beside_a_block}
         total: dict[torch.device, float] = {}
         for window, tensors in self._pool.groups.items():
             share = (1 if window is None else self._windows.share) * (2 if self._states else 1)

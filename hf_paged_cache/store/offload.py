@@ -46,11 +46,6 @@ class ContentLayout:
         self._parts: dict[Kind, list[Part]] = {}
 
     @property
-    def kinds(self) -> list[Kind]:
-        """Kinds that blocks of this store may have, blocks themselves first."""
-        return [BLOCKS, *(group.name for group in self._windows.groups), STATES]
-
-    @property
     def has_all_layers(self) -> bool:
         """True if the pool has the tensors of all layers that have keys and values."""
         return {*self._windows.layers} <= {*self._pool.layer_indices}

@@ -25,13 +25,11 @@ class Run:
     """`Run` has rows of contents, in memory until its file is written.
 
     Args:
-        tier: tier that counts the run.
-        path: path of the file, which need not be there yet.
         model: model that computed the contents; None: it has no name in other processes, or others wrote the file.
-        namespace: namespace of the contents.
         is_ours: True if this process makes the run, False for a file that others have written.
 
     Attributes:
+        key: what the contents of a run have in common.
         file: what the file says of itself, once it is there.
         num_bytes: bytes of the file, or of memory, which torch deals out in powers of two.
         problem: why nothing of the run is found; None: there is no problem.
@@ -42,6 +40,7 @@ class Run:
         self, tier: Tier, path: Path, model: ModelIdentity | None, namespace: bytes = b"", *, is_ours: bool
     ) -> None:
         self.tier, self.path, self.model, self.namespace, self.is_ours = tier, path, model, namespace, is_ours
+        self.key = b"" if model is None else model.digest, namespace
         self.file: SavedFile | None = None
         self.problem: str | None = None
         self.num_bytes = 0

@@ -214,10 +214,7 @@ def _part(kind: Kind, pieces: Any) -> Part:
 
 
 def _opened(path: Path) -> Any:
-    """Open a file to read from it.
-
-    Raises OSError if the file has gone since. torch opens the file a second time, and raises a RuntimeError then.
-    """
+    """Open a file to read from it; raises OSError where torch, which opens it again, raises a RuntimeError."""
     try:
         return safe_open(path, framework="pt")
     except RuntimeError as error:

@@ -47,16 +47,13 @@ class Tiers:
     """`Tiers` finds contents by name in host memory and in files. The caller holds the store's lock.
 
     Args:
-        roots: what roots of this process stand for.
         identities: returns what states of the model mean to other processes.
         host_bytes: most bytes of host memory beside what waits to be written.
-        folder: folder of the files, with its budget in bytes. 0 bytes: files are only read, and what is wrong with one
-            is not logged.
+        folder: folder of the files, with its budget; 0 bytes: files are only read, and what is wrong is not logged.
 
     Attributes:
         tiers: counts of what is in memory, if there is such a tier, and in files.
         run_bytes: bytes that are gathered in a run.
-        num_read_bytes: bytes of rows read so far.
     """
 
     def __init__(
@@ -80,7 +77,6 @@ class Tiers:
         self.entries: dict[tuple[Kind, bytes], tuple[Name, Place]] = {}
         self._runs: dict[Run, None] = {}  # those in memory in the order of their last use
         self._open: dict[tuple[bytes, bytes], Run] = {}  # digest of a model and namespace -> run that gathers
-        self._waiting: list[Run] = []  # runs that wait to be written
         self._num_models = 0  # identities of the model at the last look
         self._writer = ThreadPoolExecutor(1, "hf_paged_cache tiers")
         gathering = {} if self.host.max_bytes else self._open
@@ -104,20 +100,18 @@ class Tiers:
         """Path of a file -> what is wrong with it; nothing of such a file is found."""
         return {str(run.path): run.problem for run in self._runs if run.problem is not None}
 
-    def stats(self, kinds: Sequence[Kind], namespace: bytes) -> tuple[TierStats, ...]:
-        """Return the numbers of each tier; given a namespace, of its contents alone.
-
-        Args:
-            kinds: kinds of contents; those of the first one of which there are any count as blocks.
-        """
+    def stats(self, namespace: bytes) -> tuple[TierStats, ...]:
+        """Return the numbers of each tier; given a namespace, of its contents alone."""
         found = []
         for tier in self.tiers:
-            names = ((kind, name[1], place) for (kind, _), (name, place) in self.entries.items())
-            here = [kind for kind, of, place in names if place.run.tier is tier and namespace in (b"", of)]
-            num_blocks = next((number for kind in kinds if (number := here.count(kind))), 0)
+            here = {
+                digest
+                for (_, digest), (name, place) in self.entries.items()
+                if place.run.tier is tier and namespace in (b"", name[1])
+            }
             num_bytes = sum(run.num_bytes for run in self._runs if run.problem is None and run.tier is tier)
             moved = (tier.num_down, tier.num_up, tier.num_dropped, tier.num_refused)
-            found.append(TierStats(tier.name, num_blocks, *(() if namespace else (num_bytes, tier.max_bytes, *moved))))
+            found.append(TierStats(tier.name, len(here), *(() if namespace else (num_bytes, tier.max_bytes, *moved))))
         return tuple(found)
 
     def lay_out(self, parts: Mapping[Kind, Sequence[Part]]) -> None:
@@ -182,17 +176,16 @@ class Tiers:
 
     def _open_run(self, model: ModelIdentity | None, namespace: bytes) -> Run:
         """Return the run that gathers what a model has computed in a namespace."""
-        key = b"" if model is None else model.digest, namespace
-        if key not in self._open:
-            path = Path() if self.folder is None else self.folder.new_path()
-            self._open[key] = Run(self.tiers[0], path, model, namespace, is_ours=True)
-            self._runs[self._open[key]] = None
-        return self._open[key]
+        path = Path() if self.folder is None else self.folder.new_path()
+        new = Run(self.tiers[0], path, model, namespace, is_ours=True)
+        run = self._open.setdefault(new.key, new)
+        self._runs.setdefault(run)
+        return run
 
     def _close(self, run: Run) -> None:
         """Add nothing more to a run."""
-        for key in [key for key, gathering in self._open.items() if gathering is run]:
-            del self._open[key]
+        if self._open.get(run.key) is run:
+            del self._open[run.key]
 
     def _lower(self, run: Run) -> None:
         """Write a run that leaves memory into the folder; without a folder, or where too much waits, it is lost."""
@@ -204,10 +197,9 @@ class Tiers:
         if run.tier is self.host:
             self.disk.num_down += run.num_contents
             run.tier = self.disk
-        self._waiting = [*(each for each in self._waiting if each.is_in_memory), run]
-        if sum(each.num_bytes for each in self._waiting) > min(_MOST_WAITING_BYTES, self.disk.max_bytes):
+        waiting = sum(each.num_bytes for each in self._runs if each.tier is self.disk and each.is_in_memory)
+        if waiting > min(_MOST_WAITING_BYTES, self.disk.max_bytes):
             self.disk.num_refused += run.num_contents
-            self._waiting.pop()
             self._forget([run])
             return
         with suppress(RuntimeError):  # raised where the process ends
@@ -255,11 +247,10 @@ class Tiers:
         """
         assert run.file is not None  # `look` has read it
         run.is_adopted = True
+        here = [block if names is None else names.get(block.digest) for block in run.file.blocks]
         for content in run.file.contents:
             for row, number in enumerate(content.blocks):
-                block: BlockHash | None = run.file.blocks[number]
-                if block is not None and names is not None:
-                    block = names.get(block.digest)
+                block = here[number]
                 if block is not None and self.place_of(content.kind, (block, b"")) is None:
                     self.entries[content.kind, block.digest] = (block, b""), Place(run, row)
 

@@ -282,7 +282,7 @@ def test_calls_go_on_while_others_save_and_load(tmp_path: Path) -> None:
 def test_what_is_damaged_is_removed_and_saved_again(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hf_paged_cache.store.saving._FILE_BYTES", 2**14)
+    monkeypatch.setattr("hf_paged_cache.store.saved._FILE_BYTES", 2**14)
     model = tiny(kind)
     cache = save(model, tmp_path)
     before = new_cache(model).store.load(tmp_path)

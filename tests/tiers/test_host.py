@@ -53,7 +53,7 @@ def put(tiers: Tiers, *numbers: int, namespace: bytes = b"", part: Part = PART) 
 
 
 def require_counted(tiers: Tiers) -> None:
-    stats = tiers.stats([BLOCKS, STATES], b"")[0]
+    stats = tiers.stats(b"")[0]
     assert stats.num_bytes is not None
     assert stats.max_bytes is not None
     assert stats.num_bytes <= stats.max_bytes
@@ -78,7 +78,7 @@ def test_the_least_recently_used_goes_first_and_one_that_was_touched_stays() -> 
     put(tiers, 2)  # is there, and is used
     put(tiers, 5, 6)
     assert held(tiers) == [2, 4, 5, 6]
-    assert tiers.stats([BLOCKS], b"")[0].num_dropped == 3
+    assert tiers.stats(b"")[0].num_dropped == 3
 
 
 def test_what_was_found_can_be_read_also_after_it_has_made_room() -> None:
@@ -101,7 +101,7 @@ def test_what_leaves_memory_is_found_in_files_if_it_has_a_name_elsewhere(tmp_pat
     tiers.join()
     assert read(tiers, 0, 1, 2, 3, 4) == [0, 1, 2, 3, 4]
     assert tiers.place_of(BLOCKS, name(5, b"tenant")) is None
-    host, disk = tiers.stats([BLOCKS], b"")
+    host, disk = tiers.stats(b"")
     assert (host.num_blocks, disk.num_blocks) == (2, 3)
     again = tiers_of(2, tmp_path)
     for run in again.look():
@@ -123,12 +123,12 @@ def test_forgetting_a_namespace_frees_its_memory() -> None:
     put(tiers, 1, 2, namespace=b"tenant")
     tiers.forget_namespace(b"tenant")
     require_counted(tiers)
-    assert [each.num_blocks for salt in (b"", b"tenant") for each in tiers.stats([BLOCKS], salt)] == [1, 0]
+    assert [each.num_blocks for salt in (b"", b"tenant") for each in tiers.stats(salt)] == [1, 0]
     tiers.forget_namespace(b"")
     put(tiers, 5, 6, 7, 8)
     assert held(tiers) == [5, 6, 7, 8]
     tiers.reset()
-    (stats,) = tiers.stats([BLOCKS], b"")
+    (stats,) = tiers.stats(b"")
     assert (stats.num_blocks, stats.num_bytes) == (0, 0)
 
 
