@@ -140,7 +140,7 @@ def _known_in(folder: Path, model: ModelIdentity, wanted: Collection[bytes]) -> 
             file = read_saved_file(path)
             if file.model.facts == model.facts and any(block.digest in wanted for block in file.blocks):
                 read_to_the_end(file)
-                known |= {(each.kind, file.blocks[number].digest) for each in file.contents for number in each.blocks}
+                known.update(file.content_keys())
         except DamagedFileError as error:
             logger.warning("PagedPrefixCache: a file is removed, and what is cached of it is saved again: %s", error)
             remove(path)

@@ -57,10 +57,11 @@ class Run:
         """True until the file is written."""
         return self._rows is not None
 
-    @property
-    def num_contents(self) -> int:
-        """Number of contents in memory."""
-        return sum(len(rows) for _, _, rows in (self._rows or {}).values())
+    def content_keys(self) -> list[tuple[Kind, bytes]]:
+        """Return kind and digest of each content."""
+        if self.file is not None:
+            return self.file.content_keys()
+        return [(kind, block.digest) for kind, (_, blocks, _) in (self._rows or {}).items() for block in blocks]
 
     def add(
         self, kind: Kind, parts: Sequence[Part], block_hash: BlockHash, row: list[Tensor], root: RootFacts | None

@@ -95,6 +95,10 @@ class SavedFile(NamedTuple):
     blocks: tuple[BlockHash, ...]
     contents: tuple[SavedContents, ...]
 
+    def content_keys(self) -> list[tuple[Kind, bytes]]:
+        """Return kind and digest of each content."""
+        return [(each.kind, self.blocks[number].digest) for each in self.contents for number in each.blocks]
+
     def why_not(self, block_size: int, models: Sequence[ModelIdentity]) -> str | None:
         """Return why nothing of the file is for a model that is or was one of these; None if the file is for it."""
         if all(model.facts != self.model.facts for model in models):

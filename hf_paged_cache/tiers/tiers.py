@@ -7,7 +7,7 @@ miss. Only what has a name in other processes is written, and what those have wr
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
@@ -118,7 +118,8 @@ class Tiers:
         """Let rows be made of these parts from here on. Contents made of other parts are found no more."""
         for kind, of_kind in parts.items():
             if self._parts.setdefault(kind, of_kind) != of_kind:
-                self._forget([run for run in self._runs if run.is_in_memory])
+                for run in [run for run in self._runs if run.is_in_memory]:
+                    self._forget(run)
                 self.entries = {key: entry for key, entry in self.entries.items() if key[0] != kind}
                 self._parts[kind] = of_kind
 
@@ -156,15 +157,12 @@ class Tiers:
             self.entries[kind, block_hash.digest] = name, Place(run, number)
             run.tier.num_down += 1
             if run.num_bytes >= self.run_bytes:
-                self._close(run)
-                if run.tier is self.disk:
-                    self._lower(run)
+                self._lower(run) if run.tier is self.disk else self._close(run)
         in_memory = [run for run in self._runs if run.tier is self.host]
         over = sum(run.num_bytes for run in in_memory) - self.host.max_bytes
         for run in in_memory:  # the least recently used ones first
             if over > 0:
                 over -= run.num_bytes
-                self._close(run)
                 self._lower(run)
 
     def _origin_of(self, root: bytes) -> tuple[ModelIdentity | None, RootFacts | None]:
@@ -183,24 +181,25 @@ class Tiers:
         return run
 
     def _close(self, run: Run) -> None:
-        """Add nothing more to a run."""
+        """Gather nothing more in a run."""
         if self._open.get(run.key) is run:
             del self._open[run.key]
 
     def _lower(self, run: Run) -> None:
         """Write a run that leaves memory into the folder; without a folder, or where too much waits, it is lost."""
+        self._close(run)
         if run.tier is self.host:
-            self.host.num_dropped += run.num_contents
+            self.host.num_dropped += len(run.content_keys())
         if self.folder is None or run.model is None:
-            self._forget([run])
+            self._forget(run)
             return
         if run.tier is self.host:
-            self.disk.num_down += run.num_contents
+            self.disk.num_down += len(run.content_keys())
             run.tier = self.disk
         waiting = sum(each.num_bytes for each in self._runs if each.tier is self.disk and each.is_in_memory)
         if waiting > min(_MOST_WAITING_BYTES, self.disk.max_bytes):
-            self.disk.num_refused += run.num_contents
-            self._forget([run])
+            self.disk.num_refused += len(run.content_keys())
+            self._forget(run)
             return
         with suppress(RuntimeError):  # raised where the process ends
             self._writer.submit(_write, run, self.folder)
@@ -224,7 +223,7 @@ class Tiers:
             return []
         if paths is not None:
             there, known = {*paths}, {run.path for run in self._runs}
-            self.disk.num_dropped += self._forget([run for run in written if run.path not in there])
+            self.disk.num_dropped += sum(self._forget(run) for run in written if run.path not in there)
             for path in paths:
                 if path not in known:
                     self._read(Run(self.disk, path, None, is_ours=False))
@@ -277,14 +276,13 @@ class Tiers:
             if isinstance(error, DamagedFileError):
                 remove(run.path)
 
-    def _forget(self, gone: Collection[Run]) -> int:
-        """Forget these runs; return the number of their contents that were found."""
-        keys = [key for key, (_, place) in self.entries.items() if place.run in gone] if gone else []
+    def _forget(self, run: Run) -> int:
+        """Forget a run; return the number of its contents that were found."""
+        self._close(run)
+        del self._runs[run]
+        keys = [key for key in run.content_keys() if key in self.entries and self.entries[key][1].run is run]
         for key in keys:
             del self.entries[key]
-        for run in gone:
-            del self._runs[run]
-            self._close(run)
         return len(keys)
 
     def forget_namespace(self, namespace: bytes) -> None:
@@ -292,7 +290,8 @@ class Tiers:
         if not namespace and self.folder is not None:
             self.reset()
         else:
-            self._forget([run for run in self._runs if run.namespace == namespace])
+            for run in [run for run in self._runs if run.namespace == namespace]:
+                self._forget(run)
 
     def reset(self) -> None:
         """Find nothing any more, and remove all files that this process has written. Files of other processes stay."""
