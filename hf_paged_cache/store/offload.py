@@ -81,7 +81,7 @@ class ContentLayout:
             return [rows_of_states(part, contents) for part in self.parts()[kind]]
         return [rows_of_blocks(self._pool, part, contents) for part in self.parts().get(kind, [])]
 
-    def fits(self, file: SavedFile, first_device: torch.device) -> bool:
+    def fits(self, file: SavedFile) -> bool:
         """Return whether a file's rows are made as rows are here.
 
         The tensors of layers into which nothing was written yet are made as the file shows them. Snapshots lie on the
@@ -90,7 +90,7 @@ class ContentLayout:
         lay_out_pool(self._pool, [part for each in file.contents if each.kind != STATES for part in each.parts])
         for kind, saved, *_ in file.contents:
             if kind == STATES and kind not in self.parts():
-                self._parts[kind] = [part._replace(device=first_device) for part in saved]
+                self._parts[kind] = [part._replace(device=self._pool.first_device()) for part in saved]
             if [part._replace(device=_CPU) for part in self.parts().get(kind, [])] != [*saved]:
                 return False
         return True

@@ -91,7 +91,7 @@ def found_files(store: BlockStore, tiers: Tiers, models: Sequence[ModelIdentity]
     for run in tiers.look():
         assert run.file is not None  # `look` has read it
         why = run.file.why_not(store.block_size, models)
-        if why is None and not store.layout.fits(run.file, store.pool.first_device()):
+        if why is None and not store.layout.fits(run.file):
             why = "layers lie on other devices, or have other tensors, than where they were computed"
         found[run] = why
     return found
