@@ -318,8 +318,8 @@ class PagedPrefixCache(Cache):
     def reset_prefix_cache(self) -> None:
         """Forget the cached blocks and pins of this cache's salt, and the ended rows of all caches of this salt.
 
-        Blocks of other salts stay, and calls of other salts may be running. Without a salt, what caches without a salt
-        hold is forgotten. `PrefixStore.reset_prefix_cache` forgets everything.
+        Blocks of other salts stay, and their calls may be running. Without a salt, what caches without a salt hold is
+        forgotten. `PrefixStore.reset_prefix_cache` forgets everything.
 
         Raises:
             CacheBusyError: a call of this salt is running, or rows of plain forwards may resume; nothing has changed.
@@ -390,11 +390,10 @@ class PagedPrefixCache(Cache):
     def __enter__(self) -> "PagedPrefixCache":
         """Let every `generate` of the model that is given no cache run on this one, until the block is left.
 
-        The block counts in this thread or asyncio task, and in what that starts with a copy of its context: tasks, and
-        threads by `asyncio.to_thread`. It does not count in a `threading.Thread` or an executor's thread; see
-        `in_all_threads`. While this cache is busy, a call runs on another cache of the same store. A call with a
-        `cache_implementation` or `use_cache=False`, or one that drafts for another model, does not run on it. Blocks
-        nest, the innermost one counts, and they may end in any order and any thread.
+        The block counts in this thread or asyncio task, and in what starts with a copy of its context, but not in a
+        `threading.Thread` or an executor's thread; see `in_all_threads`. While this cache is busy, a call runs on
+        another cache of the same store. A call with a `cache_implementation` or `use_cache=False`, or one that drafts
+        for another model, does not run on it. Blocks nest, and the innermost one counts.
         """
         attach(self.store.model)
         open_scope(AmbientScope(self.store.model, self))
@@ -412,8 +411,8 @@ class PagedPrefixCache(Cache):
         """Do what `with cache:` does in every thread, for trainers and servers with threads of their own.
 
         A thread's own `with` block comes first. Every thread gets the blocks and the `cache_salt` of this cache, so
-        `in_all_threads` is not for a process that serves several tenants. Where calls overlap, each further call runs
-        on another cache of the same store.
+        `in_all_threads` is not for a process that serves several tenants. A call that overlaps with another runs on
+        another cache of the same store.
 
         Raises:
             CacheBusyError: another cache is in such a block for this model.

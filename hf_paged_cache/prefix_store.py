@@ -138,8 +138,6 @@ class PrefixStore:
     def reset_prefix_cache(self) -> None:
         """Forget every cached block, also pinned ones, and the rows of calls that are over, on all caches of the store.
 
-        A cache's `reset_prefix_cache` forgets what belongs to its salt alone.
-
         Raises:
             CacheBusyError: a `generate` is running, or rows of plain forwards may resume; nothing has changed.
         """
@@ -229,8 +227,9 @@ class PrefixStore:
 
     def _model(self) -> Model:
         """Return the model as it is now, for files."""
-        identity = self.fingerprint.identity()
-        return Model(self.fingerprint.digest(), identity, self.fingerprint.roots)
+        return Model(
+            identity=self.fingerprint.identity(), digest=self.fingerprint.digest(), roots=self.fingerprint.roots
+        )
 
     def stats(self) -> CacheStats:
         """Return counts of all calls on this store, collected caches included, and of all blocks now.

@@ -58,7 +58,7 @@ def score(
     batch_size: int | None = None,
     prefill_chunk_size: int | None = None,
 ) -> list[Score]:
-    """Return the log-probabilities of many continuations of one context: for multiple choice, reranking, rewards.
+    """Return a `Score` for each continuation of one context, in order: for multiple choice, reranking, rewards.
 
     The context is reused from the store as far as it is known, runs once, and is stored. A continuation that is the
     beginning of another one runs with that one. Where rotary frequencies depend on length (dynamic, longrope), each
@@ -66,10 +66,8 @@ def score(
     not from what is cached, so that processes which share a model stay in step.
 
     The scores equal the `log_softmax` of one plain forward for each continuation, of all tokens of context and
-    continuation, at positions that count from 0, on the model as it is when the call begins. No gradients are computed.
-
-    The rows of this cache stay, also while its `generate` runs, and so do rotary frequencies. `stats()` counts a call
-    with a row for each continuation, after the context, and `last_call` shows it, unless a `generate` runs.
+    continuation, at positions that count from 0. No gradients are computed. The rows of this cache stay, also while its
+    `generate` runs. `stats()` and `last_call` count a call with a row for each continuation, after the context.
 
     Args:
         context: token ids, [T] or [1, T], at least one; or what a processor returns, with images: such a context runs
@@ -79,9 +77,6 @@ def score(
         prefill_chunk_size: tokens of a forward; each continuation then runs in a row of its own, from the context's
             start. So its log-probabilities are the same bits whatever is cached: those of the same forwards on a
             `DynamicCache`.
-
-    Returns:
-        a `Score` for each continuation, in order.
 
     Raises:
         CacheArgumentError: token ids are no integers, are outside the vocabulary, or are missing; nothing has changed.
