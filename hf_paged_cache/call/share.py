@@ -51,31 +51,36 @@ def share_known(
 def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColumns | None:
     """Find what rows have in common that go on from the rows which ran for them, row `i` from row `copies[i]`.
 
-    That is the whole of each such row. None where it does not pay to hold that once.
+    That is the whole of each such row: what rows that ran share already, and what each of them has behind that. None
+    where it does not pay to hold that once.
     """
-    rows.make_dense()
-    held, n = rows.all.memory, rows.n
+    held, n, base, old = rows.all.memory, rows.n, rows.all.base, rows.shared
     if not held or not rows.is_whole:
         return None
     members: list[list[int]] = [[] for _ in rows.prompts]
     for row, source in enumerate(copies):
         members[source].append(row)
-    pads = tuple(rows.prompts[source].pad for source in copies)
-    sources = [source for source, of_source in enumerate(members) if of_source]
-    lengths = [n - rows.prompts[source].pad for source in sources]
-    launch = 0.0
+    segments, lies = list[Segment](), list[Sequence[Streams]]()
+    for segment, memory_of in () if old is None else zip(old.plan.segments, old.segments, strict=True):
+        of_all = tuple(sorted(row for source in segment.rows for row in members[source]))
+        if of_all:
+            segments.append(segment._replace(rows=of_all))
+            lies.append(memory_of)
+    for source, prompt in enumerate(rows.prompts):
+        first = prompt.pad if old is None else old.plan.ends[source]
+        if members[source] and first < n:
+            segments.append(Segment(tuple(members[source]), first - prompt.pad, (source,)))
+            part = slice(first - base, n - base)
+            lies.append([Streams(tensor[:, source : source + 1, :, part], names) for tensor, names in held])
+    pads, launch = tuple(rows.prompts[source].pad for source in copies), 0.0
     if looks.weighs_launches:
         launch = launch_tokens([tensor[:, 0] for tensor, _ in held], are_padded=any(pads))
-    if sum(lengths) + launch * len(sources) >= len(copies) * (n - min(pads)) or not all(
-        follow(members[source]) for source in sources
-    ):
+    cost = sum(each[0].tensor.shape[3] for each in lies) + launch * len(segments)
+    if cost >= len(copies) * (n - min(pads)) or not all(follow(segment.rows) for segment in segments):
         return None
-    segments = tuple(Segment(tuple(members[source]), 0, (source,)) for source in sources)
-    lies = [
-        [Streams(tensor[:, source : source + 1, :, rows.prompts[source].pad : n], names) for tensor, names in held]
-        for source in sources
-    ]
-    return SharedColumns(Plan(segments, pads, (n,) * len(copies), n), lies, (), looks)
+    plan = Plan(tuple(segments), pads, (n,) * len(copies), n)
+    leases, num_pool_blocks = ((), 0) if old is None else (old.leases, old.num_pool_blocks)
+    return SharedColumns(plan, lies, leases, looks, num_pool_blocks)
 
 
 def _where(
