@@ -56,8 +56,11 @@ def run_ahead(
         return Ahead(_least(inputs, known, latest))
     bounds, rows = _bounds(calls, request, latest, is_exact), _planned(inputs, known, latest)
     found = plan(rows, bounds, may_run_ahead=may_share)
-    if is_exact and not found.column and (start := finding.look_together(latest)):
-        return Ahead(start)
+    if is_exact and (found.prefixes or found.steps or not found.column) and any(row.known for row in rows):
+        start = finding.look_together(latest)  # they may start side by side further left, without a forward ahead
+        if start and (not found.column or len(inputs) * (bounds.stop - start) <= found.cost):
+            return Ahead(start)
+        finding.look(latest)
     known = finding.known
     for number in found.cold:
         known[number].forget()
