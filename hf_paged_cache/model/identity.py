@@ -9,7 +9,7 @@ import importlib.metadata
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,7 +80,9 @@ class Identities:
             if found is None:
                 code = {name for function in functions_of(look.listing.modules) for name in _code_of(function)}
                 if self._weights_read is None or self._weights_read[0] != look.of_weights:
-                    self._weights_read = look.of_weights, digest_of_weights(each for _, each in look.listing.weights)
+                    with ThreadPoolExecutor(_THREADS) as threads:
+                        digests = [*threads.map(_digest, (tensor for _, tensor in look.listing.weights))]
+                    self._weights_read = look.of_weights, _sha256("\n".join(digests).encode())
                 found = _identify(look, code, self._weights_read[1])
                 if self._look().digest != look.digest:
                     raise NotPortableError("the model has changed while its weights were read")
@@ -129,14 +131,8 @@ def adapter_state(module: nn.Module) -> list[object]:
     return [getattr(module, name, None) for name in names]
 
 
-def digest_of_weights(weights: Iterable[Tensor]) -> str:
-    """Read all tensors, and return a digest of their values, shapes and dtypes that is the same on every device."""
-    with ThreadPoolExecutor(_THREADS) as threads:
-        digests = list(threads.map(_digest, weights))
-    return _sha256("\n".join(digests).encode())
-
-
 def _digest(tensor: Tensor) -> str:
+    """Return a digest of a whole tensor that is the same on every device, or raise NotPortableError."""
     found = hashlib.sha256(f"{tuple(tensor.shape)}{tensor.dtype}".encode())
     for part in plain_tensors(tensor):
         if part.layout != torch.strided or part.is_meta:

@@ -54,11 +54,10 @@ class Listing:
         self._kinds = [*map(type, modules)]
         self._classes = [*dict.fromkeys(self._kinds)]
         self._children = [dict(each["_modules"]) for each in self._attributes]
-        loaded, stores = _offloaded(modules)
-        self.files = sorted({path for store in stores for path in _files_of(store)})
+        loaded, in_memory, self.files = _offloaded(modules)
         not_loaded = _weights_of([module for module in modules if id(module) not in loaded])
         self.unwatched = next((key for _, key, each in not_loaded if each is not None and each.is_meta), None)
-        weights = [(held, key, held[key]) for held in map(_in_memory, stores) for key in held]
+        weights = [(held, key, held[key]) for held in in_memory for key in held]
         weights += _weights_of(modules)
         rotary = [(module, name) for module in modules for name in static_frequencies(module)]
         found = [*weights, *((module._buffers, name, module._buffers[name]) for module, name in rotary)]
@@ -69,8 +68,8 @@ class Listing:
         self._rotary = [module.__dict__ for module, _ in rotary]
         self._scales = [f"{name.removesuffix('inv_freq')}attention_scaling" for _, name in rotary]
         # tensors of `meta` may be others after each forward
-        held = [each for _, _, each in found if each is not None and not each.is_meta]
-        self._parts = [part for each in held for part in plain_tensors(each)]
+        here = [each for _, _, each in found if each is not None and not each.is_meta]
+        self._parts = [part for each in here for part in plain_tensors(each)]
         self._laid = [part for part in self._parts if _has_memory(part)]
         self._layout = _layout(self._laid)
         self._counted = [part for part in self._parts if not part.is_inference()]  # the others have no versions
@@ -188,30 +187,24 @@ def _sample(tensor: Tensor) -> Tensor:
     return values[::step][:_VALUES_PER_TENSOR]
 
 
-def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[Any]]:
-    """Return ids of modules whose weights accelerate's hooks load for each forward, and the mappings they are in."""
-    loaded, stores = set[int](), dict[int, Any]()
+def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[dict[str, Any]], list[str]]:
+    """Say what accelerate's hooks load for each forward: ids of modules, weights in host memory, files of others."""
+    loaded, held, files = set[int](), dict[int, dict[str, Any]](), set[str]()
     for module in modules:
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
             store: Any = getattr(each, "weights_map", None)
             while hasattr(store, "prefix") and hasattr(store, "dataset"):
                 store = store.dataset
-            if isinstance(_in_memory(store), dict):  # changes of any other mapping could not be seen
-                loaded.update(map(id, module.modules() if getattr(each, "place_submodules", False) else [module]))
-                stores[id(store)] = store
-    return loaded, [*stores.values()]
-
-
-def _in_memory(store: Any) -> Any:
-    """Return the weights that a mapping of accelerate has in host memory, by name."""
-    return getattr(store, "state_dict", store)
-
-
-def _files_of(store: Any) -> Iterator[str]:
-    """Yield the paths of the files from which a mapping of accelerate loads weights."""
-    for name, described in getattr(store, "index", {}).items():
-        yield str(described.get("safetensors_file") or os.path.join(str(store.save_folder), f"{name}.dat"))
+            in_memory = getattr(store, "state_dict", store)
+            if not isinstance(in_memory, dict):  # changes of any other mapping could not be seen
+                continue
+            loaded.update(map(id, module.modules() if getattr(each, "place_submodules", False) else [module]))
+            on_disk = {} if id(in_memory) in held else getattr(store, "index", {})
+            held[id(in_memory)] = in_memory
+            for name, told in on_disk.items():
+                files.add(str(told.get("safetensors_file") or os.path.join(str(store.save_folder), f"{name}.dat")))
+    return loaded, [*held.values()], sorted(files)
 
 
 def _written(path: str) -> tuple[int, int] | None:
