@@ -1,16 +1,13 @@
 """Owns `PrefixStore`: the long-lived blocks of one model, and what is read of that model once for all its caches."""
 
 import math
-import sys
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from os import PathLike
 from typing import Literal, NoReturn, Unpack
 
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
@@ -149,7 +146,6 @@ class PrefixStore:
         prefixes: "Literal['pinned'] | Sequence[int] | Tensor | Sequence[list[int] | Tensor] | None" = None,
         *,
         mode: int | None = None,
-        progress: bool = True,
     ) -> Saved:
         """Write cached blocks into a folder, from which any process with the same model `load`s them.
 
@@ -166,7 +162,6 @@ class PrefixStore:
                 blocks are written; "pinned": blocks that pins hold; None: all blocks.
             mode: permissions of the files, whatever the umask is, and of the folder if it is made: 0o660 for a group,
                 each of whose members is to give it; None: 0o600, the user's own processes.
-            progress: show a bar on a terminal.
 
         Returns:
             The blocks written, and why others were not; see `Saved`.
@@ -192,12 +187,9 @@ class PrefixStore:
                 "'pinned', or None for all"
             )
         permissions, is_pinned = file_mode("mode", mode), isinstance(prefixes, str)
-        with _bar("saving", progress) as show:
-            return save_blocks(
-                self.blocks, self._model(), folder_of(folder), wanted, pinned=is_pinned, mode=permissions, progress=show
-            )
+        return save_blocks(self.blocks, self._model(), folder_of(folder), wanted, pinned=is_pinned, mode=permissions)
 
-    def load(self, folder: str | PathLike[str], *, progress: bool = True) -> Loaded:
+    def load(self, folder: str | PathLike[str]) -> Loaded:
         """Read what `save` has written, so that the next call finds it.
 
         Only blocks are read that a model with the same weights, dtype, settings and code has computed, under the same
@@ -221,9 +213,7 @@ class PrefixStore:
         """
         if not folder_of(folder).is_dir():
             raise CacheArgumentError(f"there is no folder {folder_of(folder)}; give one that `save` has written")
-        model = self._model()
-        with _bar("loading", progress) as show:
-            return load_blocks(self.blocks, model, folder_of(folder), progress=show)
+        return load_blocks(self.blocks, self._model(), folder_of(folder))
 
     def _model(self) -> Model:
         """Return the model as it is now, for files."""
@@ -250,21 +240,6 @@ class PrefixStore:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a PrefixStore cannot be copied or pickled: its blocks are shared; build a new one")
-
-
-@contextmanager
-def _bar(what: str, progress: bool) -> Iterator[Callable[[int, int], None]]:
-    """Show how much is done, on a terminal; elsewhere no bar is made, whose lock forked children would share."""
-    if not progress or not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    with tqdm(desc=what, unit="", leave=False) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield show
 
 
 def _state_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | None:

@@ -21,7 +21,6 @@ class CacheStats:
         shared_tokens: all other prompt tokens, which ran once for several rows of their call: those of equal rows, and
             of prefixes that rows share.
         hit_rate: `reused_tokens / prompt_tokens`; 0.0 before the first call.
-        recent_hit_rate: hit rate of the last 100 forwards of prompts.
         num_bypassed_calls: calls that were unusual, or became so: from then on they reused and kept nothing.
         num_blocks: most blocks that there can be. None before the first forward, too, if neither `num_blocks` nor
             `max_bytes` is given.
@@ -54,7 +53,6 @@ class CacheStats:
     reused_tokens: int
     shared_tokens: int
     hit_rate: float
-    recent_hit_rate: float
     num_calls: int
     num_bypassed_calls: int
     num_blocks: int | None

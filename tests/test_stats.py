@@ -10,7 +10,6 @@ import torch
 from transformers import LlamaForCausalLM
 
 from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore, RowStats
-from hf_paged_cache.store.totals import CallTotals
 
 from .internals import split_everywhere
 from .reference import assert_same, batch, row, run
@@ -27,7 +26,6 @@ STATS = CacheStats(
     reused_tokens=11_000,
     shared_tokens=1_000,
     hit_rate=12_000 / 12_345,
-    recent_hit_rate=0.5,
     num_calls=3,
     num_bypassed_calls=1,
     num_blocks=100,
@@ -64,20 +62,9 @@ def test_stats_print_numbers_as_people_write_them() -> None:
     values = dict(line.split(maxsplit=1) for line in str(STATS).splitlines())
     assert values["prompt_tokens"].strip() == "12,345"
     assert values["hit_rate"].strip() == "97.2%"
-    assert values["recent_hit_rate"].strip() == "50.0%"
     assert values["kv_bytes"].strip() == "1.5 MiB"
     assert values["peak_kv_bytes"].strip() == "2,048.0 MiB"
     assert values["pool_bytes"].strip() == "0.0 MiB"
-
-
-def test_the_recent_hit_rate_is_that_of_the_last_100_forwards() -> None:
-    totals = CallTotals()
-    assert totals.hit_rate == totals.recent_hit_rate == 0.0
-    for num_reused in (0, *[5] * 100):
-        totals.record(10, 10 - num_reused, num_reused, num_calls=1)
-    assert (totals.hit_rate, totals.recent_hit_rate) == (500 / 1010, 0.5)
-    totals.record(1000, 0, 1000, num_calls=1)  # by token, not by forward
-    assert totals.recent_hit_rate == 1495 / 1990
 
 
 def test_a_call_prints_a_line_for_each_row_and_then_its_table() -> None:
@@ -171,7 +158,7 @@ def test_tokens_are_counted_over_all_calls_and_blocks_as_they_are_now(tiny_llama
     assert [type(each) for each in cache.last_call.rows] == [RowStats, RowStats]
     counted = (stats.prompt_tokens, stats.computed_tokens, stats.reused_tokens)
     assert counted == (160, 82, 78)  # the last token of each row again
-    assert stats.hit_rate == stats.recent_hit_rate == 78 / 160
+    assert stats.hit_rate == 78 / 160
     assert stats.num_calls == 2
     assert stats.num_free_blocks + stats.num_cached_blocks == stats.num_blocks - 1
     assert stats.num_blocks_in_use == stats.num_evictions == stats.num_pinned_blocks == 0

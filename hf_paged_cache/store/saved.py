@@ -7,7 +7,7 @@ and blocks are loaded from it as from any other; whatever holds for cached block
 import logging
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,13 +96,11 @@ def save_blocks(
     *,
     pinned: bool,
     mode: int,
-    progress: Callable[[int, int], None],
 ) -> Saved:
     """Write blocks without a salt into a folder. A block that is evicted before its turn is left out.
 
     Args:
         prefixes: prefixes whose blocks are written; None: all blocks, or those that pins hold.
-        progress: called with the number of blocks that are done, and with the number of all blocks.
     """
     home = Folder(folder, mode=mode)
     home.make()
@@ -123,7 +121,6 @@ def save_blocks(
             file, data = encoded(home.new_path(), model.identity, roots, rows_of)
             home.write(file.path, data)
             num_written, num_bytes = num_written + len(file.blocks), num_bytes + len(data)
-        progress(start + len(some), len(chosen))
     if num_here < len(chosen):
         not_saved["evicted meanwhile"] = len(chosen) - num_here
     return Saved(num_written, num_here - num_written, num_bytes, not_saved)
@@ -213,12 +210,8 @@ def _copy_out(
     return num_here, rows_of
 
 
-def load_blocks(blocks: BlockStore, model: Model, folder: Path, *, progress: Callable[[int, int], None]) -> Loaded:
-    """Load the blocks of a folder's files, as far as they are of this model and there is room.
-
-    Args:
-        progress: called with the number of sequences of blocks that are done, and with the number of all sequences.
-    """
+def load_blocks(blocks: BlockStore, model: Model, folder: Path) -> Loaded:
+    """Load the blocks of a folder's files, as far as they are of this model and there is room."""
     tiers = Tiers(model.roots, lambda: [model.identity], 0, Folder(folder, 0))
     left_out, files = Counter[str](), []
     with blocks.lock:
@@ -241,10 +234,8 @@ def load_blocks(blocks: BlockStore, model: Model, folder: Path, *, progress: Cal
     left_out[_NO_PARENT] = len({block.digest for file in files for block in file.blocks}) - len(found)
     with blocks.lock:
         known, num_left = _cached(blocks, found), blocks.budget.num_obtainable_blocks()
-    sequences = _sequences(blocks, files, found)
-    for number, sequence in enumerate(sequences):
+    for sequence in _sequences(blocks, files, found):
         num_left -= _load_path(blocks, tiers, sequence, num_left)
-        progress(number + 1, len(sequences))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
     num_new = len(found) - len(known) - len(missing)

@@ -1,10 +1,9 @@
 """Counts calls and their prompt tokens: of one cache, or of all caches of a store, collected caches included."""
 
 import re
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 
-_WINDOW = 100  # number of forwards of prompts in the recent hit rate
 _MOST_REASONS = 64  # most reasons that are counted; there are about twenty
 _NUMBER = re.compile(r"\d+")
 
@@ -21,7 +20,6 @@ class CallTotals:
 
     def __init__(self) -> None:
         self.num_tokens = self.num_reused = self.num_shared = 0
-        self._recent: deque[tuple[int, int]] = deque(maxlen=_WINDOW)  # of a forward, tokens and reused tokens
         self.num_calls = 0
         self.num_bypassed_calls = 0
         # reason, with {} in place of its numbers -> tokens computed, and the least and most values of its numbers
@@ -33,17 +31,6 @@ class CallTotals:
         self.num_tokens += num_tokens
         self.num_reused += num_reused
         self.num_shared += num_tokens - num_computed - num_reused
-        self._recent.append((num_tokens, num_reused))
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of prompt tokens that were reused; 0.0 before the first."""
-        return self.num_reused / max(1, self.num_tokens)
-
-    @property
-    def recent_hit_rate(self) -> float:
-        """Hit rate of the last forwards of prompts."""
-        return sum(num for _, num in self._recent) / max(1, sum(num for num, _ in self._recent))
 
     def record_reasons(self, reasons: Iterable[tuple[str, int]]) -> None:
         """Count why each row of a forward matched no further, and how many tokens it computed."""

@@ -405,8 +405,8 @@ class Draw(Prompts):
     def _saved(self, slot: int) -> Action:
         if len(self.slots) > 4:
             return self._generate(slot)
-        lines = f"c{slot}.store.save(folder, progress=False)\nother = PrefixStore(model, {self.case.store})\n"
-        lines += f"other.load(folder, progress=False)\nc{len(self.slots)} = PagedPrefixCache(other)"
+        lines = f"c{slot}.store.save(folder)\nother = PrefixStore(model, {self.case.store})\n"
+        lines += f"other.load(folder)\nc{len(self.slots)} = PagedPrefixCache(other)"
         return Action("saved", slot, lines, f"r{len(self.slots)} = {FRESH}")
 
     def _collected(self, slot: int) -> Action:
