@@ -101,7 +101,7 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stderr, again.stdout) == (0, "", f"{out}: done already: 4 prompts\n")
     for option, said in {
-        "--num-beams=2": "num_beams: null then, 2 now",
+        "--num-beams=2": "--num-beams: null then, 2 now",
         "--dtype=bfloat16": 'dtype: null then, "bfloat16" now',
         "--seed=3": "seed: 0 then, 3 now",
     }.items():
@@ -119,17 +119,17 @@ MISTAKES: list[tuple[list[str], str]] = [
         ["--column", "question"],
         "row 0, counted from 0: it has no column 'question'; there are 'text', 'n': mend it, or name another",
     ),
-    (["--batchsize", "4"], "batchsize is no option of generate that a job takes; did you mean batch_size?"),
+    (["--batchsize", "4"], "--batchsize is no option of generate that a job takes; did you mean --batch-size?"),
     (["--temprature=0.5"], "temprature is no option of generate that a job takes; did you mean temperature?"),
     (["--progress"], "--progress needs a value after it"),
-    (["--disk-bytes", "1GB"], "disk_bytes is 1GB without disk_folder"),
-    (["--disk-folder", ""], "disk_folder is ''; give a folder's path"),
+    (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
+    (["--disk-folder", ""], "--disk-folder is ''; give a folder's path"),
     (["--model", "."], "holds no config.json, so no model"),
     (["--stop-strings", '["a"'], '["a" is no JSON ('),
-    (["--watermarking-config", "x"], """watermarking_config is 'x'; give its settings by name, such as {"bias"""),
+    (["--watermarking-config", "x"], """--watermarking-config is 'x'; give its settings by name, such as {"bias"""),
     (["stray"], "'stray' belongs to no option"),
-    (["--max-length", "10"], "max_length is not an option here: "),
-    (["--do-sample", "no"], "do_sample is 'no'; give True or False"),
+    (["--max-length", "10"], "--max-length is not an option here: "),
+    (["--do-sample", "no"], "--do-sample is 'no'; give True or False"),
     (["--stop-strings", r"\n\n"], r"\n\n is no JSON ("),
     (["--address", "auto"], "give --workers, too"),
 ]
@@ -154,7 +154,7 @@ def test_a_value_that_generate_cannot_take_is_refused_by_its_name(
 ) -> None:
     done = generate(prompts, model_folder, tmp_path / "out.jsonl", "--do-sample", "--temperature", "-1")
     assert done.exit_code == 2
-    assert "generate cannot run with do_sample=True, temperature=-1 (ValueError: " in done.stderr
+    assert "generate cannot run with --do-sample=True, temperature=-1 (ValueError: " in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
