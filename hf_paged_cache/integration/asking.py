@@ -12,7 +12,6 @@ from ..call.request import ForwardRequest, RequestRead, RowInput
 from ..errors import CacheArgumentError
 from ..rows.rows import Rows
 from .chunked_prompt import IN_CHUNKS
-from .forward_arguments import RunningRow, RunningRows
 from .images import PromptImages, Seen
 from .parts import CallParts
 
@@ -20,7 +19,6 @@ GRADIENTS = (
     "gradients are on and may flow through every token (run the forward in torch.no_grad() where none are needed)"
 )
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
-_FIRST = RunningRows()
 
 
 class FirstForward(NamedTuple):
@@ -45,7 +43,7 @@ def read_first(calls: CallParts, rows: Rows, arguments: Mapping[str, Any]) -> Fi
     state.calls_back = state.calls_back or fingerprint.own_forward is not None
     state.adapters = fingerprint.adapter_names
     rows.escaped = rows.escaped or fingerprint.foreign_code is not None  # a hook of others may keep the rows
-    request, why, seen = read(calls, rows, arguments, _FIRST)
+    request, why, seen = read(calls, rows, arguments)
     if not calls.image_inputs.is_plain:
         named, why_unnamed = seen.named(request, store.block_size)
         request, why = replace(request, rows=tuple(named)), why or why_unnamed
@@ -73,21 +71,13 @@ def read_first(calls: CallParts, rows: Rows, arguments: Mapping[str, Any]) -> Fi
     return FirstForward(request, seen.images, None, inputs, members, copies)
 
 
-def read(
-    calls: CallParts, rows: Rows, arguments: Mapping[str, Any], running: RunningRows
-) -> tuple[ForwardRequest, str | None, Seen]:
+def read(calls: CallParts, rows: Rows, arguments: Mapping[str, Any]) -> tuple[ForwardRequest, str | None, Seen]:
     """Return what a forward asks for, why it reuses and keeps nothing if its arguments say so, and its images."""
     if not rows.in_generate:
-        require_filled(calls, arguments, running.num_columns)
+        require_filled(calls, arguments, rows.n)
     images_of = calls.image_inputs
-    seen = Seen(arguments) if images_of.is_plain else images_of.see(arguments, running, rows.state.images)
-    request = calls.reader.read(
-        seen.plain,
-        running,
-        in_generate=rows.in_generate,
-        records_drafts=rows.records_drafts,
-        by_default=calls.fingerprint.outputs,
-    )
+    seen = Seen(arguments) if images_of.is_plain else images_of.see(arguments, rows)
+    request = calls.reader.read(seen.plain, rows, calls.fingerprint.outputs)
     return request, seen.why_whole or request.bypass, seen
 
 
@@ -158,16 +148,6 @@ def _follow_length(calls: CallParts, state: CallState, request: ForwardRequest) 
     if request.keep_columns is None and (request.max_position or 0) > largest:
         return replace(request, keep_columns=_POSITIONS_OF_PADDING)
     return request
-
-
-def running_rows(rows: Rows) -> RunningRows:
-    """Return rows that resume, as the reader of arguments sees them.
-
-    A row of padding alone has as much padding as there are columns: a forward that brought more may have failed.
-    """
-    n, began = rows.n, any(layer.filled for layer in rows.layers)
-    running = [RunningRow(min(p.pad, n), p.first_position, p.shift) for p in rows.prompts]
-    return RunningRows(n, running, began and any(row.pad for row in running))
 
 
 def _distinct(rows: Sequence[RowInput]) -> tuple[Sequence[int], Sequence[int]]:

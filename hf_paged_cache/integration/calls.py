@@ -30,7 +30,7 @@ from ..model.support import cache_argument
 from ..rows.layers import SPARE
 from ..rows.rows import Prompt, Rows
 from ..rows.shared import SharedColumns
-from .asking import GRADIENTS, read, require_filled, running_rows, with_roots
+from .asking import GRADIENTS, read, require_filled, with_roots
 from .begin import (
     NO_CACHE_WANTED,
     another_model,
@@ -251,7 +251,7 @@ class Calls(CallParts):
 
         From an unusual forward on, rows are bypassed.
         """
-        request, why, _ = read(self, rows, arguments, running_rows(rows))
+        request, why, _ = read(self, rows, arguments)
         if rows.chunks is not None:
             self._go_on_in_chunks(rows, request, why)
         if not rows.in_generate:

@@ -6,7 +6,7 @@ passed is named as the reason why the forward is computed without reuse. Inputs 
 
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..errors import CacheArgumentError
 from ..kv.tensors import read_arrays, to_device
 from ..model.fingerprint import OUTPUT_FLAGS
 from ..model.support import default_arguments, numbers_columns, takes
+from ..rows.rows import Rows
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # types of tokens, [R, T]; of text: 0
 # Arguments that are read here, or have no influence on keys and values. With any other argument the forward is computed
@@ -28,22 +29,6 @@ _READ = {
 }
 CROSS_INPUTS = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states", "pixel_values")
 _ALL_LOGITS = "the logits of all tokens were asked for"
-
-
-class RunningRow(NamedTuple):
-    """`RunningRow` is a row that resumes."""
-
-    pad: int  # columns of left padding
-    first_position: int
-    shift: int | None  # how far images have moved the positions of the text after the images; None: not known
-
-
-class RunningRows(NamedTuple):
-    """`RunningRows` holds the rows that a forward resumes; none for a first forward."""
-
-    num_columns: int = 0
-    rows: Sequence[RunningRow] = ()
-    lacks_padding: bool = False  # keys and values of padding are not what a model would compute
 
 
 class ArgumentReader:
@@ -63,54 +48,48 @@ class ArgumentReader:
         self._defaults, self._numbers_columns = default_arguments(model), numbers_columns(model)
         self._cross_inputs = cross_inputs(model)
 
-    def read(
-        self,
-        arguments: Mapping[str, Any],
-        running: RunningRows,
-        *,
-        in_generate: bool,
-        records_drafts: bool,
-        by_default: Sequence[str] = (),
-    ) -> ForwardRequest:
-        """Read a forward's arguments. The caller adds the roots of the rows.
+    def read(self, arguments: Mapping[str, Any], rows: Rows, by_default: Sequence[str]) -> ForwardRequest:
+        """Read the arguments of a forward of rows. The caller adds the roots of the rows.
 
         Args:
-            in_generate: whether `generate` calls, which uses only the last logits.
-            records_drafts: whether drafts are verified; `generate` may then want logits that it does not ask for.
             by_default: outputs that are computed unless the arguments say otherwise.
 
         Raises:
             CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
         """
-        before, why = running.num_columns, self._why_unread(arguments, running, by_default)
+        before = rows.n
+        # a row of padding alone has as much of it as there are columns: a forward that brought more may have failed
+        old_pads = [min(prompt.pad, before) for prompt in rows.prompts]
+        has_padding = any(old_pads) and any(layer.filled for layer in rows.layers)
+        why = self._why_unread(arguments, by_default, resumes_padding=has_padding)
         num_rows, num_new = shape_of(arguments, before)
-        if running.rows and num_rows != len(running.rows):
+        if old_pads and num_rows != len(old_pads):
             raise CacheArgumentError(
-                f"the cache runs {len(running.rows)} rows, got {num_rows}; cache.reset() it for another batch"
+                f"the cache runs {len(old_pads)} rows, got {num_rows}; cache.reset() it for another batch"
             )
         ids, shown, positions = _values(arguments, num_rows, before, num_new)
-        pads, why_other = self._pads(arguments.get("attention_mask"), shown, running, num_rows, num_new)
-        why, numbered = why or why_other, None if in_generate else arguments.get("cache_position")
+        pads, why_other = self._pads(arguments.get("attention_mask"), shown, old_pads, before, num_rows, num_new)
+        why, numbered = why or why_other, None if rows.in_generate else arguments.get("cache_position")
         if numbered is not None and why is None:  # `generate` itself numbers columns right
             if not isinstance(numbered, Tensor) or numbered.tolist() != [*range(before, before + num_new)]:
                 why = "cache_position does not number the columns that are passed"
         if why is not None:
-            pads = [row.pad for row in running.rows] or [0] * num_rows
-        firsts, why_other = self._first_positions(arguments.get("position_ids"), positions, running, pads, num_new)
+            pads = old_pads or [0] * num_rows
+        firsts, why_other = self._first_positions(arguments.get("position_ids"), positions, rows, pads, num_new)
         why, why_all = why or why_other, None
         if arguments.get("labels") is not None:
             why_all = "labels were passed, and a loss covers all tokens"
         elif arguments.get("return_dict") is False or not getattr(self.model.config, "return_dict", True):
             why_all = "a tuple was asked for (return_dict=False)"
         why_logits, num_logits = self._logits_needed(
-            arguments.get("logits_to_keep"), in_generate=in_generate, records_drafts=records_drafts
+            arguments.get("logits_to_keep"), in_generate=rows.in_generate, records_drafts=rows.records_drafts
         )
-        rows = [
+        inputs = [
             RowInput(array("q", of_row[max(0, pad - before) :].tobytes()), pad, first)
             for of_row, pad, first in zip(ids, pads, firsts, strict=True)
         ]
         return ForwardRequest(
-            rows=tuple(rows),
+            rows=tuple(inputs),
             num_new_columns=num_new,
             num_logits_needed=max(1, min(num_logits, num_new)),
             bypass=why,
@@ -119,10 +98,15 @@ class ArgumentReader:
             max_position=None if positions is None else int(positions.max()),
         )
 
-    def _why_unread(self, arguments: Mapping[str, Any], running: RunningRows, by_default: Sequence[str]) -> str | None:
+    def _why_unread(
+        self, arguments: Mapping[str, Any], by_default: Sequence[str], *, resumes_padding: bool
+    ) -> str | None:
         """Return, in words, what may condition keys and values and is not read; None: there is nothing.
 
         Outputs beside logits cover all tokens, and some models compute otherwise with them.
+
+        Args:
+            resumes_padding: whether rows resume whose padding has keys and values that no model would compute.
 
         Raises:
             CacheArgumentError: layers would read what rows cannot hold: a cross attention's, or padding.
@@ -134,7 +118,7 @@ class ArgumentReader:
                     "without past_key_values, or use generate, which then leaves this cache out"
                 )
         flags = [f for f in OUTPUT_FLAGS if (f in by_default if arguments.get(f) is None else arguments[f])]
-        if running.lacks_padding and "output_attentions" in flags:
+        if resumes_padding and "output_attentions" in flags:
             raise CacheArgumentError(
                 "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys "
                 "and values of that padding are not kept: ask for it from the rows' first forward on, "
@@ -155,19 +139,20 @@ class ArgumentReader:
         return "codes of its own were passed instead of token ids" if arguments.get("input_ids") is None else None
 
     def _pads(
-        self, mask: Any, shown: np.ndarray | None, running: RunningRows, num_rows: int, num_new: int
+        self, mask: Any, shown: np.ndarray | None, old_pads: Sequence[int], before: int, num_rows: int, num_new: int
     ) -> tuple[list[int], str | None]:
         """Return how many columns of left padding each row has, and why rows cannot have these; None: they can.
 
         Args:
             shown: columns that the mask shows, [rows, columns]; None: it is none of rows and columns, or there is none.
+            old_pads: padding of the rows that resume, which have `before` columns; none in a first forward.
 
         Raises:
             CacheArgumentError: padding of rows that resume may be seen, which has no keys and values.
         """
-        before, why = running.num_columns, None
-        if mask is None and running.rows and not self._sees_columns:
-            return [row.pad for row in running.rows], None  # there is nothing that it could hide
+        why = None
+        if mask is None and old_pads and not self._sees_columns:
+            return [*old_pads], None  # there is nothing that it could hide
         pads = first_shown = [0] * num_rows
         if shown is not None:
             pads, firsts = (before + num_new - shown.sum(axis=1)).tolist(), shown.argmax(axis=1).tolist()
@@ -175,8 +160,8 @@ class ArgumentReader:
         elif mask is not None:
             kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
             why = f"the attention mask is a {kind}, not [rows, columns]"
-        for number, (row, first) in enumerate(zip(running.rows, first_shown, strict=False)):
-            if first < row.pad:
+        for number, (old, first) in enumerate(zip(old_pads, first_shown, strict=False)):
+            if first < old:
                 shows = f"the attention mask shows column {first} of row {number}, which was padding and"
                 if why is not None:
                     shows = f"{why}, and cannot be asked whether it hides the padding of row {number}, which"
@@ -187,11 +172,11 @@ class ArgumentReader:
         for number, (pad, first) in enumerate(zip(pads, first_shown, strict=True)):
             if pad != first and why is None:
                 why = f"the attention mask of row {number} has zeros after its first one (right padding or holes)"
-        for row, pad in zip(running.rows, pads, strict=False):
-            if row.pad != pad and row.pad < before and why is None:  # only a row of padding alone may get more
+        for old, pad in zip(old_pads, pads, strict=False):
+            if old != pad and old < before and why is None:  # only a row of padding alone may get more
                 why = "the padding of a row has changed"
         if why is None and self._carries_states and num_new == 1 and max(pads) > before:
-            if self._sees_columns and any(row.pad for row in running.rows):
+            if self._sees_columns and any(old_pads):
                 raise CacheArgumentError(
                     f"column {before} is padding of a row and comes alone, so layers with a state take it for a token "
                     "that sees the padding before it, and keys and values of that padding are not kept: pass the "
@@ -201,20 +186,20 @@ class ArgumentReader:
         return pads, why
 
     def _first_positions(
-        self, given: Any, numbers: np.ndarray | None, running: RunningRows, pads: Sequence[int], num_new: int
+        self, given: Any, numbers: np.ndarray | None, rows: Rows, pads: Sequence[int], num_new: int
     ) -> tuple[list[int], str | None]:
         """Return the position of each row's first token, and why positions, as given, do not simply count on.
 
         Args:
             numbers: values of the positions that are given; None: there are none.
         """
-        expected = [row.first_position for row in running.rows] if running.rows else [0] * len(pads)
+        expected = [prompt.first_position for prompt in rows.prompts] or [0] * len(pads)
         if not self.takes_positions:
             return expected, None
         if given is None:
             if not self._numbers_columns:
                 return expected, "without position_ids it is not known which positions this model gives its tokens"
-            if running.rows and [*pads] != expected:
+            if rows.prompts and [*pads] != expected:
                 return expected, "positions were not passed for padded rows"
             return [*pads], None
         if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
@@ -223,13 +208,13 @@ class ArgumentReader:
             return expected, "positions of another number of rows or columns than the token ids"
         if numbers is None:
             return expected, None
-        columns, firsts = np.arange(running.num_columns, running.num_columns + num_new), [*expected]
+        columns, firsts = np.arange(rows.n, rows.n + num_new), [*expected]
         for number, pad in enumerate(pads):
             own = numbers[number if len(numbers) > 1 else 0] - columns + pad  # the first position, as each token has it
-            own = own[max(0, pad - running.num_columns) :]
+            own = own[max(0, pad - rows.n) :]
             if (own != own[-1:]).any():
                 return expected, "positions do not count up by one"
-            if running.rows and own.size and own[-1] != expected[number]:
+            if rows.prompts and own.size and own[-1] != expected[number]:
                 return expected, "positions do not continue where the row stopped"
             firsts[number] = int(own[-1]) if own.size else expected[number]
         return firsts, None

@@ -21,7 +21,8 @@ from ..blocks.image_tokens import name_image
 from ..call.request import ForwardRequest, RowInput
 from ..model.layers import cache_layers, has_index
 from ..model.placeholders import Placeholders, kind_of
-from .forward_arguments import TOKEN_TYPES, RunningRows
+from ..rows.rows import Rows
+from .forward_arguments import TOKEN_TYPES
 
 _ENCODED = "mm_encoder_outputs"
 _NO_NAME = "an image at the beginning of a block has too few tokens for its digest, or ids are too large"
@@ -218,17 +219,12 @@ class ImageInputs:
                 rows[row].append(Image(start, stop, kind, numbers, content.digest(numbers)))
         return PromptImages(self._model, pixels, contents, [*map(sorted, rows)], ids)
 
-    def see(self, arguments: Mapping[str, Any], running: RunningRows, images: PromptImages | None) -> Seen:
-        """Read what a forward is passed.
-
-        Args:
-            running: rows that resume; none for a first forward.
-            images: images that `generate` was passed; None: they are looked for among the arguments.
-        """
-        found = images or self.read(arguments)
+    def see(self, arguments: Mapping[str, Any], rows: Rows) -> Seen:
+        """Read what a forward of rows is passed: images that `generate` was passed, or that are among the arguments."""
+        found = rows.state.images or self.read(arguments)
         images, why = (None, found) if isinstance(found, str) else (found, None)
         plain = {name: value for name, value in arguments.items() if images is None or not images.is_argument(name)}
-        if images is not None and running.num_columns:
+        if images is not None and rows.n:
             return Seen(plain, images, why_whole=_RESUMES)
         ids = arguments.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -241,7 +237,7 @@ class ImageInputs:
             for image in of_row:
                 inside[number, image.start : image.stop] = True
         types = [held for name in TOKEN_TYPES if (held := self._take_types(plain, name, inside)) is not None]
-        shifts = [row.shift for row in running.rows] or [0] * len(ids)
+        shifts = [prompt.shift for prompt in rows.prompts] or [0] * len(ids)
         placed = _placed(plain.get("position_ids"), plain.get("attention_mask"), inside, shifts)
         if placed is None:
             if images is not None and why is None:
