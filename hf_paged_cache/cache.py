@@ -396,7 +396,7 @@ class PagedPrefixCache(Cache):
         for another model, does not run on it. Blocks nest, and the innermost one counts.
         """
         attach(self.store.model)
-        open_scope(AmbientScope(self.store.model, self))
+        open_scope(AmbientScope(self))
         return self
 
     def __exit__(self, *raised: object) -> None:
@@ -425,7 +425,7 @@ class PagedPrefixCache(Cache):
             True
         """
         attach(self.store.model)
-        scope = AmbientScope(self.store.model, self, in_all_threads=True)
+        scope = AmbientScope(self, in_all_threads=True)
         try:
             open_scope(scope)
             yield self

@@ -2,7 +2,7 @@
 
 Owns the scopes that are open. A scope is seen in the context that opened it, a thread's or an asyncio task's, and in
 copies of that context (tasks, `asyncio.to_thread`). A scope for all threads is also seen where no other scope is.
-Caches and models are held weakly.
+Caches are held weakly.
 """
 
 from __future__ import annotations
@@ -20,19 +20,14 @@ from ..locks import new_lock
 class AmbientScope:
     """`AmbientScope` is one `with cache:` block, or one block of `in_all_threads`."""
 
-    def __init__(self, model: nn.Module, cache: Any, *, in_all_threads: bool = False) -> None:
-        self._model, self._cache, self.in_all_threads = ref(model), ref(cache), in_all_threads
+    def __init__(self, cache: Any, *, in_all_threads: bool = False) -> None:
+        self._cache, self.in_all_threads = ref(cache), in_all_threads
         self.is_open = True  # if not, the scope is over in every context that still lists it
 
     @property
     def cache(self) -> Any:
         """Cache of the scope; None: the block was left, or nobody holds the cache any more."""
         return self._cache() if self.is_open else None
-
-    @property
-    def model(self) -> Any:
-        """Model for whose calls the scope is; None: nobody holds it any more."""
-        return self._model()
 
 
 _opening = new_lock()  # held to replace `_open`; reading `_open` needs no lock
@@ -43,7 +38,7 @@ _here: ContextVar[tuple[AmbientScope, ...]] = ContextVar("hf_paged_cache_scopes"
 def ambient_cache(model: nn.Module) -> Any:
     """Return the cache for a `generate` that is called here and brings none; None: no scope gives one."""
     for scope in (*reversed(_here.get()), *(scope for scope in _open if scope.in_all_threads)):
-        if scope.model is model and (cache := scope.cache) is not None:
+        if (cache := scope.cache) is not None and cache.store.model is model:
             return cache
     return None
 
@@ -56,9 +51,9 @@ def open_scope(scope: AmbientScope) -> None:
     """
     global _open
     with _opening:
-        others = _of_those_open(_open)
-        of_all_threads = [other for other in others if other.in_all_threads and other.model is scope.model]
-        if scope.in_all_threads and any(other.cache is not scope.cache for other in of_all_threads):
+        others, cache = _of_those_open(_open), scope.cache
+        caches = [other for each in others if each.in_all_threads and (other := each.cache) is not None]
+        if scope.in_all_threads and any(each is not cache and each.store.model is cache.store.model for each in caches):
             raise CacheBusyError(
                 "another cache is this model's in all threads; leave its `with cache.in_all_threads():` block first, "
                 "or use `with cache:`, which is for this thread"
