@@ -191,7 +191,7 @@ class _Scorer:
             if chunk_size is None:  # frequencies depend on length: the last token runs, as it counts in the length
                 rows = self._side.begin("score")
                 logits = self._side.run(rows, [row_of(prompt + tokens)], num_logits=1 + len(tokens))
-                self._side.close(rows)
+                rows.calls.close(rows)
             else:
                 logits, rows = self._side.run_chunks(row_of(prompt + tokens[:-1]), chunk_size, len(tokens))
         self._note(rows)
@@ -208,7 +208,7 @@ class _Scorer:
             stems = self._side.begin("score")
             rows = [row_of(prompt, pad) for prompt, pad in zip(prompts, pads, strict=True)]
             logits = self._side.run(stems, rows)
-            self._side.close(stems)
+            stems.calls.close(stems)
         else:
             logits, stems = self._side.generate(asked.inputs or {})
         self._note(stems)
@@ -221,9 +221,9 @@ class _Scorer:
             some, waiting = waiting[:size], waiting[size:]
             branches = [self.asked[members[0]] for members in some]
             tails = [row_of(branch.tokens[:-1], pads[branch.stem], shift) for branch in branches]
-            forked = self._side.fork(stems, [branch.stem for branch in branches])
+            forked = stems.calls.fork(stems, [branch.stem for branch in branches])
             logits = self._side.run(forked, tails, num_logits=num_new)
-            self._side.close(forked)
+            stems.calls.close(forked)
             self._note(forked)
             readings = []
             for row, members in enumerate(some):

@@ -142,7 +142,7 @@ def _look(cache: AskedCache, sequence: Sequence[BlockHash]) -> list[bool]:
     rows = side.begin("verify")
     side.run(rows, [row_of(tokens)])
     rows.keep_less(0)
-    side.close(rows)
+    rows.calls.close(rows)
     num_found = min(rows.state.counts[0].reused_tokens, len(tokens) - _NUM_ADDED)
     if rows.why_bypassed is not None or not num_found:
         return []

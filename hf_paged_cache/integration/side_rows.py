@@ -113,14 +113,6 @@ class SideRows:
         with RopeDeltas(self.model).unchanged(), torch.no_grad():
             return self.model.generate(**{**inputs, **_FIRST_TOKEN, "past_key_values": cache})
 
-    def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
-        """Make rows that go on beside `rows`, row `i` from row `sources[i]`."""
-        return self._cache()._calls.fork(rows, sources)  # type: ignore[no-any-return]
-
-    def close(self, rows: Rows) -> None:
-        """End a call, and keep what is complete."""
-        rows.calls.close(rows)
-
 
 def row_of(tokens: Sequence[int], pad: int = 0, shift: int | None = 0) -> RowInput:
     """Make a row that runs these tokens."""
