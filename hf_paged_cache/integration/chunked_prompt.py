@@ -76,12 +76,6 @@ class ChunkedPrompt:
         self._prompt = replace(request, keep_columns=None, num_logits_needed=request.num_new_columns - latest)
         return self._prompt
 
-    def request_of_columns(self, stop: int) -> ForwardRequest:
-        """Return the request of the prompt's columns before `stop` alone."""
-        assert self._prompt is not None
-        rows = tuple(row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in self._prompt.rows)
-        return replace(self._prompt, rows=rows, num_new_columns=stop, num_logits_needed=1)
-
     def require(self, request: ForwardRequest, before: int) -> None:
         """Raise ForwardMismatchError if a forward does not continue what the rows have begun with."""
         if self._prompt is None:

@@ -176,7 +176,7 @@ def begin_chunks(calls: CallParts, rows: Rows, chunked: ChunkedPrompt, given: Ge
                 return
             fill(calls.store, rows, inputs, found.known, column, calls.columns_to_make(rows, request.num_new_columns))
             numbers, num_found = range(len(inputs)), [row.num_tokens for row in found.known]
-            request = chunked.request_of_columns(column)
+            request = replace(request, num_new_columns=column, num_logits_needed=1)  # the others are counted later
             _note_begun(state, count_prompt(request, found.known, num_found, numbers, numbers, column, {}), found.known)
     except torch.OutOfMemoryError:  # the first forward opens the rows, and gives way to them
         rows.reset()
