@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..blocks import BlockHash, HashChain, resumable
+from ..blocks import BlockHash, HashChain
 from ..blocks.arguments import int_of_at_least
 from ..blocks.image_tokens import end_of_image, filled_up
 from ..blocks.tokens import TokenIds
@@ -82,7 +82,7 @@ def prefill(
         if looks:
             blocks.settle()
             _require_room(cache, prompts)
-        num_found = [_look_up(cache, prompt)[0] for prompt in prompts]  # known tokens before any prompt runs
+        num_found = [_known(cache, prompt)[0] for prompt in prompts]  # known tokens before any prompt runs
     ran = [_run(cache, prompt, chunk_size, looks=looks) for prompt in prompts]
     counts = [_count(did, number) for (did, _, _), number in zip(ran, num_found, strict=True)]
     if any(did.num_computed for did, _, _ in ran):
@@ -108,7 +108,7 @@ def _require_room(cache: AskedCache, prompts: Sequence[AskedPrompt]) -> None:
     """Raise OutOfBlocksError if the prompts' blocks cannot be cached at a time. The store's lock is held."""
     blocks, wanted = cache.store.blocks, set[BlockHash]()
     for prompt in prompts:
-        wanted.update(HashChain(prompt.row.root, blocks.block_size, prompt.row.token_ids).hashes())
+        wanted.update(_hashes(cache, prompt))
     found = [blocks.allocator.match_prefix((block_hash,), cache.cache_salt) for block_hash in wanted]
     num_taken = sum(not block_ids or not blocks.allocator.ref_count(block_ids[0]) for block_ids in found)
     if num_taken > blocks.budget.num_obtainable_blocks():  # which number that is, another tenant is not told
@@ -119,21 +119,23 @@ def _require_room(cache: AskedCache, prompts: Sequence[AskedPrompt]) -> None:
         )
 
 
-def _look_up(cache: AskedCache, prompt: AskedPrompt) -> tuple[int, bool]:
+def _hashes(cache: AskedCache, prompt: AskedPrompt) -> list[BlockHash]:
+    """Return the hashes of a prompt's full blocks."""
+    return HashChain(prompt.row.root, cache.store.blocks.block_size, prompt.row.token_ids).hashes_of()
+
+
+def _known(cache: AskedCache, prompt: AskedPrompt) -> tuple[int, bool]:
     """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
 
     In this case its blocks count as used now. The store's lock is held.
     """
-    blocks = cache.store.blocks
-    end = len(prompt.row.token_ids) // blocks.block_size * blocks.block_size
-    tokens = prompt.row.token_ids[:end]
-    with blocks.new_table(prompt.row.root, cache.cache_salt) as table:
-        hit = table.match_prefix(tokens)
-        known = resumable(blocks.groups, hit.block_ids, hit.num_tokens)
-        is_all = hit.num_tokens == end and known == end // blocks.states.align * blocks.states.align
-        if is_all:
-            table.hold_prefix(tokens)  # once given back, these blocks are evicted last
-        return known, is_all
+    blocks, hashes = cache.store.blocks, _hashes(cache, prompt)
+    end = len(hashes) * blocks.block_size
+    known, _, num_matched = blocks.leases.look(hashes, cache.cache_salt, prompt.row.token_ids, end)
+    is_all = num_matched == end and known == end // blocks.states.align * blocks.states.align
+    if is_all:
+        blocks.leases.give_back(blocks.leases.take(hashes, cache.cache_salt, known))  # these are evicted last
+    return known, is_all
 
 
 def _run(cache: AskedCache, prompt: AskedPrompt, chunk_size: int, *, looks: bool) -> tuple[Prefilled, int, bool]:
@@ -148,7 +150,7 @@ def _run(cache: AskedCache, prompt: AskedPrompt, chunk_size: int, *, looks: bool
     known, is_all = 0, not end
     if looks:
         with blocks.lock:
-            known, is_all = _look_up(cache, prompt)
+            known, is_all = _known(cache, prompt)
     if is_all:
         return Prefilled(end, end, 0), 0, False
     stops = [num_tokens]  # after how many tokens forwards end
@@ -164,10 +166,10 @@ def _run(cache: AskedCache, prompt: AskedPrompt, chunk_size: int, *, looks: bool
                 ends |= {at // align * align for at in (num_tokens - num_needed, end)}
             stops = sorted(at for at in ends if at > known)
         side.run(rows, [RowInput(tokens, 0, 0)], stops)
-        side.close(rows)
+        rows.calls.close(rows)
     num_computed = rows.state.counts[0].computed_tokens + stops[-1] - stops[0]
-    with blocks.lock, blocks.new_table(prompt.row.root, cache.cache_salt) as table:
-        num_kept = table.match_prefix(tokens[:end]).num_matched_tokens
+    with blocks.lock:
+        num_kept = len(blocks.allocator.match_prefix(_hashes(cache, prompt), cache.cache_salt)) * blocks.block_size
     did = Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
     return did, rows.state.peak_kv_bytes, rows.why_bypassed is not None
 

@@ -11,23 +11,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
 from .arguments import negative
 from .groups import resumable
 from .hashing import BlockHash, HashChain, token_array
-from .image_tokens import WholeImages
 from .window_blocks import Changing, WindowBlocks
-
-
-class PrefixMatch(NamedTuple):
-    """`PrefixMatch` says what a table would hold of a prefix."""
-
-    block_ids: list[int]
-    num_tokens: int  # tokens of the prefix in these blocks
-    num_matched_tokens: int  # tokens of all blocks known: more where a window cannot resume after all of them
 
 
 class BlockTable:
@@ -158,14 +148,6 @@ class BlockTable:
                 group.hold(allocation.block_ids[index] for index in group.seen(num_hit))
         return num_hit
 
-    def match_prefix(self, token_ids: Iterable[int]) -> PrefixMatch:
-        """Return what `hold_prefix` would hold now.  Effects: none; the order of eviction stays as it is."""
-        chain = HashChain(self._chain.root, self._block_size, token_array(token_ids), self._chain.extra_keys)
-        matched = self._allocator.match_prefix(chain.hashes(), self.namespace)
-        num_matched = len(matched) * self._block_size
-        num_tokens = resumable((*self.groups, WholeImages(chain.token_ids)), matched, num_matched)
-        return PrefixMatch(matched[: -(-num_tokens // self._block_size)], num_tokens, num_matched)
-
     def append_tokens(self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0) -> None:
         """Append tokens, with a writable slot for each token and for the lookahead.
 
@@ -184,14 +166,9 @@ class BlockTable:
             self._chain.token_ids.extend(tokens)
 
     def append_token(self, token_id: int) -> int:
-        """Append one token, an integer of 64 bits, as `append_tokens` does, and return its slot."""
-        token_ids, block_ids, block_size = self._chain.token_ids, self.allocation.block_ids, self._block_size
-        block_index, offset = divmod(len(token_ids), block_size)
-        has_window = not self.groups or self._resumption.stop > block_index * block_size
-        if not offset or not has_window or not self._allocator.is_writable(block_ids[block_index]):
-            self._take(1, 0)
-        token_ids.append(token_id)
-        return block_ids[block_index] * block_size + offset
+        """Append one token, as `append_tokens` does, and return its slot."""
+        self.append_tokens((token_id,))
+        return self.slots(self.num_tokens - 1, self.num_tokens)[0]
 
     def num_new_blocks_for_append(self, num_tokens: int) -> int:
         """Return how many blocks `num_tokens` more tokens would take: fresh ones and copies on write."""
@@ -245,13 +222,10 @@ class BlockTable:
         return hashes
 
     def num_resumable_tokens(self, num_tokens: int) -> int:
-        """Return the most tokens, up to `num_tokens`, after which the sequence can resume.
-
-        No image is cut there, and each window has all blocks that it sees.
-        """
+        """Return the most tokens, up to `num_tokens`, after which each window has all blocks that it sees."""
         for group in self.groups:
             group.settle()
-        return resumable((*self.groups, WholeImages(self.token_ids)), self.block_ids, num_tokens)
+        return resumable(self.groups, self.block_ids, num_tokens)
 
     def release_passed(self, num_tokens: int | None = None) -> None:
         """Say that the sequence resumes after `num_tokens` tokens or more: windows have passed what lies before them.

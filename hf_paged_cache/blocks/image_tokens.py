@@ -11,7 +11,7 @@ agree. If the image has too few tokens in that block, text tokens before the ima
 
 import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import shake_256
 
 from .tokens import TokenIds, common_prefix_length
@@ -90,27 +90,6 @@ def end_of_image(tokens: Sequence[int], start: int, stop: int) -> int | None:
 def filled_up(tokens: TokenIds, end: int, block_size: int) -> TokenIds:
     """Return the first `end` tokens, with fillers up to the end of a block."""
     return tokens[:end] + array("q", [_FILLER]) * (-end % block_size)
-
-
-class WholeImages:
-    """`WholeImages` is a `Group` without layers: no sequence resumes in an image, whose tokens may see each other."""
-
-    name: int | str = "images"
-
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
-
-    def seen(self, num_tokens: int) -> range:
-        """Return no block: images need none."""
-        return range(0)
-
-    def has(self, block_id: int) -> bool:
-        """Return True: images need no block."""
-        return True
-
-    def resumable(self, num_tokens: int, has: Callable[[int], bool]) -> int:
-        """Return the most tokens after which no image is cut; see `whole_images`."""
-        return whole_images(self._tokens, num_tokens)
 
 
 def hold_images(tokens: Sequence[int]) -> bool:

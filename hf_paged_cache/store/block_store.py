@@ -11,7 +11,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..blocks import BlockTable, Group, PrefixCachingBlockAllocator, Window
+from ..blocks import Group, PrefixCachingBlockAllocator, Window
 from ..errors import CacheBusyError
 from ..kv.block_pool import BlockPool, Slab
 from ..locks import new_lock
@@ -112,10 +112,6 @@ class BlockStore:
     def window_slabs(self) -> dict[Window, list[Slab]]:
         """Return window -> slabs in which the window blocks of its layers lie now."""
         return {group.window: self.pool.groups[group.name].slabs for group in self.windows.groups}
-
-    def new_table(self, root: bytes, salt: bytes) -> BlockTable:
-        """Return an empty table for blocks of this store."""
-        return BlockTable(self.allocator, root, namespace=salt, groups=self.windows.groups)
 
     def settle(self) -> None:
         """Take back the window blocks of collected tables."""

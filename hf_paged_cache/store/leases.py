@@ -22,7 +22,7 @@ from ..blocks import (
     Resumption,
     resumable,
 )
-from ..blocks.image_tokens import WholeImages
+from ..blocks.image_tokens import whole_images
 from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..wording import counted
@@ -55,12 +55,20 @@ class Leases:
         """
         block_ids = self._allocator.match_prefix(hashes, salt)
         num_matched = len(block_ids) * self._allocator.block_size
-        groups: list[Group] = [*self._windows.groups, WholeImages(tokens)]
-        groups += [self._states.kept] if self._states else []
-        num_whole = num_tokens = resumable(groups, block_ids, num_matched)
+        num_whole = num_tokens = self._resumable(block_ids, tokens, num_matched)
         if num_tokens > most:
-            num_tokens = resumable(groups, block_ids, most)
+            num_tokens = self._resumable(block_ids, tokens, most)
         return Resumable(num_tokens, num_whole, num_matched)
+
+    def _resumable(self, block_ids: Sequence[int], tokens: TokenIds, num_tokens: int) -> int:
+        """Return the most tokens, up to `num_tokens`, after which all layers can resume and no image is cut."""
+        groups: list[Group] = [*self._windows.groups]
+        groups += [self._states.kept] if self._states else []
+        while True:
+            most = resumable(groups, block_ids, num_tokens)
+            num_tokens = whole_images(tokens, most)
+            if num_tokens == most:
+                return most
 
     def take(self, hashes: Sequence[BlockHash], salt: bytes, num_tokens: int | None = None) -> Allocation:
         """Lease the leading blocks that are known; the caller frees the lease by `give_back`.

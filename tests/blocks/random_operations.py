@@ -405,9 +405,8 @@ class Driver:
         table = self.new_table(namespace)
         matched, sequence = self.hold(tokens, namespace)
         num_hit = len(sequence.tokens)
-        asked = table.match_prefix(tokens)
-        assert asked == (sequence.blocks, num_hit, len(matched) * self.size)
         assert table.hold_prefix(tokens) == num_hit
+        assert table.block_ids == sequence.blocks
         self.model.hold(sequence.blocks)
         self.model.holders.append(sequence)
         self.tables.append((table, sequence))

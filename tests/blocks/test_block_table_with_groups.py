@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Window, WindowBlocks, root_hash
+from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, Window, WindowBlocks, root_hash
 from hf_paged_cache.errors import CacheArgumentError, OutOfBlocksError
 
 from .test_interrupts import interrupt
@@ -87,12 +87,14 @@ def test_slots_ahead_copy_window_blocks_as_tokens_do(small) -> None:
 
 def test_blocks_whose_window_blocks_have_gone_are_known_again_once_computed_again(small) -> None:
     small.table(range(12), is_committed=True).free()
-    cached = BlockTable(small.allocator, ROOT).match_prefix(range(12)).block_ids
+    hashes = HashChain(ROOT, small.allocator.block_size, range(12)).hashes_of()
+    cached = small.allocator.match_prefix(hashes)
     small.group.drop(cached)
-    assert small.table().match_prefix(range(12)) == ([], 0, 12)
+    assert small.table().hold_prefix(range(12)) == 0
     table = small.table(range(12), is_committed=True)
     assert set(table.block_ids).isdisjoint(cached)
-    assert small.table().match_prefix(range(12)) == (table.block_ids, 12, 12)
+    assert small.allocator.match_prefix(hashes) == table.block_ids
+    assert small.table().hold_prefix(range(12)) == 12
     assert small.allocator.num_cached_blocks == 0
 
 

@@ -7,7 +7,7 @@ from hashlib import sha256
 
 import pytest
 
-from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, root_hash
+from hf_paged_cache.blocks import HashChain, root_hash
 from hf_paged_cache.blocks.image_tokens import (
     end_of_image,
     filled_up,
@@ -84,22 +84,9 @@ def test_an_image_that_a_block_cannot_name_is_left_as_it_is() -> None:
         assert tokens == before
 
 
-def test_a_table_resumes_nowhere_inside_an_image() -> None:
-    allocator = PrefixCachingBlockAllocator(num_blocks=8, block_size=16)
+def test_nothing_resumes_inside_an_image() -> None:
     tokens = named(ONE, 12)
-    with BlockTable(allocator, root_hash(b"model")) as table:
-        table.allocate(tokens)
-        assert [table.num_resumable_tokens(number) for number in (11, 12, 13, 31, 32)] == [11, 12, 12, 12, 32]
-        table.commit_full_blocks(32)
-    with BlockTable(allocator, root_hash(b"model")) as table:
-        for sequence, expected in (
-            (tokens[:20], (12, 16)),
-            (tokens, (32, 32)),
-            (tokens[:16] + named(OTHER, 12)[16:], (12, 16)),
-            (tokens[:16] + array("q", [7] * 16), (16, 16)),  # an image that ends with the block
-        ):
-            match = table.match_prefix(sequence)
-            assert (match.num_tokens, match.num_matched_tokens) == expected
+    assert [whole_images(tokens, number) for number in (11, 12, 13, 31, 32)] == [11, 12, 12, 12, 32]
 
 
 def test_an_image_that_ends_within_a_block_is_filled_up_with_ids_of_no_text() -> None:
