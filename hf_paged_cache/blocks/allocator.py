@@ -1,10 +1,8 @@
 """Records who holds which block; every change of the record is made here.
 
-Blocks are taken, shared, hashed, copied on write and given back. Refuses a change that cannot finish, and an allocation
-that it does not know. The lists of the live allocations are the truth; everything else (`BlockStates`) is derived from
-these lists and from the blocks' own hashes. A change sets the mark `_dirty`, changes the lists last and clears the
-mark. After a Ctrl-C inside a change, the next operation finds the mark set and derives everything again: the change has
-either happened or not.
+The lists of the live allocations are the truth; everything else (`BlockStates`) is derived from these lists and from
+the blocks' own hashes. A change sets the mark `_dirty`, changes the lists last and clears the mark. After a Ctrl-C
+inside a change, the next operation finds the mark set and derives everything again: the change has happened or not.
 """
 
 from __future__ import annotations
@@ -30,13 +28,12 @@ class Resumption(NamedTuple):
 class Allocation:
     """`Allocation` lists the blocks of one holder until they are given back.
 
-    `PrefixCachingBlockAllocator.allocate` makes an allocation. The blocks are given back once, by `free()`, on leaving
-    a `with`, or at the allocator's next operation after the allocation was collected.
+    They are given back once: by `free()`, on leaving a `with`, or at the allocator's next operation after the
+    allocation was collected.
 
     Attributes:
-        block_ids: logical block index -> block id. Read only: the allocator's ref counts are derived from this list.
+        block_ids: logical block index -> block id; read only.
         num_prefix_blocks: number of leading blocks that were a prefix hit.
-        namespace: namespace of all blocks of the allocation; no block is ever held in two namespaces.
         key: key of the allocation in the allocator, valid also after the allocation was collected.
         resumption: numbers of tokens after which the holder may resume, for layers with a window; see `WindowBlocks`.
 
@@ -110,10 +107,9 @@ class Allocation:
 class PrefixCachingBlockAllocator:
     """`PrefixCachingBlockAllocator` hands out block ids, shares blocks by hash, and evicts blocks that nobody holds.
 
-    It knows nothing of the blocks' content. Every operation finishes or changes nothing. Each operation settles first:
-    it repairs what was interrupted, and takes back the blocks of collected allocations. Block 0 is the null block: it
-    is never handed out, and is in no state. `BlockStates` says which block is evicted. Not thread-safe: use one lock
-    for the allocator and the content.
+    Every operation settles first (it repairs what was interrupted, and takes back the blocks of collected allocations),
+    and then finishes or changes nothing. Block 0, the null block, is never handed out. `BlockStates` says which block
+    is evicted. Not thread-safe: use one lock for the allocator and the content.
 
     Args:
         num_blocks: number of blocks with the null block, at least 2.
@@ -168,12 +164,12 @@ class PrefixCachingBlockAllocator:
         return self._states.num_blocks - 1 - self.num_available_blocks
 
     def num_cached_blocks_of(self, namespace: bytes) -> int:
-        """Return the number of cached blocks of one namespace.  Cost: O(num_blocks)."""
+        """Return the number of cached blocks of one namespace, in O(num_blocks)."""
         self._settle()
         return len(self._states.cached_blocks(namespace))
 
     def num_blocks_in_use_of(self, namespace: bytes) -> int:
-        """Return the number of blocks in use of one namespace.  Cost: a look at each block that its holders have."""
+        """Return the number of blocks in use of one namespace, after a look at each block that its holders have."""
         return len({i for each in self.allocations() if each.namespace == namespace for i in each.block_ids})
 
     @property
@@ -258,10 +254,7 @@ class PrefixCachingBlockAllocator:
 
     @property
     def pending_copies(self) -> tuple[tuple[int, int], ...]:
-        """(source, destination) copies to be made, in this order, before the next write; then call `drop_copies`.
-
-        A source may be an earlier destination, and a destination may come twice.
-        """
+        """(source, destination) copies to be made, in this order, before the next write; then call `drop_copies`."""
         return tuple(self._copies)
 
     def check(self) -> None:
@@ -297,13 +290,7 @@ class PrefixCachingBlockAllocator:
     def allocate(
         self, block_hashes: Iterable[BlockHash] = (), num_mutable_blocks: int = 0, *, namespace: bytes = b""
     ) -> Allocation:
-        """Hold the prefix hit of `block_hashes`, then fresh blocks to write into.
-
-        No block of the hit is evicted for the fresh ones.
-
-        Args:
-            num_mutable_blocks: number of fresh blocks after the hit.
-            namespace: namespace of the blocks. Only blocks of the same namespace are hit.
+        """Hold the prefix hit of `block_hashes` in this namespace, then fresh blocks to write into.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -341,9 +328,8 @@ class PrefixCachingBlockAllocator:
     def allocate_immutable(self, allocation: Allocation, block_hashes: Iterable[BlockHash]) -> None:
         """Append a block for each hash: the block that has the hash, or a fresh block.
 
-        A fresh block gets the hash and awaits `mark_computed`. Until `mark_computed`, a fresh block is not hit, and
-        loses its hash when it is freed. A fresh block gets no hash where the digest belongs to other tokens (a
-        collision of 256 bits) or to another namespace.
+        A fresh block gets the hash, but is not hit, and loses the hash when it is freed, until `mark_computed`. It gets
+        none where the digest belongs to other tokens (a collision of 256 bits) or to another namespace.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -357,10 +343,9 @@ class PrefixCachingBlockAllocator:
         self._extend(allocation, [each if hit is None else hit for each, hit in zip(hashes, found, strict=True)])
 
     def allocate_as(self, wanted: Sequence[int | BlockHash | None], namespace: bytes = b"") -> Allocation:
-        """Hold blocks in the order of `wanted`: the block of each id, which is in use or cached in this namespace, and
-        a fresh block for each other entry.
+        """Hold the block of each id in `wanted`, which is in use or cached in this namespace, and a fresh block for
+        each other entry; its hash awaits `mark_computed`, as in `allocate_immutable`.
 
-        A fresh block that is wanted with a hash gets the hash as from `allocate_immutable`, and awaits `mark_computed`.
         Raises OutOfBlocksError, with nothing changed.
         """
         allocation = self.allocate(namespace=namespace)
@@ -421,14 +406,11 @@ class PrefixCachingBlockAllocator:
     # Who may hit the content of blocks, and who may write it.
 
     def commit_many(self, allocation: Allocation, start: int, block_hashes: Iterable[BlockHash]) -> int:
-        """Make full, written blocks immutable: give them their hashes, so that others hit them.
+        """Make full, written blocks immutable from logical index `start` on: give them their hashes, to be hit by.
 
         Another block may have a block's digest already. If it has the same tokens and is computed, it replaces the
         block; if it is uncomputed, it gives the block its hash. If it has other tokens, is of another namespace, or
         belongs to the same allocation, the block stays without a hash.
-
-        Args:
-            start: logical index of the first block.
 
         Returns:
             Number of blocks that were replaced; `block_ids` has the new ids.
@@ -498,10 +480,8 @@ class PrefixCachingBlockAllocator:
         del self._copies[:num_copies]
 
     def watch_evictions(self, on_evict: OnEvict) -> None:
-        """Call `on_evict` from now on for each cached block that is handed out anew, just before it loses its hash.
-
-        The block's content is there until the next write. If the change is interrupted, `on_evict` may have been called
-        for a block that stays.
+        """Call `on_evict` from now on for each cached block that is handed out anew; its content is there until the
+        next write. If the change is interrupted, that may have been called for a block that stays.
         """
         self._states.on_evict = on_evict
 
@@ -523,10 +503,7 @@ class PrefixCachingBlockAllocator:
         self._forget([block_id for block_id in found if block_id is not None])
 
     def forget_under(self, roots: Collection[bytes]) -> int:
-        """Free every cached block whose sequence begins with one of these roots; return how many.
-
-        Cost: O(num_blocks).
-        """
+        """Free every cached block whose sequence begins with one of these roots, in O(num_blocks); return how many."""
         self._settle()
         states, found = self._states, dict[bytes, bool]()  # digest -> whether its sequence begins with such a root
         for block_hash in states.hashes:
