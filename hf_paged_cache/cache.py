@@ -187,11 +187,6 @@ class PagedPrefixCache(Cache):
         """Return the output: the forward has run on rows, and the rows are told."""
         return output
 
-    @property
-    def _rows(self) -> Rows | None:
-        """Rows of the last call, or of the running loop; None: there are none."""
-        return self._current.rows
-
     def _follow_windows(self) -> None:
         """Fit the store to the windows that the model has now."""
         if not self._ranks.are_several:
@@ -230,7 +225,7 @@ class PagedPrefixCache(Cache):
 
     def _held(self) -> Rows:
         """Return the rows; if there are none, new rows that hold nothing."""
-        return self._calls.new_rows() if self._rows is None else self._rows
+        return self._current.rows or self._calls.new_rows()
 
     def update(self, *states: Any, **kwargs: Any) -> NoReturn:
         """Raise ForwardMismatchError: only a forward that was not announced writes here; others write to rows."""
@@ -251,15 +246,15 @@ class PagedPrefixCache(Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return self._rows is not None and self._rows.is_initialized
+        return self.get_seq_length() > 0
 
     def activate_past_recording(self) -> None:
         """Expect drafts to be verified: a model that cannot say which logits it needs computes all of them."""
-        if self._rows is None:
+        if self._current.rows is None:
             self._records_past = True
             super().activate_past_recording()  # type: ignore[no-untyped-call]
         else:
-            self._rows.activate_past_recording()
+            self._current.rows.activate_past_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row `i` continue row `beam_idx[i]`."""
@@ -438,8 +433,8 @@ class PagedPrefixCache(Cache):
         """Make a second cache on the same store, whose rows hold the same columns, and go on by themselves."""
         sibling = self.sibling()
         memo[id(self)] = sibling
-        if self._rows is not None:
-            sibling._current.rows = copy.deepcopy(self._rows, memo)
+        if self._current.rows is not None:
+            sibling._current.rows = copy.deepcopy(self._current.rows, memo)
         return sibling
 
     def __reduce__(self) -> NoReturn:

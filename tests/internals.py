@@ -159,8 +159,8 @@ def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
 
 def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKey, Tensor]:
     """The snapshot after so many tokens of the one row of the last call."""
-    assert cache._rows is not None
-    (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
+    assert cache._current.rows is not None
+    (tokens,), (prompt,) = cache._current.rows.token_ids(), cache._current.rows.prompts
     chain = HashChain(prompt.root, cache.store.blocks.block_size, tokens[:num_tokens])
     snapshot = _blocks(cache).states.kept.of_digest(chain.hashes_of()[-1].digest)
     assert snapshot is not None
@@ -169,8 +169,8 @@ def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKe
 
 def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
     """The blocks that hold the tokens of the one row of the last call."""
-    assert cache._rows is not None
-    (tokens,), (prompt,) = cache._rows.token_ids(), cache._rows.prompts
+    assert cache._current.rows is not None
+    (tokens,), (prompt,) = cache._current.rows.token_ids(), cache._current.rows.prompts
     chain = HashChain(prompt.root, cache.store.blocks.block_size, tokens)
     return cache.store.blocks.allocator.match_prefix(chain.hashes(), cache.cache_salt)
 

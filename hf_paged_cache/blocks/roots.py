@@ -56,7 +56,3 @@ class Roots:
     def all(self) -> list[RootFacts]:
         """Return the facts of all roots remembered."""
         return list(self._facts.values())
-
-    def all_of(self, digest: bytes, salt: bytes) -> list[RootFacts]:
-        """Return the facts remembered of a model as it is now, and of one salt."""
-        return [facts for facts in self.all() if (facts.digest, facts.salt) == (digest, salt)]

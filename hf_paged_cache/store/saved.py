@@ -183,9 +183,10 @@ def _choose(
 
 def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
     """Yield the digests of all blocks of a prefix, under each root that rows of the model have had."""
-    for facts in model.roots.all_of(model.digest, b""):
-        hashes = HashChain(model.roots.of(facts), blocks.block_size, token_ids)
-        yield from (block_hash.digest for block_hash in hashes.hashes())
+    for facts in model.roots.all():
+        if facts.digest == model.digest and not facts.salt:
+            hashes = HashChain(model.roots.of(facts), blocks.block_size, token_ids)
+            yield from (block_hash.digest for block_hash in hashes.hashes())
 
 
 def _copy_out(
