@@ -22,13 +22,10 @@ the allocator nor raise."""
 class BlockStates:
     """`BlockStates` changes holders, hashes and the order of eviction together.
 
-    Free blocks are handed out first, the last freed one before the others, so that memory once touched is used again.
-    Then the least recently used cached block is evicted: of one sequence the tail before the head. But blocks that were
-    used again are spared as long as they take no more than half of the pool (segmented LRU; 2Q, Johnson and Shasha,
-    VLDB 1994). A block was used again if it was held while it was cached, or if its hash came back soon after it was
-    evicted: about as many evicted hashes are remembered as there are blocks.
-
-    The hashes of blocks are the truth; the map `blocks` is derived from them, see `rebuild`.
+    Free blocks are handed out first, the last freed one before the others. Then the least recently used cached block is
+    evicted: of one sequence the tail before the head. But blocks that were used again are spared as long as they take
+    no more than half of the pool (segmented LRU; 2Q, Johnson and Shasha, VLDB 1994). A block was used again if it was
+    held while it was cached, or if its hash came back soon after it was evicted.
 
     Attributes (read by the allocator):
         ref_counts: block id -> number of holders.
@@ -72,10 +69,7 @@ class BlockStates:
         return block_id if self.namespaces[block_id] == namespace else None
 
     def match(self, block_hashes: Iterable[BlockHash], namespace: bytes) -> list[int]:
-        """Return the blocks of the longest leading run of hashes that are here, in this namespace, and computed.
-
-        Asks for no hash after the first miss.  Effects: none.
-        """
+        """Return the blocks of the longest leading run of hashes that are here, in this namespace, and computed."""
         blocks, hashes, namespaces, uncomputed = self.blocks, self.hashes, self.namespaces, self.uncomputed
         hits: list[int] = []
         for block_hash in block_hashes:

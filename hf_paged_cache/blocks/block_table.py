@@ -2,9 +2,6 @@
 
 Ranges, in tokens: `[0, num_committed_blocks * block_size)` hashed, read only | `[.., num_tokens)` ours or shared with
 forks, copied on write | `[num_tokens, num_slots)` empty, ours alone.
-
-In a group of layers with a window, a table needs the window blocks of what it sees where it may resume, and of all
-tokens from there on. `release_passed` says from where.
 """
 
 from __future__ import annotations
@@ -24,7 +21,8 @@ class BlockTable:
     """`BlockTable` holds one sequence: its tokens, their blocks, and how many of these blocks are committed.
 
     A token in the table may not have been written yet: the caller commits what was computed. Every method finishes or
-    changes nothing. The blocks are given back by `free()`, on leaving a `with`, or when the table is collected.
+    changes nothing. The blocks are given back by `free()`, on leaving a `with`, or when the table is collected. Of
+    layers with a window, a table needs what they see where it may resume, see `release_passed`, and all from there on.
 
     Args:
         root, extra_keys: see `HashChain`.
@@ -123,10 +121,7 @@ class BlockTable:
         return num_hit
 
     def hold_prefix(self, token_ids: Iterable[int]) -> int:
-        """Fill an empty table with the longest prefix hit after which every window can resume, and with no other token.
-
-        Takes no fresh block.  Returns and raises as `allocate` does, but cannot run out of blocks.
-        """
+        """Fill an empty table with the longest prefix hit after which every window can resume; see `allocate`."""
         chain = HashChain(self._chain.root, self._block_size, token_array(token_ids), self._chain.extra_keys)
         if self._chain.token_ids or self.block_ids or self.allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
@@ -151,8 +146,7 @@ class BlockTable:
     def append_tokens(self, token_ids: Sequence[int] | array[int], num_lookahead_slots: int = 0) -> None:
         """Append tokens, with a writable slot for each token and for the lookahead.
 
-        A block that others hold, or that has a hash, is copied on write: see
-        `PrefixCachingBlockAllocator.pending_copies`, and `WindowBlocks.copies`.
+        A block that others hold, or that has a hash, is copied on write: see `pending_copies`, `WindowBlocks.copies`.
 
         Raises:
             OutOfBlocksError: nothing has changed.
@@ -272,10 +266,7 @@ class BlockTable:
         return forked
 
     def move_to(self, allocation: Allocation) -> None:
-        """Let the tokens lie in the blocks of `allocation` from now on, which may be another allocator's.
-
-        The caller gives the previous blocks back.
-        """
+        """Let the tokens lie in the blocks of `allocation`; the caller gives the previous blocks back."""
         self.allocation, self._allocator = allocation, allocation.allocator
 
     def free(self) -> None:

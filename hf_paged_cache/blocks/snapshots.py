@@ -1,7 +1,6 @@
 """Owns which blocks have a snapshot: what layers with a state carry at the block's end.
 
-Refuses a snapshot for a block that cannot be hit. A snapshot is kept under its block's digest, found with the block,
-and gone with the block or before. The content of a snapshot is not looked at.
+A snapshot is kept under its block's digest, found with the block, and gone with the block or before.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ Content = TypeVar("Content")
 class Snapshots(Generic[Content]):
     """`Snapshots` is the `Group` of layers with a state: it maps the digest of a block to its snapshot.
 
-    If there are too many, the least recently used one goes. A snapshot whose block has gone cannot be found, for nobody
-    holds a block with its digest; `settle` drops it.
+    If there are too many, the least recently used one goes. `settle` drops snapshots whose blocks have gone.
 
     Attributes:
         most: most snapshots that there can be.
@@ -53,15 +51,12 @@ class Snapshots(Generic[Content]):
         return self.most - len(self)
 
     def num_of(self, namespace: bytes) -> int:
-        """Return the number of snapshots of one namespace's blocks.  Cost: a look at each snapshot."""
+        """Return the number of snapshots of one namespace's blocks, after a look at each."""
         blocks = map(self._allocator.hash_of_digest, self._contents)
         return sum(block is not None and block[1] == namespace for block in blocks)
 
     def keep(self, block_id: int, content: Content) -> bool:
-        """Keep a snapshot at the end of a block that has none; return whether the block has one now.
-
-        If there are as many as there may be, it takes the place of the least recently used one that is not pinned.
-        """
+        """Keep a snapshot at the end of a block that has none; return whether the block has one now."""
         digest = self._allocator.digest_of(block_id)
         if digest is None:
             return False

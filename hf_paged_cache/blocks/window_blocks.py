@@ -1,9 +1,7 @@
 """Owns which blocks are kept for layers whose attention sees a window.
 
-These are the blocks from which running sequences resume, and others while there is room. A block has one identity, the
-allocator's. A group of layers with a window keeps a block's tokens in a *window block*, a place of the group's own;
-there may be far fewer of these than blocks. Blocks that a window has passed have no window block, or one that the next
-sequence may take.
+A group of such layers keeps a block's tokens in a *window block*, a place of the group's own; there may be far fewer of
+these than blocks. Blocks from which running sequences resume have one, and others while there is room.
 """
 
 from __future__ import annotations
@@ -18,10 +16,7 @@ from .hashing import BlockHash
 
 
 class Changing:
-    """`Changing` marks groups while a holder of blocks changes.
-
-    If the `with` is left by an exception, whoever uses these groups next derives again what they derive.
-    """
+    """`Changing` marks groups while a holder of blocks changes: after an exception, they derive everything again."""
 
     def __init__(self, groups: Iterable[WindowBlocks]) -> None:
         self._groups = groups
@@ -42,14 +37,11 @@ class WindowBlocks:
 
     The number of a window block is its id in the layers' tensors; number 0 is never handed out. A window block is
 
-    free | needed, by a live allocation's `resumption` | idle: its block may still be hit, and it is taken when none is
-    free
+    free | needed, by a live allocation's `resumption` | idle: its block may still be hit, until it is taken
 
-    Idle window blocks that a sequence has *passed* are taken before those at an *end* of a sequence; of either, the
-    least recently used one is taken first.
-
-    What is free, needed or idle follows from `places`, the allocations and the allocator's states; after an interrupt
-    it is derived again.
+    What is idle is taken when nothing is free: window blocks that a sequence has *passed* before those at an *end* of a
+    sequence, and of either the least recently used first. `places`, the allocations and the allocator's states say what
+    is free, needed or idle.
 
     Args:
         num_blocks: number of window blocks at first, with number 0.
@@ -90,7 +82,7 @@ class WindowBlocks:
         return len(self._passed) + len(self._ends)
 
     def num_idle_of(self, namespace: bytes) -> int:
-        """Return the number of idle window blocks of one namespace's blocks.  Cost: a look at each."""
+        """Return the number of idle window blocks of one namespace's blocks, after a look at each."""
         of_block = self._allocator.namespace_of
         return sum(of_block(block_id) == namespace for ids in (self._passed, self._ends) for block_id in ids)
 
@@ -166,11 +158,7 @@ class WindowBlocks:
             self.release((source,), num_own=0, is_end=True)
 
     def take_places(self, number: int) -> list[int]:
-        """Take window blocks for contents that are to be written.
-
-        The caller puts them into `places` once the contents are there. Until then, whoever derives everything again
-        gets the window blocks back.
-        """
+        """Take window blocks for contents; the caller puts them into `places` once the contents are there."""
         return [self._take() for _ in range(number)]
 
     def hold(self, block_ids: Iterable[int]) -> None:
@@ -180,13 +168,11 @@ class WindowBlocks:
             self._ends.pop(block_id, None)
 
     def release(self, block_ids: Iterable[int], *, num_own: int, is_end: bool) -> None:
-        """Note that a holder needs these blocks no more.
-
-        The window blocks of those that nobody needs become idle, or free where the block cannot be hit.
+        """Note that a holder needs these blocks no more; what nobody needs becomes idle, or free if it cannot be hit.
 
         Args:
             num_own: 1 if the holder still holds the blocks, else 0.
-            is_end: True if the blocks are the end of a sequence, where others are likely to resume.
+            is_end: whether the blocks are the end of a sequence, where others are likely to resume.
         """
         released = [block_id for block_id in block_ids if block_id in self.places]
         are_shared = any(self._allocator.ref_count(block_id) > num_own for block_id in released)
