@@ -15,7 +15,7 @@ from ..integration.calls import Calls
 from ..integration.current import Current
 from ..integration.ranks import Ranks
 from ..integration.side_rows import SideRows
-from ..integration.token_input import in_vocabulary, one_sequence
+from ..integration.token_input import one_sequence
 from ..prefix_store import PrefixStore
 
 
@@ -46,7 +46,12 @@ def text_of(cache: AskedCache, what: str, given: Any) -> tuple[int, ...]:
     Raises:
         CacheArgumentError: they are no integers, are outside the vocabulary, are missing, or stand for images.
     """
-    tokens = in_vocabulary(what, given, cache.store.model.config.get_text_config(decoder=True).vocab_size)
+    tokens, size = one_sequence(what, given), cache.store.model.config.get_text_config(decoder=True).vocab_size
+    if not tokens:
+        raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")
+    wrong = next((token for token in tokens if not 0 <= token < size), None)
+    if wrong is not None:
+        raise CacheArgumentError(f"{what} has token {wrong}; the vocabulary has ids 0 to {size - 1}")
     if why := cache.store.placeholders.why_no_text(tokens):
         raise CacheArgumentError(f"{what} {why}")
     return tokens

@@ -125,7 +125,7 @@ def _prompt_of(cache: AskedCache, inputs: Mapping[str, Any], prefill_chunk_size:
 def may_score_together(cache: AskedCache) -> bool:
     """Return whether contexts of several lengths may run in one batch: padding on the left must have no effect."""
     return (
-        cache._side_rows.takes_positions
+        cache.store.argument_reader.takes_positions
         and not cache.store.fingerprint.rope.depends_on_length
         and not cache.store.blocks.states
     )

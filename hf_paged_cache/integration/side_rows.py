@@ -35,8 +35,7 @@ class SideRows:
     """`SideRows` runs calls on rows of their own, of another cache on the same store each."""
 
     def __init__(self, parts: StoreParts, make_cache: Callable[[], Any]) -> None:
-        self._reader, self._make_cache = parts.argument_reader, make_cache
-        self.model, self.takes_positions = parts.model, parts.argument_reader.takes_positions
+        self.model, self._reader, self._make_cache = parts.model, parts.argument_reader, make_cache
 
     def _cache(self) -> Any:
         cache = self._make_cache()

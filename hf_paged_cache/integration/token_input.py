@@ -39,17 +39,6 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
     return tuple([_token_id(what, token) for token in tokens])
 
 
-def in_vocabulary(what: str, given: object, vocabulary_size: int) -> tuple[int, ...]:
-    """Return the token ids of one sequence of at least one token, all of them in the model's vocabulary."""
-    ids = one_sequence(what, given)
-    if not ids:
-        raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")
-    wrong = next((token for token in ids if not 0 <= token < vocabulary_size), None)
-    if wrong is not None:
-        raise CacheArgumentError(f"{what} has token {wrong}; the vocabulary has ids 0 to {vocabulary_size - 1}")
-    return ids
-
-
 def are_several(given: object) -> bool:
     """Return whether a list or tuple of token id sequences is given, and not one such sequence."""
     if not isinstance(given, list | tuple) or not given:
