@@ -60,10 +60,9 @@ def score(
 ) -> list[Score]:
     """Return a `Score` for each continuation of one context, in order: for multiple choice, reranking, rewards.
 
-    The context is reused from the store as far as it is known, runs once, and is stored. A continuation that is the
-    beginning of another one runs with that one. Where rotary frequencies depend on length (dynamic, longrope), each
-    continuation runs alone, from the context's start. The number of forwards follows from the arguments alone, and
-    not from what is cached, so that processes which share a model stay in step.
+    The context is reused from the store as far as it is known, runs once, and is stored. Where rotary frequencies
+    depend on length (dynamic, longrope), each continuation runs alone, from the context's start. The number of forwards
+    follows from the arguments alone, and not from what is cached, so that processes which share a model stay in step.
 
     The scores equal the `log_softmax` of one plain forward for each continuation, of all tokens of context and
     continuation, at positions that count from 0. No gradients are computed. The rows of this cache stay, also while its
@@ -214,42 +213,24 @@ class _Scorer:
         self._note(stems)
         self._read(logits, [(each.stem, 0, number, each.tokens[0]) for number, each in enumerate(self.asked)])
         self._count_contexts(stems.state.counts)
-        shift, waiting = 0 if asked is None else asked.row.shift, self._branches()
+        shift = 0 if asked is None else asked.row.shift
+        waiting = [number for number, each in enumerate(self.asked) if len(each.tokens) > 1]
+        waiting.sort(key=lambda number: len(self.asked[number].tokens), reverse=True)
         while waiting:
-            num_new = len(self.asked[waiting[0][0]].tokens) - 1
+            num_new = len(self.asked[waiting[0]].tokens) - 1
             size = batch_size or max(1, _MAX_LOGITS // self._vocabulary_size // num_new)
             some, waiting = waiting[:size], waiting[size:]
-            branches = [self.asked[members[0]] for members in some]
+            branches = [self.asked[number] for number in some]
             tails = [row_of(branch.tokens[:-1], pads[branch.stem], shift) for branch in branches]
             forked = stems.calls.fork(stems, [branch.stem for branch in branches])
             logits = self._side.run(forked, tails, num_logits=num_new)
             stems.calls.close(forked)
             self._note(forked)
             readings = []
-            for row, members in enumerate(some):
-                self.counts[members[0]].computed_tokens += len(branches[row].tokens) - 1
-                for number in members:
-                    later = self.asked[number].tokens[1:]
-                    readings += [(row, column, number, token) for column, token in enumerate(later)]
+            for row, (number, branch) in enumerate(zip(some, branches, strict=True)):
+                self.counts[number].computed_tokens += len(branch.tokens) - 1
+                readings += [(row, column, number, token) for column, token in enumerate(branch.tokens[1:])]
             self._read(logits, readings)
-
-    def _branches(self) -> list[list[int]]:
-        """Return which continuations run in one row after their context: beginnings of the first of them.
-
-        Each row runs all but the last token of its first continuation; the longest rows come first.
-        """
-        rows: list[list[int]] = []
-        order = sorted(range(len(self.asked)), key=lambda n: (self.asked[n].stem, self.asked[n].tokens[:-1]))
-        for number in reversed(order):  # a sequence comes right after those that begin with it
-            stem, _, tokens = self.asked[number]
-            first = self.asked[rows[-1][0]] if rows else None
-            if len(tokens) == 1:
-                continue
-            if first is not None and first.stem == stem and first.tokens[: len(tokens) - 1] == tokens[:-1]:
-                rows[-1].append(number)
-            else:
-                rows.append([number])
-        return sorted(rows, key=lambda row: len(self.asked[row[0]].tokens), reverse=True)
 
     def _note(self, rows: Rows) -> None:
         """Note that rows have run: their memory, and whether they were bypassed."""
