@@ -1,8 +1,7 @@
 """Finds the cache for a `generate` that brings none: the cache of the innermost `with cache:` block of the model.
 
-Owns the scopes that are open. A scope is seen in the context that opened it, a thread's or an asyncio task's, and in
-copies of that context (tasks, `asyncio.to_thread`). A scope for all threads is also seen where no other scope is.
-Caches are held weakly.
+A scope is seen in the context that opened it, a thread's or an asyncio task's, and in copies of that context; a scope
+for all threads is also seen where no other scope is. Caches are held weakly.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ def ambient_cache(model: nn.Module) -> Any:
 
 
 def open_scope(scope: AmbientScope) -> None:
-    """Open a scope: from here on, calls of `generate` that bring no cache run on its cache.
-
-    Raises:
-        CacheBusyError: another cache has a scope for all threads of the model; nothing has changed.
-    """
+    """Open a scope. Raises CacheBusyError if another cache has one for all threads of the model."""
     global _open
     with _opening:
         others, cache = _of_those_open(_open), scope.cache
@@ -76,10 +71,8 @@ def _of_those_open(scopes: tuple[AmbientScope, ...]) -> tuple[AmbientScope, ...]
 
 
 def scope_to_close(cache: Any) -> AmbientScope | None:
-    """Return the scope of a `with cache:` block that ends here; None: it is over.
-
-    That is the innermost scope of this context. If this context has none, it is the scope that was opened last: a
-    generator may be closed in another context than the one it was begun in.
+    """Return the scope of a `with cache:` block that ends here, or None if it is over: the innermost of this context,
+    or else the one that was opened last, since a generator may be closed in another context than it was begun in.
     """
     scopes = [scope for scope in _open if scope.cache is cache and not scope.in_all_threads]
     here = _here.get()

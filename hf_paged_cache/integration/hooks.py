@@ -1,8 +1,7 @@
 """Attaches a bracket round `generate` and two forward hooks to a model, once; `detach` takes them off.
 
-This module knows a cache by protocol only, and holds none. It finds the cache in `past_key_values`, or under the
-model's other name for it, or asks `ambient`. Everything attached is a module-level function or an object that is copied
-and pickled with the model.
+The cache is found in `past_key_values`, or under the model's other name for it, or by `ambient`. Everything attached is
+a module-level function or an object that is copied and pickled with the model.
 """
 
 import inspect

@@ -1,8 +1,7 @@
 """Lets the processes over which a model is split (*ranks*) settle a forward, so that all run it alike or none does.
 
-Owns when they settle: once a prompt, before its first forward, and before each forward outside of `generate`; never for
-a token that `generate` adds. What one rank refuses is refused on all, and so are forwards that differ where they must
-not.
+They settle once a prompt, before its first forward, and before each forward outside of `generate`. What one rank
+refuses is refused on all, and so are forwards that differ where they must not.
 """
 
 import hashlib
@@ -125,12 +124,9 @@ class Ranks:
             self.is_settled = True
 
     def tell_refusal(self, error: BaseException, *, always: bool = False) -> None:
-        """Tell the other ranks that this rank raises before its forward was settled, so that they raise, too.
+        """Tell the other ranks, once, that this rank raises before its forward was settled, so that they raise, too.
 
-        Nothing is told twice, nor where no other rank waits. An interrupt is no refusal: it must not wait for anybody.
-
-        Args:
-            always: whether to tell them even if `is_settled`: what was settled is then another call's.
+        An interrupt is no refusal: it must not wait for anybody. `always`: what was settled is another call's.
         """
         if (self.is_settled and not always) or not isinstance(error, Exception):
             return
@@ -143,8 +139,7 @@ class Ranks:
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
         """Return the least of what all ranks send; but for refusals, only ranks that are passed the same tokens count.
 
-        Raises:
-            PagedCacheError: another rank has refused, for another kind of reason than `mine`; all ranks raise this.
+        Raises PagedCacheError on all ranks if another rank has refused for another kind of reason than `mine`.
         """
         received = sent
         for group in self._fingerprint.rank_groups:

@@ -1,7 +1,6 @@
-"""Runs forwards of our own, for scores, prefills, checks and what runs ahead of a call, and calls made of them.
+"""Runs forwards of our own, for scores, prefills, checks and what runs ahead of a call, on rows of their own.
 
-Each such call has rows of its own: no cache of a user is touched. What it computes is kept as that of any call is, and
-counted by whoever asks for it.
+What they compute is kept as that of any call is, and counted by whoever asks for it.
 """
 
 from array import array
@@ -68,8 +67,8 @@ class SideRows:
     def run_chunks(self, row: RowInput, size: int, num_logits: int) -> tuple[Tensor, Rows]:
         """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`.
 
-        The last logits, [1, num_logits, vocabulary], are the same bits, whatever is known: all logits of a forward are
-        computed if one of them is wanted. The rows that are returned are closed.
+        Return the last logits, [1, num_logits, vocabulary], the same bits whatever is known, and the rows, closed. All
+        logits of a forward are computed if one of them is wanted.
         """
         num_tokens, calls = len(row.token_ids), self._cache()._calls
         given = GenerateArguments(
