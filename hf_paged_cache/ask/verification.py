@@ -187,9 +187,8 @@ def _recomputed(model: Any, tokens: Sequence[int], num_found: int) -> Any:
 
 
 def _differ(stored: Tensor, computed: Tensor, size: int, eps: float, least: float) -> Tensor:
-    """Return for each `size` columns of [1, H, columns, D] whether they differ by more than rounding.
-
-    The first group may have fewer columns. Columns may be held in a finer type than they were computed in.
+    """Return for each `size` columns, fewer in the first group, of [1, H, columns, D] whether they differ by more than
+    rounding. Columns may be held in a finer type than they were computed in.
     """
     tolerance = 0.0  # tolerance of integers: token ids that a layer carries
     if computed.is_floating_point():

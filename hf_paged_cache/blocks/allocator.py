@@ -189,7 +189,7 @@ class PrefixCachingBlockAllocator:
 
     def ref_count(self, block_id: int) -> int:
         """Return the number of allocations that hold a block."""
-        self._check_ids((block_id,))
+        self._check_id(block_id)
         return self._states.ref_counts[block_id]
 
     def namespace_of(self, block_id: int) -> bytes:
@@ -198,7 +198,7 @@ class PrefixCachingBlockAllocator:
 
     def block_hash_of(self, block_id: int) -> BlockHash | None:
         """Return the hash of a block, or None if it has no hash. The block may be uncomputed."""
-        self._check_ids((block_id,))
+        self._check_id(block_id)
         return self._states.hashes[block_id]
 
     def digest_of(self, block_id: int) -> bytes | None:
@@ -582,10 +582,8 @@ class PrefixCachingBlockAllocator:
             raise BlockStateError(f"{allocation!r} has ref_count 0: it was freed, or is another allocator's")
         return block_ids
 
-    def _check_ids(self, block_ids: Iterable[int]) -> None:
-        """Settle, then raise CacheArgumentError if an id is not that of a block."""
+    def _check_id(self, block_id: int) -> None:
+        """Settle, then raise CacheArgumentError if this is not the id of a block."""
         self._settle()
-        most = self._states.num_blocks
-        for block_id in block_ids:
-            if not 0 < block_id < most:
-                raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {most - 1}")
+        if not 0 < block_id < self._states.num_blocks:
+            raise CacheArgumentError(f"block {block_id} given; blocks are 1 to {self._states.num_blocks - 1}")

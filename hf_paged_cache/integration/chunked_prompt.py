@@ -1,8 +1,7 @@
 """Handles a prompt that `generate` computes in chunks (`prefill_chunk_size`), so that it always gives the same bits.
 
-A forward gives the same bits if its shapes, its inputs and the machine's settings are the same. So keys and values of
-chunks have a root that names the chunk size, the rows and padding of the batch, and the settings. What is known is used
-in whole chunks alone.
+A forward gives the same bits if its shapes, inputs and the machine's settings are the same. So chunks have a root that
+names their size, the rows and padding of the batch, and the settings. What is known is used in whole chunks alone.
 """
 
 import math

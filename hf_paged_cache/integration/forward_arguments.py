@@ -1,7 +1,7 @@
 """Reads what a forward asks of the cache from its arguments, and cuts the arguments to the rows and columns that run.
 
-Nothing is guessed: token ids, a mask of the form 0...01...1 and positions that count up are read. Whatever else is
-passed is named as the reason why the forward is computed without reuse. Inputs are shortened by name, never by shape.
+Token ids, a mask of the form 0...01...1 and positions that count up are read. Whatever else is passed is named as the
+reason why the forward is computed without reuse.
 """
 
 from array import array
@@ -19,8 +19,7 @@ from ..model.support import default_arguments, numbers_columns, takes
 from ..rows.rows import Rows
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # types of tokens, [R, T]; of text: 0
-# Arguments that are read here, or have no influence on keys and values. With any other argument the forward is computed
-# without reuse, unless its value is what the model's forward takes where the argument is left out.
+# Arguments that are read here, or have no influence on keys and values; any other that is no default prevents reuse.
 _READ = {
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position"),
     *("past_key_values", "cache_params", "logits_to_keep", "labels", "use_cache", "return_dict"),
@@ -261,9 +260,8 @@ def cut(
 
 
 def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
-    """Return the numbers of rows and new columns of a forward.
-
-    They are those of its embeddings or ids; else of its mask, after `before` columns, or of its positions.
+    """Return the numbers of rows and new columns: of embeddings or ids, or of a mask after `before` columns, or of
+    positions.
     """
     embeddings, ids = arguments.get("inputs_embeds"), arguments.get("input_ids")
     if embeddings is None and ids is not None:

@@ -1,10 +1,9 @@
 """Finds the images of a prompt: which entries of what is passed fill which columns, and what a tower still has to run.
 
 Works for models whose forward takes `mm_encoder_outputs`. transformers then runs the tower by `get_image_features` or
-`get_video_features`, with the arguments that these have, and row `i` of the features fills placeholder `i`. Which
-entries fill which columns follows from the shapes and grids passed. Whatever else a forward is passed of images, their
-token types and how they move positions, becomes a part of their names, or has no influence. What is not understood is
-computed whole, and its call says why. Nothing here knows a model's name.
+`get_video_features`, and row `i` of the features fills placeholder `i`. Which entries fill which columns follows from
+the shapes and grids passed. Whatever else a forward is passed of images, their token types and how they move positions,
+becomes a part of their names. What is not understood is computed whole, and its call says why.
 """
 
 import hashlib
@@ -193,11 +192,9 @@ class ImageInputs:
         self.whole = ("attention_mask", *(name for name in text_types if _is_read_by_place(model, name)))
 
     def read(self, arguments: Mapping[str, Any]) -> PromptImages | str | None:
-        """Read the images of a prompt from arguments of `generate` or of a forward.
+        """Read the images of a prompt from arguments of `generate` or of a forward; None: there are none.
 
-        The result is a reason where the prompt must be computed whole, and None where there are no images.
-
-        Cost: SHA-256 over the pixels, and a wait for the device of each entry.
+        A text says why the prompt must be computed whole.  Cost: SHA-256 over the pixels.
         """
         ids, passed, contents, pixels = arguments.get("input_ids"), {}, {}, set[str]()
         for kind, names in self._names.items():
@@ -257,10 +254,7 @@ class ImageInputs:
         return Seen(plain, images, placed.shifts, details, why)
 
     def _take_types(self, plain: dict[str, Any], name: str, inside: Tensor) -> Tensor | None:
-        """Take out token types that condition nothing outside of images, [R, T]; None: there are none.
-
-        Types that are left are what the reader of arguments names as the reason for no reuse.
-        """
+        """Take out token types that condition nothing outside of images, [R, T]; None: there are none."""
         value = plain.get(name)
         if name not in self._text_types or not isinstance(value, Tensor) or value.dim() != 2:
             return None
