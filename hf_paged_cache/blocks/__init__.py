@@ -1,8 +1,7 @@
 """Tracks which tokens are held in which block. Integers only: refuses torch, transformers, clocks and I/O.
 
 This folder is complete on its own, for a scheduler or an engine that runs its own forwards. The cache of this
-package holds blocks by leases, and uses tables only for pins and for look-ups. Tables that grow, copies on write and
-all of `for_engines` are for engines.
+package holds blocks by leases; tables, copies on write and all of `for_engines` are for engines.
 """
 
 from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
