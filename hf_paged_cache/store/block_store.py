@@ -114,7 +114,7 @@ class BlockStore:
         return {group.window: self.pool.groups[group.name].slabs for group in self.windows.groups}
 
     def settle(self) -> None:
-        """Take back the window blocks of collected tables."""
+        """Take back the window blocks of collected leases."""
         for group in self.windows.groups:
             group.settle()
 
