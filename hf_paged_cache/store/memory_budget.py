@@ -20,13 +20,7 @@ from .groups import StateSnapshots, WindowGroups
 
 DEFAULT_SHARE = 0.5  # share of the free memory, when neither num_blocks nor max_bytes is given
 
-# Files in which Linux tells a container its limit, its usage and its statistics, and the name of the statistic that
-# counts reclaimable bytes: control groups version 2, then version 1.
-_CONTROL_GROUPS = (
-    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-)
-_CONTROL_GROUP_ROOT = Path("/sys/fs/cgroup")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")  # where Linux tells a container its limits (control groups, version 2)
 
 _GROWTH_ON_HOST = 8
 _PART_ON_ACCELERATOR = 8
@@ -82,30 +76,21 @@ def _free_bytes_of_accelerator(device: torch.device) -> int | None:
 
 def _free_bytes_in_container() -> int | None:
     """Return the bytes left of the container's limit; None if there is no limit, or it cannot be read."""
-    for limit, usage, statistics, reclaimable in _CONTROL_GROUPS:
-        try:
-            texts = [(_CONTROL_GROUP_ROOT / name).read_text(encoding="ascii") for name in (limit, usage, statistics)]
-            counts = dict(line.split() for line in texts[2].splitlines())
-            return max(0, int(texts[0]) - int(texts[1]) + int(counts[reclaimable]))
-        except (OSError, ValueError, KeyError):  # no such file; "max": no limit
-            continue
-    return None
+    names = "memory.max", "memory.current", "memory.stat"
+    try:
+        limit, used, counted = ((_CONTROL_GROUP / name).read_text(encoding="ascii") for name in names)
+        counts = dict(line.split() for line in counted.splitlines())
+        return max(0, int(limit) - int(used) + int(counts["inactive_file"]))  # the latter can be reclaimed
+    except (OSError, ValueError, KeyError):  # no such file; "max": no limit
+        return None
 
 
 class MemoryBudget:
     """`MemoryBudget` decides how many blocks there can be, and grows allocator and pool together up to that.
 
     There can be as many as were given, or as memory holds, which is known after the first forward. The pool never holds
-    fewer blocks than the allocator manages. The caller holds the store's lock.
-
-    Args:
-        bytes_per_block: bytes of keys and values of a block, if it was measured; window blocks count by their share.
-        has_max_bytes: True if `num_blocks` is what a number of bytes holds, beside as many bytes of snapshots.
-
-    Attributes:
-        num_blocks: most blocks that there can be; None: nobody knows yet.
-        is_settled: True if the most blocks were given, or a forward has shown what memory holds.
-        bytes_of_static_rows: returns the bytes of static rows, which count in the same budget.
+    fewer blocks than the allocator manages. The caller holds the store's lock. Bytes of a block count window blocks by
+    their share; with `has_max_bytes`, `num_blocks` is what a number of bytes holds, beside as many bytes of snapshots.
     """
 
     def __init__(
@@ -121,11 +106,11 @@ class MemoryBudget:
         has_max_bytes: bool,
     ) -> None:
         self._lock, self._allocator, self._pool, self._windows, self._states = lock, allocator, pool, windows, states
-        self.num_blocks = self._promised = num_blocks  # promised: as given or settled
+        self.num_blocks = self._promised = num_blocks  # most blocks now, and as given or settled; None: unknown yet
         self.is_settled = num_blocks is not None
         self._is_of_bytes = has_max_bytes or num_blocks is None
         self._counted_bytes = float(bytes_per_block + states.bytes_beside_a_block)  # of a block, by the budget
-        self.bytes_of_static_rows: Callable[[], int] = int
+        self.bytes_of_static_rows: Callable[[], int] = int  # they count in the same budget
         states.limit(num_blocks)
         with _lock:
             _budgets.add(self)
