@@ -26,15 +26,9 @@ _MIN_GRID = 512  # least tokens of the grid
 class WindowGroups:
     """`WindowGroups` has the window blocks of a store, in one group for each window.
 
-    Args:
-        layers: indices of all layers that hold keys and values.
-        share: number of window blocks for each block that there can be, if some layers have no window.
-        most: most blocks that there can be; None: nobody knows yet.
-
-    Attributes:
-        are_all: True if every layer has a window. Then a block costs nothing beside its window blocks, and the most
-            blocks there can be are window blocks.
-        may_change: True if some layers had a window at first, so that others may come to have one.
+    There are `share` window blocks for each block that there can be. If every layer has a window (`are_all`), a block
+    costs nothing beside its window blocks, and the most blocks there can be are window blocks. `layers` are all that
+    hold keys and values; `most` is None as long as nobody knows it.
     """
 
     def __init__(
@@ -46,7 +40,7 @@ class WindowGroups:
         most: int | None,
     ) -> None:
         self._allocator, self.layers = allocator, layers
-        self.may_change = bool(window_of)
+        self.may_change = bool(window_of)  # some layers had a window at first, so others may come to have one
         self._share, self._most = share, most
         self.regroup(window_of)
         self.window_of = {**window_of}

@@ -45,13 +45,9 @@ class Leases:
         self._threads: WeakKeyDictionary[Allocation, int] = WeakKeyDictionary()  # lease -> ident of its thread
 
     def look(self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int) -> Resumable:
-        """Find the leading blocks that are known, and after how many tokens all layers can resume.
+        """Find the leading blocks that a row has, and after how many tokens, at `most`, all layers can resume.
 
         Effects: none.
-
-        Args:
-            tokens: tokens of the row, from its first one on.
-            most: most tokens after which the row may resume.
         """
         block_ids = self._allocator.match_prefix(hashes, salt)
         num_matched = len(block_ids) * self._allocator.block_size
@@ -73,9 +69,7 @@ class Leases:
     def take(self, hashes: Sequence[BlockHash], salt: bytes, num_tokens: int | None = None) -> Allocation:
         """Lease the leading blocks that are known; the caller frees the lease by `give_back`.
 
-        Args:
-            num_tokens: tokens after which a row resumes: no more blocks are leased, and their window blocks, too; None:
-                no row resumes.
+        If a row resumes after `num_tokens` tokens, no more blocks are leased, and their window blocks, too.
         """
         if num_tokens is None:
             return self._noted(self._allocator.allocate(hashes, namespace=salt))
@@ -151,11 +145,7 @@ class Pins:
     def pin(self, salt: bytes, root: bytes, token_ids: TokenIds) -> int:
         """Hold the longest cached prefix of `token_ids` from which a prompt can resume; return its number of tokens.
 
-        It takes the place of what was pinned for these tokens and this salt.
-
-        Raises:
-            CacheArgumentError: there is no such prefix in the cache; nothing has changed.
-            OutOfBlocksError: there is no room for its window blocks; nothing has changed.
+        It takes the place of what was pinned for these tokens and this salt; nothing has changed where this raises.
         """
         hashes = HashChain(root, self._allocator.block_size, token_ids).hashes_of()
         found = self._leases.look(hashes, salt, token_ids, len(token_ids))

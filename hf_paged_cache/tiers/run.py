@@ -22,18 +22,9 @@ class Tier:
 
 
 class Run:
-    """`Run` has rows of contents, in memory until its file is written.
+    """`Run` has rows of contents, in memory until its file is written; or it is a file that others have written.
 
-    Args:
-        model: model that computed the contents; None: it has no name in other processes, or others wrote the file.
-        is_ours: True if this process makes the run, False for a file that others have written.
-
-    Attributes:
-        key: what the contents of a run have in common.
-        file: what the file says of itself, once it is there.
-        num_bytes: bytes of the file, or of memory, which torch deals out in powers of two.
-        problem: why nothing of the run is found; None: there is no problem.
-        is_adopted: True if contents of a file that others have written are found.
+    `model` is None where it has no name in other processes, or where others wrote the file.
     """
 
     def __init__(
@@ -41,10 +32,10 @@ class Run:
     ) -> None:
         self.tier, self.path, self.model, self.namespace, self.is_ours = tier, path, model, namespace, is_ours
         self.key = b"" if model is None else model.digest, namespace
-        self.file: SavedFile | None = None
-        self.problem: str | None = None
-        self.num_bytes = 0
-        self.is_adopted = False
+        self.file: SavedFile | None = None  # what the file says of itself, once it is there
+        self.problem: str | None = None  # why nothing of the run is found
+        self.num_bytes = 0  # of the file, or of memory, which torch deals out in powers of two
+        self.is_adopted = False  # contents of a file that others have written are found
         # kind -> parts of a row, the block of each row, and each row: [1, bytes] of each part; None: not in memory
         self._rows: dict[Kind, tuple[tuple[Part, ...], list[BlockHash], list[list[Tensor]]]] | None = None
         if is_ours:

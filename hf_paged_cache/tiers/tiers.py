@@ -46,14 +46,8 @@ class Place(NamedTuple):
 class Tiers:
     """`Tiers` finds contents by name in host memory and in files. The caller holds the store's lock.
 
-    Args:
-        identities: returns what states of the model mean to other processes.
-        host_bytes: most bytes of host memory beside what waits to be written.
-        folder: folder of the files, with its budget; 0 bytes: files are only read, and what is wrong is not logged.
-
-    Attributes:
-        tiers: counts of what is in memory, if there is such a tier, and in files.
-        run_bytes: bytes that are gathered in a run.
+    `identities` returns what states of the model mean to other processes. With `host_bytes`, what waits to be written
+    does not count; where a folder may take 0 bytes, files are only read, and what is wrong is not logged.
     """
 
     def __init__(
