@@ -8,7 +8,7 @@ inside a change, the next operation finds the mark set and derives everything ag
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, NoReturn
 from weakref import ReferenceType, ref
 
@@ -501,26 +501,6 @@ class PrefixCachingBlockAllocator:
         self._settle()
         found = dict.fromkeys(self._states.find(block_hash, namespace) for block_hash in block_hashes)
         self._forget([block_id for block_id in found if block_id is not None])
-
-    def forget_under(self, roots: Collection[bytes]) -> int:
-        """Free every cached block whose sequence begins with one of these roots, in O(num_blocks); return how many."""
-        self._settle()
-        states, found = self._states, dict[bytes, bool]()  # digest -> whether its sequence begins with such a root
-        for block_hash in states.hashes:
-            path, at = list[bytes](), block_hash
-            while at is not None and at.digest not in found:
-                path.append(at.digest)
-                before = states.blocks.get(at.parent)
-                if before is None:
-                    found[at.digest] = at.parent in roots
-                else:
-                    at = states.hashes[before]
-            if at is not None:
-                found.update(dict.fromkeys(path, found[at.digest]))
-        blocks = [states.blocks[digest] for digest, is_stale in found.items() if is_stale]
-        stale = [block_id for block_id in blocks if not states.ref_counts[block_id]]
-        self._forget(stale)
-        return len(stale)
 
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
         """Free every cached block, of all namespaces or of one; blocks in use keep their hashes."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from .hashing import root_hash
 
+OF_WEIGHTS = 16  # first bytes of a digest of a model, which depend on weights alone
 _MOST = 2**14  # roots remembered; where frequencies depend on length, every length has its own root
 
 

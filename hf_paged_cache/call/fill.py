@@ -43,7 +43,7 @@ def fill(
     captured = rows.captured  # captured rows are dense, and begin where they stay
     make = memory.make if captured is None else captured.make
     with store.lock:
-        slabs = store.slabs()
+        slabs = store.pool.all.slabs
     if not start:
         rows.all.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted) if slabs else [], 0)
         rows.start_at(0, inputs)
@@ -100,11 +100,11 @@ def _fill_windows(
     """Let layers with a window have what is seen after column `start`, from where each row resumes."""
     size, blocks_of = store.block_size, {blocks.window: blocks for blocks in store.windows.groups}
     with store.lock:
-        slabs = store.window_slabs()
+        slabs_of = {window: store.pool.groups[window.name].slabs for window in blocks_of}
     there = [source.windows for row in known for source, _, _ in row.sources() if source.windows]
     for window, group in windows.items():
         elsewhere = (memory.shapes_of_rows(each[window].memory) for each in there)
-        shapes = memory.shapes_of_slabs(slabs.get(window, ())) or next(filter(None, elsewhere), [])
+        shapes = memory.shapes_of_slabs(slabs_of.get(window, ())) or next(filter(None, elsewhere), [])
         group.make_window(shapes, len(inputs), start, max(start, wanted))
         for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
             num_tokens = start - row.pad
@@ -122,7 +122,7 @@ def _fill_windows(
                 first = span.start * size
                 skipped = max(0, base - row.pad - first)
                 column = row.pad + first + skipped - base
-                memory.load_blocks(group.memory, slabs[window], number, column, places, num_tokens - first, skipped)
+                memory.load_blocks(group.memory, slabs_of[window], number, column, places, num_tokens - first, skipped)
 
 
 def _take_over(
@@ -161,7 +161,7 @@ def _load(store: BlockStore, rows: Rows, number: int, known: Known, done: int, s
     first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
     if known.lease is not None and end > first * size:
         with store.lock:
-            slabs = store.slabs()
+            slabs = store.pool.all.slabs
         block_ids = known.lease.block_ids[first : -(-end // size)]
         column = pad + first * size - rows.all.base
         memory.load_blocks(rows.all.memory, slabs, number, column, block_ids, end - first * size)

@@ -6,7 +6,6 @@ before anybody can find it.
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain
 
 import torch
 
@@ -25,15 +24,10 @@ from .call_state import CallState
 from .find import chain_of
 
 
-def keep(
-    store: BlockStore, rows: Rows, state: CallState, salt: bytes, make_room: Callable[[int], None] = lambda num: None
-) -> None:
+def keep(store: BlockStore, rows: Rows, state: CallState, salt: bytes) -> None:
     """Keep the full blocks of rows, unless all was to be forgotten since their call began.
 
     Behind the prompt, nothing after the end of a sequence is kept.
-
-    Args:
-        make_room: called with a number of blocks before so many are taken; the store's lock is held.
     """
     if not rows.is_source:
         return
@@ -70,12 +64,12 @@ def keep(
         if key not in done:
             done.add(key)
             chains[prompt.root] = chain_of(prompt.root, size, tokens, chains)
-            _keep_row(store, rows, number, chains[prompt.root], num_blocks, salt, make_room, may_write)
+            _keep_row(store, rows, number, chains[prompt.root], num_blocks, salt, may_write)
         prompt.kept = max(prompt.kept, num_blocks * size)
         if prompt.image_end is not None and len(tokens) >= prompt.image_end:
             ended, prompt.image_end = filled_up(tokens, prompt.image_end, size), None
             filled = chain_of(prompt.root, size, ended, chains)
-            _keep_row(store, rows, number, filled, len(ended) // size, salt, make_room, may_write)
+            _keep_row(store, rows, number, filled, len(ended) // size, salt, may_write)
 
 
 def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
@@ -91,7 +85,6 @@ def _keep_row(
     chain: HashChain,
     num_blocks: int,
     salt: bytes,
-    make_room: Callable[[int], None],
     may_write: Callable[[], bool],
 ) -> None:
     hashes, size, pad = chain.hashes_of(0, num_blocks), store.block_size, rows.prompts[number].pad
@@ -104,7 +97,6 @@ def _keep_row(
             first = held.num_prefix_blocks
             if first == num_blocks and not rows.is_exact:
                 return
-            make_room(num_blocks - first)
             fresh = _take(store, held, hashes[first:]) if first < num_blocks else []
             store.pool.join_streams()
             slabs = store.pool.all.slabs
@@ -259,8 +251,8 @@ def _lies_alike(store: BlockStore, rows: Rows) -> bool:
 
     They do so only in the same dtype and on the same device. The store's lock is held.
     """
-    found = [*store.slabs(), *chain.from_iterable(store.window_slabs().values())]
-    slabs = {names: (held.dtype, held.device) for held, names in found}
+    groups = store.pool.groups.values()
+    slabs = {names: (held.dtype, held.device) for group in groups for held, names in group.slabs}
     lie = [*rows.all.memory]
     for group in rows.windows.values():
         lie += group.memory

@@ -27,7 +27,7 @@ def share_known(
     """
     size, numbers = store.block_size, dict[bytes, int]()  # a block's digest -> a number for the block
     with store.lock:
-        slabs, num_pool_blocks = store.slabs(), store.pool.all.capacity
+        slabs, num_pool_blocks = store.pool.all.slabs, store.pool.all.capacity
     if not slabs:
         return None
     layouts = []

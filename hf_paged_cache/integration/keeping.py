@@ -1,7 +1,5 @@
 """Decides when rows are kept, and whether the model is still the one that computed them."""
 
-from functools import partial
-
 from ..call.keep import keep
 from ..rows.rows import Rows
 from .parts import CallParts
@@ -12,7 +10,7 @@ def keep_rows(calls: CallParts, rows: Rows) -> None:
 
     A prompt is kept once it is complete: other calls may need it while this call goes on.
     """
-    state, store, fingerprint = rows.state, calls.store, calls.fingerprint
+    state, store = rows.state, calls.store
     rows.prompt_end = 0
     if not rows.is_open or state is None:
         return
@@ -21,11 +19,9 @@ def keep_rows(calls: CallParts, rows: Rows) -> None:
     with store.lock:
         if store.resets_of(calls.salt) != state.resets:
             rows.is_whole = False  # what was computed before the reset is to be forgotten
-
-    def make_room(num_blocks: int) -> None:
-        store.forget_other_weights(state.digest, num_blocks, partial(fingerprint.roots_of_other_weights, state.digest))
-
-    keep(store, rows, state, calls.salt, make_room)
+        if rows.is_source and rows.seen_same == rows.n:
+            store.forget_other_weights(state.digest)
+    keep(store, rows, state, calls.salt)
 
 
 def keep_full_rows(calls: CallParts, rows: Rows) -> None:

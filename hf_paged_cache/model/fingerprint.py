@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..blocks import Window, root_hash
-from ..blocks.roots import Roots
+from ..blocks.roots import OF_WEIGHTS, Roots
 from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
 from .distributed import rank_groups
@@ -28,7 +28,6 @@ _NOISE = ("drop", "jitter", "noise")  # parts of the names of rates that are att
 _NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
 OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _PLAIN = (bool, int, float, str, list, tuple)
-_OF_WEIGHTS = 16  # first bytes of a digest, which depend on weights alone
 
 
 class Fingerprint:
@@ -81,16 +80,11 @@ class Fingerprint:
         """Return what the model is now, for other processes, or raise NotPortableError."""
         return self.identities.of(self._look())
 
-    def roots_of_other_weights(self, digest: bytes) -> set[bytes]:
-        """Return the roots of rows that were computed under other weights; none where digests are shared."""
-        weights, known = digest[:_OF_WEIGHTS], [] if self.is_shared else self.roots.all()
-        return {facts.root() for facts in known if facts.digest[:_OF_WEIGHTS] != weights}
-
     def may_change_in_a_forward(self) -> bool:
         """Return whether the model may change in the middle of a forward.
 
-        It may where another thread runs now, where functions that are not the model's are on its modules, or where
-        weights are in files. A process that writes into shared memory of this process is not looked for.
+        It may where another thread runs now, or where functions that are not the model's are on its modules. A process
+        that writes into shared memory of this process is not looked for.
         """
         if self._runs_foreign_code:
             return True
@@ -145,14 +139,14 @@ class Fingerprint:
                 self.foreign_code = f"{full_name(each.code)} hooks or replaces the forward of a {each.where}"
             else:
                 self.own_forward = full_name(each.code)
-        self._runs_foreign_code = bool(listing.files or self.foreign_code or others)
+        self._runs_foreign_code = bool(self.foreign_code or others)
         # all layers of PEFT have the same hooks
         self.adapter_names, why = passed_by_peft((self.model, *self._adapters[:1]))
         self._why_unfit = self._why_unfit_now(why)
         numbers = [(each.number, *self._numbers.of(each.code)) for each in functions]
-        of_weights = root_hash(repr(weights).encode())[:_OF_WEIGHTS]
+        of_weights = root_hash(repr(weights).encode())[:OF_WEIGHTS]
         of_all = root_hash(of_weights, repr((numbers, listing.scales(), switches, settings)).encode())
-        return Look(of_weights + of_all[_OF_WEIGHTS:], of_weights, listing, settings, switches)
+        return Look(of_weights + of_all[OF_WEIGHTS:], of_weights, listing, settings, switches)
 
     def _why_unfit_now(self, why_by_peft: str | None) -> str | None:
         attention, unwatched = self.attention, self.listing.unwatched
@@ -168,7 +162,7 @@ class Fingerprint:
         if self.foreign_code is not None and not self.trusts_hooks:
             return f"{self.foreign_code} (trust_hooks=True says that it treats each token alike, whatever its call)"
         if unwatched is not None:
-            return f"the weight {unwatched} is kept where changes of it cannot be seen"
+            return f"the weight {unwatched} is kept where changes of it cannot be seen, such as on a disk"
         return why_by_peft
 
     def _read_config(self) -> None:

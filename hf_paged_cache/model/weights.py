@@ -6,9 +6,7 @@ Of each weight two things are read, since neither shows every change:
 - how often it was changed, as torch and optimizers count it, which misses writes through `.data` or numpy.
 """
 
-import os
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import cache
 from itertools import chain, count, repeat
 from operator import attrgetter, is_, itemgetter
@@ -43,8 +41,7 @@ class Listing:
         number: number of these modules, with these weights in this memory, which nothing else has had.
         weights: (name on its module, tensor) of each parameter and persistent buffer; offloaded ones come first.
         frequencies: rotary frequencies that do not depend on length.
-        files: paths of the files of weights that are on disk.
-        unwatched: name of a weight whose changes cannot be seen.
+        unwatched: name of a weight whose changes cannot be seen, as on a disk.
         device_types: types of the devices that hold weights, and the CPU.
     """
 
@@ -54,7 +51,7 @@ class Listing:
         self._kinds = [*map(type, modules)]
         self._classes = [*dict.fromkeys(self._kinds)]
         self._children = [dict(each["_modules"]) for each in self._attributes]
-        loaded, in_memory, self.files = _offloaded(modules)
+        loaded, in_memory = _offloaded(modules)
         not_loaded = _weights_of([module for module in modules if id(module) not in loaded])
         self.unwatched = next((key for _, key, each in not_loaded if each is not None and each.is_meta), None)
         weights = [(held, key, held[key]) for held in in_memory for key in held]
@@ -101,12 +98,11 @@ class Listing:
         of_all = *everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks
         return [*chain.from_iterable(filter(None, hooks))], replaced, of_all, [*map(_FORWARD, self._classes)]
 
-    def values(self) -> tuple[bytes, object, list[int]]:
+    def values(self) -> tuple[bytes, list[int]]:
         """Return what changes with the weights in place.  Cost: one wait for each accelerator."""
-        files = [*map(_written, self.files)]
         on_host = np.concatenate(self._on_host).tobytes() if self._on_host else b""
         elsewhere = read_bytes(self._samples) if self._samples else b""
-        return on_host + elsewhere, files, [*map(_VERSION, self._counted)]
+        return on_host + elsewhere, [*map(_VERSION, self._counted)]
 
     def scales(self) -> list[object]:
         """Return the factors of the cosines and sines of `frequencies`."""
@@ -187,9 +183,9 @@ def _sample(tensor: Tensor) -> Tensor:
     return values[::step][:_VALUES_PER_TENSOR]
 
 
-def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[dict[str, Any]], list[str]]:
-    """Say what accelerate's hooks load for each forward: ids of modules, weights in host memory, files of others."""
-    loaded, held, files = set[int](), dict[int, dict[str, Any]](), set[str]()
+def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[dict[str, Any]]]:
+    """Say what accelerate's hooks load from host memory for each forward: ids of modules, and weights."""
+    loaded, held = set[int](), dict[int, dict[str, Any]]()
     for module in modules:
         hook = getattr(module, "_hf_hook", None)
         for each in getattr(hook, "hooks", [hook]):
@@ -197,19 +193,7 @@ def _offloaded(modules: Iterable[nn.Module]) -> tuple[set[int], list[dict[str, A
             while hasattr(store, "prefix") and hasattr(store, "dataset"):
                 store = store.dataset
             in_memory = getattr(store, "state_dict", store)
-            if not isinstance(in_memory, dict):  # changes of any other mapping could not be seen
-                continue
-            loaded.update(map(id, module.modules() if getattr(each, "place_submodules", False) else [module]))
-            on_disk = {} if id(in_memory) in held else getattr(store, "index", {})
-            held[id(in_memory)] = in_memory
-            for name, told in on_disk.items():
-                files.add(str(told.get("safetensors_file") or os.path.join(str(store.save_folder), f"{name}.dat")))
-    return loaded, [*held.values()], sorted(files)
-
-
-def _written(path: str) -> tuple[int, int] | None:
-    """Return size and time of the last write of a file; None: it is not there."""
-    with suppress(OSError):
-        state = os.stat(path)
-        return state.st_size, state.st_mtime_ns
-    return None
+            if isinstance(in_memory, dict) and not getattr(store, "index", None):  # else a change could not be seen
+                loaded.update(map(id, module.modules() if getattr(each, "place_submodules", False) else [module]))
+                held[id(in_memory)] = in_memory
+    return loaded, [*held.values()]

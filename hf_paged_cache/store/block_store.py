@@ -12,8 +12,9 @@ from weakref import WeakSet
 import torch
 
 from ..blocks import Group, PrefixCachingBlockAllocator, Window
+from ..blocks.roots import OF_WEIGHTS
 from ..errors import CacheBusyError
-from ..kv.block_pool import BlockPool, Slab
+from ..kv.block_pool import BlockPool
 from ..locks import new_lock
 from ..stats import CacheStats
 from ..tiers.tiers import Tiers
@@ -28,17 +29,8 @@ from .totals import CallTotals
 class BlockStore:
     """`BlockStore` has one pool of blocks.
 
-    Args:
-        num_blocks: most blocks that there can be, with the null block; None: as many as memory holds.
-        first_device: returns the device on which the model's first keys and values will be.
-        window_of, layers, window_share: see `WindowGroups`.
-        bytes_per_block, has_max_bytes: see `MemoryBudget`.
-        tiers: what evicted blocks go to, if there is anything.
-
-    Attributes:
-        sharing: rows of calls that may read blocks where these lie.
-        running: rows of calls of `generate`.
-        currents: state of each cache, with the rows of its last call.
+    `num_blocks` is the most that there can be, with the null block, or None for as many as memory holds; the device of
+    the first keys and values is asked as they come. For the other arguments see `WindowGroups` and `MemoryBudget`.
     """
 
     def __init__(
@@ -78,17 +70,19 @@ class BlockStore:
         self.tiers = tiers
         self._offload = None if tiers is None else Offload(allocator, windows, self.states, self.layout, tiers)
         self.call_totals = CallTotals()
-        self._weights_seen = b""  # digest of the model under whose weights blocks were kept last
+        self._weights_seen = b""  # part of a digest: the weights under which blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # salt -> resets; None: resets of all salts
-        self.sharing: WeakSet[Any] = WeakSet()
-        self.running: WeakSet[Any] = WeakSet()
-        self.currents: WeakSet[Any] = WeakSet()
+        self.sharing: WeakSet[Any] = WeakSet()  # rows of calls that may read blocks where these lie
+        self.running: WeakSet[Any] = WeakSet()  # rows of calls of `generate`
+        self.currents: WeakSet[Any] = WeakSet()  # state of each cache, with the rows of its last call
 
-    def forget_other_weights(self, digest: bytes, num_blocks: int, roots: Callable[[], Collection[bytes]]) -> None:
-        """Forget blocks under these roots, of other weights than the digest's, before the pool grows for more."""
-        if digest != self._weights_seen and num_blocks > self.allocator.num_free_blocks:
-            self.allocator.forget_under(roots())
-            self._weights_seen = digest
+    def forget_other_weights(self, digest: bytes) -> None:
+        """Forget what was cached under other weights than this digest's, which nobody finds again: it needs no room."""
+        weights = digest[:OF_WEIGHTS]
+        if weights != self._weights_seen and (self.tiers is None or self.tiers.folder is None):
+            if self._weights_seen:
+                self.allocator.forget_cached_blocks()
+            self._weights_seen = weights
 
     def kv_bytes_in_use(self, salt: bytes = b"") -> int:
         """Return the bytes of the blocks that somebody holds; given a salt, of its blocks alone."""
@@ -104,14 +98,6 @@ class BlockStore:
     def groups(self) -> list[Group]:
         """Groups of the layers that need more to resume than cached blocks."""
         return [*self.windows.groups, self.states.kept] if self.states else [*self.windows.groups]
-
-    def slabs(self) -> list[Slab]:
-        """Return the slabs in which blocks of layers without a window lie now; blocks that are held stay there."""
-        return self.pool.all.slabs
-
-    def window_slabs(self) -> dict[Window, list[Slab]]:
-        """Return window -> slabs in which the window blocks of its layers lie now."""
-        return {group.window: self.pool.groups[group.name].slabs for group in self.windows.groups}
 
     def settle(self) -> None:
         """Take back the window blocks of collected leases."""
@@ -169,7 +155,7 @@ class BlockStore:
             self.tiers.reset()
 
     def check(self) -> None:
-        """Prove the invariants of the blocks and window blocks, or raise BlockStateError with the whole state."""
+        """Raise BlockStateError, with the whole state, unless the invariants of all blocks hold."""
         self.allocator.check()
         for group in self.windows.groups:
             group.check()
@@ -236,11 +222,7 @@ class BlockStore:
         self.leases.lose_threads(idents, used.union(self.pins.allocations()))
 
     def begin_to_forget(self, salt: bytes | None = None) -> None:
-        """Count a reset of a salt, or of all: what was computed before it is not to be kept after it.
-
-        Raises:
-            CacheBusyError: a call holds blocks of it; nothing has changed.
-        """
+        """Count a reset of a salt, or of all, before which nothing computed is kept; a running call refuses it."""
         allocator, num_pinned = self.allocator, len(self.pins.block_ids(salt))
         if num_pinned < (allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)):
             raise CacheBusyError(
@@ -265,12 +247,9 @@ class BlockStore:
             self.reset_prefix_cache(keep_tiers=True)
 
     def reset_prefix_cache(self, *, keep_tiers: bool = False) -> None:
-        """Forget every cached block, drop all pins and give the pool's memory back.
+        """Forget every cached block, drop all pins and give the pool's memory back; BlockStateError if rows hold any.
 
-        The pool may grow anew where memory ran out. Tiers keep what they have if they are to.
-
-        Raises:
-            BlockStateError: rows hold blocks; nothing has changed.
+        The pool may grow anew where memory ran out.
         """
         if self._is_idle:
             self.pins.clear()

@@ -217,6 +217,7 @@ def load_blocks(blocks: BlockStore, model: Model, folder: Path) -> Loaded:
     left_out, files = Counter[str](), []
     with blocks.lock:
         blocks.settle()
+        blocks.forget_other_weights(model.digest)
         runs = found_files(blocks, tiers, [model.identity])
         not_loaded = dict.fromkeys(tiers.problems.values(), 0)
         if not runs and not not_loaded:

@@ -174,6 +174,14 @@ def test_a_row_that_goes_there_and_back_in_new_parameters_is_a_change_each_time(
         known.renew()
 
 
+def test_blocks_of_other_weights_take_no_room(known: Known) -> None:
+    cached = known.cache.stats().num_cached_blocks
+    for _ in range(3):
+        edit_row(known.model)
+        known.renew()
+        assert known.cache.stats().num_cached_blocks == cached > 0
+
+
 def test_what_torch_does_not_count_is_seen_in_eight_values_alone(known: Known) -> None:
     """docs/what_is_reused.md names these writes."""
     weight = known.model.model.embed_tokens.weight

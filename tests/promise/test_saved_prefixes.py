@@ -174,10 +174,8 @@ def test_a_model_under_a_hook_is_neither_saved_nor_loaded_and_what_was_computed_
         with pytest.raises(NotPortableError, match="hooks or replaces the forward of a LlamaMLP"):
             work(tmp_path)
     handle.remove()
-    weight = model.model.layers[0].mlp.up_proj.weight.data
-    weight.mul_(2)
-    run(model, cache, **asked(2)[0], max_new_tokens=1)
-    weight.div_(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        run(model, cache, **asked(2)[0], max_new_tokens=1)
     saved = cache.store.save(tmp_path / "others")
     assert saved.num_blocks == 20
     assert saved.not_saved == {"the model has changed since they were computed, or blocks before them were evicted": 18}

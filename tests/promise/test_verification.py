@@ -212,6 +212,6 @@ def test_a_recurrence_may_round_as_it_does_in_chunks_and_step_by_step(name: str,
         cache = PagedPrefixCache(model)
         run(model, cache, input_ids=torch.tensor([row((1, 140))]))
         assert cache.verify().differing == ()
-        for slab, _ in cache.store.blocks.slabs():
+        for slab, _ in cache.store.blocks.pool.all.slabs:
             slab.mul_(factor)
         assert bool(cache.verify().differing) is differs
