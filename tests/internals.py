@@ -5,7 +5,7 @@ All else is asked as a user asks it: outputs against `DynamicCache`, `last_call`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
@@ -22,7 +22,6 @@ from hf_paged_cache.call import fill
 from hf_paged_cache.integration import ambient, asking, chunked_prompt, keeping, opening, shared_prefill
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.kv import states as kv_states
-from hf_paged_cache.kv.block_pool import GroupTensors
 from hf_paged_cache.kv.states import StateKey
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
@@ -42,8 +41,6 @@ from hf_paged_cache.tiers.tiers import Tiers
 
 # What a compiled graph meets of ours.
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
-# Where the pool's tensors become those of layers.
-SHOW_SLABS = GroupTensors.show
 
 # What is held.
 
@@ -180,38 +177,6 @@ def state_rules(store: PrefixStore) -> StateRules | None:
     return store.blocks.states.rules if store.blocks.states else None
 
 
-def written_slots(store: BlockStore) -> set[int]:
-    """Slots of the pool that hold K/V that somebody computed: those of cached blocks."""
-    allocator, block_size = store.allocator, store.block_size
-    return {
-        block_id * block_size + offset
-        for block_id in range(1, allocator.num_blocks)
-        if allocator.block_hash_of(block_id) is not None
-        for offset in range(block_size)
-    }
-
-
-def spoil_unwritten_slots(store: BlockStore, layer_idx: int, value: float) -> int:
-    """Write `value` into all slots of a layer that hold nothing; returns how many. The null block is left as it is."""
-    pool, size, window = store.pool, store.block_size, store.windows.window_of.get(layer_idx)
-    written = written_slots(store)
-    if window is not None:
-        places = next(group.places for group in store.windows.groups if group.name == window.name)
-        written = {places[slot // size] * size + slot % size for slot in written if slot // size in places}
-    empty: list[int] = []
-    for held in pool.layer(layer_idx).values():
-        empty = sorted(set(range(size, held.shape[0] * size)) - written)
-        held.transpose(1, 2)[[slot // size for slot in empty], [slot % size for slot in empty]] = value
-    return len(empty)
-
-
-def spoil_one_written_slot(cache: PagedPrefixCache, value: float) -> None:
-    """Write `value` into the first slot that holds something, of layer 1's values; that layer has no window."""
-    store = _blocks(cache)
-    slot, size = min(written_slots(store)), store.block_size
-    store.pool.layer(1)["value"][slot // size, :, slot % size] = value
-
-
 def num_blocks_in_use(store: PrefixStore) -> int:
     """As it is now: `stats()` first takes back what collected caches left."""
     return store.blocks.allocator.num_blocks_in_use
@@ -230,22 +195,6 @@ def reused_of_chunks(num_tokens: int) -> int:
 
 
 # What is watched.
-
-
-def before_each_write(patch: pytest.MonkeyPatch, act: Callable[[RowsLayer], None]) -> None:
-    """Call `act` with a layer of a call's rows before anything is written to it."""
-
-    def acting(kind: type[RowsLayer]) -> Any:
-        update = kind.update
-
-        def act_and_update(layer: RowsLayer, *states: Any, **more: Any) -> Any:
-            act(layer)
-            return update(layer, *states, **more)
-
-        return act_and_update
-
-    for kind in (RowsLayer, WindowLayer):
-        patch.setattr(kind, "update", acting(kind))
 
 
 def spoil_room_before_each_write(patch: pytest.MonkeyPatch, value: float, counts: list[int]) -> None:

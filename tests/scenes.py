@@ -52,7 +52,6 @@ class Player:
         self.zeroed_hit = zeroed_hit
         self.num_hits = 0
         self.reuses = True
-        self.new_cache_each_call = False
         self._num_calls = 0
         self.build()
 
@@ -82,9 +81,6 @@ class Player:
             reused, at_least: tokens of prompts that were not computed for their row: there before, or another row's.
             whole_prompt: what the reference gets, where ours is given only new tokens.
         """
-        if self.new_cache_each_call:
-            del self.cache
-            self.other_cache()
         if self._num_calls == len(self.references):
             self.references.append(self.refer({**arguments, **(whole_prompt or {})}))
         reference = self.references[self._num_calls]

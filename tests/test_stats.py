@@ -275,23 +275,6 @@ def test_rows_count_while_they_run(tiny_llama: LlamaForCausalLM) -> None:
     assert cache.stats().kv_bytes >= of_cache
 
 
-def test_pins_and_evictions_are_those_of_the_store(tiny_llama: LlamaForCausalLM) -> None:
-    store = PrefixStore(tiny_llama, block_size=BLOCK_SIZE, num_blocks=12)
-    cache = PagedPrefixCache(store)
-    run(tiny_llama, cache, **batch(row((1, 40))), max_new_tokens=NUM_NEW, num_beams=2)
-    parted = cache.stats()
-    assert parted.num_evictions == 0
-    assert cache.pin(row((1, 40))) == 32
-    assert cache.stats().num_pinned_blocks == 2
-    for number in range(2, 6):
-        run(tiny_llama, cache, **batch(row((number, 90))), max_new_tokens=NUM_NEW)
-    assert cache.stats().num_evictions > 0
-    assert cache.stats().num_pinned_blocks == 2
-    other = PagedPrefixCache(store).stats()
-    assert other.num_evictions == cache.stats().num_evictions
-    assert (other.num_calls, other.prompt_tokens, other.peak_kv_bytes) == (0, 0, 0)
-
-
 def test_reasons_follow_from_what_was_computed() -> None:
     model = tiny("llama")
     cache = PagedPrefixCache(model)

@@ -23,8 +23,9 @@ def test_a_store_has_these_options_with_these_defaults() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"block_size": 0}, "block_size is 0"),
-        ({"num_blocks": 1}, "num_blocks is 1"),
+        *(({"block_size": given}, f"block_size is {given!r}") for given in (0, -1, True, "16", 16.0)),
+        *(({"num_blocks": given}, f"num_blocks is {given!r}") for given in (1, 0, "9", True)),
+        *(({"max_bytes": given}, f"max_bytes is {given!r}") for given in (0, -5, 1e9)),
         ({"num_blocks": 8, "max_bytes": "4GB"}, "give num_blocks or max_bytes, not both"),
         ({"max_bytes": "4 gigs"}, "max_bytes is '4 gigs'; give a number of bytes"),
         ({"host_bytes": "-1"}, "host_bytes is '-1'; give a number of bytes"),

@@ -5,9 +5,10 @@ import torch
 
 from hf_paged_cache import UnsupportedModelError
 from hf_paged_cache.call.find import Finding
+from tests.differential import images
 from tests.differential.__main__ import draw, play_drawn
 from tests.differential.comparing import DifferenceError, compare
-from tests.differential.kinds import build
+from tests.differential.kinds import KINDS, build
 from tests.differential.playing import Player, play, shrink
 from tests.differential.tools import tokenizer
 from tests.internals import zero_blocks, zero_states
@@ -18,7 +19,7 @@ PLAYED = (
     *("llama", "gemma3_text", "mistral", "gpt2", "bloom", "deepseek_v3", "qwen3_next", "lfm2", "falcon_h1"),
     *("inkling_text", "images:qwen2_vl", "images:gemma3", "images:idefics3"),
 )
-SEED = 500
+SEED, NUM_PARTS = 500, 8
 FOUND = [  # that failed once
     ("qwen4_exp", 52791),  # refused after it had computed something
     ("qwen4_exp", 9443),  # columns that had run at other positions were weighed as if they had not
@@ -42,6 +43,21 @@ def test_random_programs_give_what_a_fresh_dynamic_cache_gives(kind: str, seed: 
     played = play_drawn(kind, seed)
     assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
     assert played.reused or not kind.startswith("images:")
+
+
+@pytest.mark.parametrize("number", range(NUM_PARTS))
+def test_a_random_program_of_each_kind_gives_what_a_fresh_dynamic_cache_gives(number: int) -> None:
+    # More of them, and variants of the types: python -m tests.differential --cases 2000 --seed 1000
+    kinds = [*(kind for kind in KINDS if "@" not in kind), *(images.PREFIX + kind for kind in images.KINDS)]
+    num_reused = 0
+    for position in range(number, len(kinds), NUM_PARTS):
+        try:
+            played = play_drawn(kinds[position], SEED + position)
+        except UnsupportedModelError:  # test_conformance.py says which and why
+            continue
+        assert not played.failure, f"{played.failure.message}\n{played.failure.case.script()}"
+        num_reused += played.reused
+    assert num_reused
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2", "falcon_h1", "deepseek_v3"])

@@ -12,7 +12,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import backends, causal
-from hf_paged_cache.attention.lazy import LazyStates
 
 from ..internals import note_served, split_everywhere
 from ..reference import assert_right, assert_same, batch, is_same, row, run, zero_blocks
@@ -120,49 +119,6 @@ def test_a_mask_that_is_written_between_layers_is_looked_at_again(served: list[b
             outputs.append(model(ids[:, 40:], past_key_values=cache).logits)
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
     assert served == [True, False]
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What was left lazy."""
-    made: list[Any] = []
-    new = LazyStates.__new__
-    monkeypatch.setattr(LazyStates, "__new__", lambda *args: made.append(args) or new(*args))
-    return made
-
-
-def test_a_model_that_looks_at_keys_is_asked_once(
-    served: list[bool], made: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-
-    def looking(module: Any, query: Any, key: torch.Tensor, *args: Any, **options: Any) -> Any:
-        return attend(module, query, key * 1, *args, **options)
-
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", looking)
-    model = build("llama")
-    cache = PagedPrefixCache(model)
-    run(model, cache, **batch(row(KNOWN)))
-    for seed in (2, 3):
-        made.clear()
-        call = batch(row(KNOWN, (seed, 90)))
-        assert_right(model, cache, **call)
-        assert bool(made) == (seed == 2)
-    assert not served
-
-
-@pytest.mark.parametrize("attention", ["eager", "flex_attention"])
-def test_only_torchs_own_attention_is_asked(attention: str, served: list[bool], made: list[Any]) -> None:
-    model = build("llama", attn_implementation=attention, max_position_embeddings=1024)
-    cache, call = PagedPrefixCache(model), {**batch(row(KNOWN, (2, 90))), "num_beams": 2, "max_new_tokens": 3}
-    with torch.compiler.set_stance("force_eager"):
-        run(model, cache, **batch(row(KNOWN)))
-        assert_right(model, cache, **call)
-    assert not made
-    model.set_attn_implementation("sdpa")
-    assert_right(model, cache, **call)
-    assert_right(model, cache, **call)
-    assert made
 
 
 def test_where_no_fused_kernel_serves_there_is_a_mask(served: list[bool]) -> None:

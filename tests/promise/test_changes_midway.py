@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -165,22 +164,6 @@ def test_frequencies_that_another_thread_has_changed_meanwhile_leave_nothing() -
     assert_same(wanted, run(model, cache, input_ids=ids))
 
 
-def test_conditions_read_by_many_threads_are_the_same(switching: None) -> None:
-    """Threads that list the weights at once would each number the new one for itself and find no block of another's."""
-    model = build("llama", num_hidden_layers=12)
-    fingerprint, barrier = Fingerprint(model), threading.Barrier(8)
-
-    def digest(_: int) -> bytes:
-        barrier.wait()
-        return fingerprint.digest()
-
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(5):
-            layer = model.model.layers[0].mlp
-            layer.up_proj.weight = nn.Parameter(layer.up_proj.weight.detach() + 1)  # so all are listed again
-            assert len(set(pool.map(digest, range(8)))) == 1
-
-
 # A reset in between.
 
 
@@ -241,33 +224,6 @@ def test_two_threads_on_a_model_whose_forward_takes_a_lock_both_come_to_an_end(
     for thread in threads:
         thread.join(timeout=120)
     assert ended == [True] * 6
-
-
-def test_a_thread_that_calls_between_the_end_of_a_call_and_what_that_does_disturbs_nothing(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the conditions are read a last time, the rows are still the first thread's, and the cache is every
-    thread's.
-    """
-    cache, digest = PagedPrefixCache(model, block_size=4, trust_hooks=True), Fingerprint.digest
-    errors: list[list[BaseException]] = []
-    num_read = 0
-
-    def other() -> None:
-        assert_same(wanted, run(model, cache, input_ids=IDS))
-
-    def reading(self: Fingerprint, **how: bool) -> bytes:
-        nonlocal num_read
-        num_read += 1
-        if num_read == 3:  # before the prompt, after it, at the end
-            errors.append(in_another_thread(other))
-        return digest(self, **how)
-
-    wanted = run(model, input_ids=IDS)
-    monkeypatch.setattr(Fingerprint, "may_change_in_a_forward", lambda self: True)  # as where there are other threads
-    monkeypatch.setattr(Fingerprint, "digest", reading)
-    assert_same(wanted, run(model, cache, input_ids=IDS))
-    assert errors == [[]]  # it came to that, and nothing was raised there
 
 
 def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel
@@ -42,14 +41,6 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     model.eval()
 
 
-def with_optimizer(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[PreTrainedModel], None]:
-    return lambda model: train(model, make(model.parameters()))
-
-
-def weight_of(model: PreTrainedModel) -> torch.nn.Parameter:
-    return model.model.layers[0].mlp.up_proj.weight
-
-
 def add_hook(model: PreTrainedModel) -> Any:
     """Activation steering."""
 
@@ -64,13 +55,6 @@ def add_to_data(model: PreTrainedModel) -> None:
         parameter.data.add_(0.01)
 
 
-def replace_data_there_and_back(model: PreTrainedModel) -> None:
-    """The storage that the samples were taken of lives on."""
-    held = weight_of(model).data
-    weight_of(model).data = held * 2
-    held.mul_(1)
-
-
 def replace_forward(model: PreTrainedModel) -> None:
     mlp = model.model.layers[0].mlp
     theirs = mlp.forward
@@ -78,18 +62,13 @@ def replace_forward(model: PreTrainedModel) -> None:
 
 
 CHANGES: dict[str, Callable[[PreTrainedModel], Any]] = {
-    "SGD": with_optimizer(lambda p: torch.optim.SGD(p, lr=0.1)),
-    "AdamW, foreach": with_optimizer(lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True)),
-    "AdamW, fused, a learning rate of 1e-6": with_optimizer(lambda p: torch.optim.AdamW(p, lr=1e-6, fused=True)),
+    "AdamW, fused, a learning rate of 1e-6": lambda model: train(
+        model, torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
+    ),
     "load_state_dict": lambda model: model.load_state_dict(build("llama", seed=7).state_dict()),
-    "p.data = ..., the old data live on": replace_data_there_and_back,
-    "p.data.add_": add_to_data,
-    "a numpy view": lambda model: np.multiply(view := weight_of(model).detach().numpy(), 2, out=view),
+    "all values through .data": add_to_data,
     "a norm": lambda model: model.model.layers[0].input_layernorm.weight.data.mul_(1.3),
     "a module swapped": lambda model: setattr(model.model.layers[0], "mlp", build("llama", 7).model.layers[0].mlp),
-    "a parameter replaced": lambda model: setattr(
-        model.model.layers[0].mlp.up_proj, "weight", torch.nn.Parameter(-weight_of(model).detach())
-    ),
     "a forward hook": add_hook,
     "a forward pre-hook": lambda model: model.model.layers[0].mlp.register_forward_pre_hook(
         lambda module, args: (args[0] * 1.5, *args[1:])
@@ -158,33 +137,6 @@ def test_weights_that_are_written_again_are_a_change_also_with_the_same_values(
         assert_right(model, cache, reused=reused, input_ids=IDS)
 
 
-def test_a_hook_taken_off_again_finds_the_blocks_of_before(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    """Steering on, off, on with another hook: each time its own keys and values."""
-    run(model, cache, input_ids=IDS)
-    for strength, reused in ((0.5, 0), (0.0, 48), (0.7, 0)):
-        handle = None
-        if strength:
-            handle = model.model.layers[0].mlp.register_forward_hook(
-                lambda module, args, output, by=strength: output + by
-            )
-        assert_right(model, cache, reused=reused, input_ids=IDS)
-        if handle is not None:
-            handle.remove()
-
-
-def test_weights_changed_between_the_forwards_of_plain_calls_are_seen(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    with torch.no_grad():
-        model(IDS, past_key_values=cache)
-        cache.reset()
-        add_to_data(model)
-        wanted = model(IDS, use_cache=False).logits[:, -1:]
-        got = model(IDS, past_key_values=cache, logits_to_keep=1).logits
-    assert (got - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-    assert cache.last_call.reused_tokens == 0
-
-
 def test_only_new_tokens_after_a_change_are_not_committed(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     """They resume over the old keys and values, as with a `DynamicCache`; nobody else may find that."""
     first = run(model, cache, input_ids=IDS)
@@ -206,16 +158,6 @@ def test_a_model_built_under_inference_mode_is_watched_all_the_same() -> None:
             assert_right(model, cache, reused=49, input_ids=IDS)
             model.model.layers[0].mlp.up_proj.weight.mul_(2 + number)
     assert_right(model, cache, reused=0, input_ids=IDS)
-
-
-def test_a_dtype_move_reuses_nothing_in_either_direction(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    weights = copy.deepcopy(model.state_dict())
-    run(model, cache, input_ids=IDS)
-    model.to(torch.float64)
-    assert_right(model, cache, reused=0, input_ids=IDS)
-    model.to(torch.float32)
-    model.load_state_dict(weights)
-    assert_right(model, cache, input_ids=IDS)
 
 
 # Rotary embeddings that depend on length.
@@ -393,17 +335,6 @@ def test_equal_rows_get_dropouts_of_their_own() -> None:
     assert_same(reference, run(model, PagedPrefixCache(model), input_ids=rows, seed=3))
 
 
-def test_caches_of_another_salt_share_nothing(model: PreTrainedModel) -> None:
-    caches = {salt: PagedPrefixCache(PagedPrefixCache(model).store, cache_salt=salt) for salt in ("a", b"b", None)}
-    store = caches["a"].store
-    caches = {salt: PagedPrefixCache(store, cache_salt=salt) for salt in caches}
-    for cache in caches.values():
-        assert_right(model, cache, reused=0, input_ids=IDS)
-    twin = PagedPrefixCache(store, cache_salt=b"a")
-    run(model, twin, input_ids=IDS)
-    assert twin.last_call.reused_tokens == 48
-
-
 # What must not lose the hits.
 
 
@@ -415,15 +346,11 @@ def dispatch(model: PreTrainedModel) -> None:
 
 HARMLESS: dict[str, Callable[[PreTrainedModel], Any]] = {
     "a new generation config": lambda model: setattr(model, "generation_config", GenerationConfig(pad_token_id=0)),
-    "a second eval()": lambda model: model.eval(),
-    "the first output_hidden_states=True": torch.no_grad()(lambda model: model(IDS, output_hidden_states=True)),
     "accelerate's hooks": dispatch,
     "a plain forward": torch.no_grad()(lambda model: model(IDS, use_cache=False)),
     "requires_grad_(False)": lambda model: model.requires_grad_(False).zero_grad(),
     "a cache of another store": lambda model: run(model, PagedPrefixCache(model), input_ids=IDS),
-    "to() where it is": lambda model: model.to("cpu"),
     "train mode without dropout": lambda model: model.train(),
-    "a longer prompt in between": lambda model: run(model, input_ids=torch.tensor([row((3, 90))])),
     "inference_mode": torch.inference_mode()(lambda model: run(model, input_ids=IDS)),
 }
 
@@ -441,25 +368,6 @@ def test_what_changes_no_keys_and_values_loses_no_hits(
 
 
 # What the digest cannot see.
-
-
-def test_verify_notices_one_changed_row_of_an_embedding_when_its_block_has_its_turn() -> None:
-    model, prompt_length = build("llama"), 40
-    cache, ids = PagedPrefixCache(model, block_size=8), torch.tensor([row((1, prompt_length))])
-    run(model, cache, input_ids=ids)
-    run(model, cache, input_ids=ids)
-    assert cache.last_call.reused_tokens > prompt_length - 8  # it is not the watching that loses hits
-    token = int(ids[0, prompt_length // 2])
-    with torch.no_grad():
-        model.model.embed_tokens.weight.data[token] *= 3
-    reference = run(model, input_ids=ids)
-    noticed = []
-    for _ in range(prompt_length // 8 + 1):
-        cache.verify(1)
-        noticed.append(is_same(reference, run(model, cache, input_ids=ids)))
-    assert noticed[-1]
-    assert noticed == sorted(noticed)  # from the turn of that block on, right
-    cache.check()
 
 
 def test_an_attention_that_gets_no_mask_is_refused_or_if_chosen_later_reuses_nothing(

@@ -59,15 +59,6 @@ def ids(*tokens: list[int]) -> dict[str, torch.Tensor]:
     return {"input_ids": torch.tensor([*tokens])}
 
 
-def test_a_known_prompt_whose_first_block_was_evicted(store: Store) -> None:
-    cache, prompt = store.cache(num_blocks=12), ids(row((1, 127)))
-    run(store.model, cache, **prompt)
-    run(store.model, cache, **ids(row((2, 40))))
-    cache.reset()
-    assert_right(store.model, cache, **prompt)
-    cache.check()
-
-
 def test_a_processor_that_rewrites_a_token_that_ran(store: Store) -> None:
     class Heal(LogitsProcessor):
         def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -155,23 +146,6 @@ def test_a_call_that_ends_while_running_calls_are_counted_waits(store: Store) ->
     assert_same(reference, run(store.model, cache, **prompt, logits_processor=[AtStep(2, count)]))
     thread.join()
     assert_same(reference, found[0])
-
-
-def test_what_beams_wrote_is_found_under_its_own_tokens(store: Store) -> None:
-    cache, prompt = store.cache(block_size=4), ids(row((1, 12)))
-    best = run(store.model, cache, **prompt, **LONG, num_beams=4).sequences[0, :31].tolist()
-    cache.reset()
-    turn = ids(best + row((2, 4)))
-    assert_right(store.model, cache, **turn)
-    store.require_reuse(cache, 28)
-
-
-def test_rows_that_know_unequal_lengths(store: Store) -> None:
-    cache, prompt = store.cache(), row((1, 512))
-    run(store.model, cache, **ids(prompt))
-    rows = batch(prompt + row((2, 8)), row((3, 520)))
-    assert_right(store.model, cache, **rows)
-    store.require_reuse(cache, 496)
 
 
 # What people do with caches.

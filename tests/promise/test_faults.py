@@ -204,22 +204,6 @@ def test_a_fault_in_the_first_forward_of_a_copy_leaves_no_layer_without_what_is_
     torch.testing.assert_close(got, wanted[:, 9:], atol=1e-4, rtol=1e-4)
 
 
-class FailingStreamer:
-    """Raises when it is given something for the `step`th time."""
-
-    def __init__(self, step: int, error: BaseException) -> None:
-        self.step = step
-        self.error = error
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.step -= 1
-        if self.step == 0:
-            raise self.error
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("step", [1, 2, 6])
 @pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 5}])
 def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int) -> None:
@@ -229,20 +213,6 @@ def test_a_fault_in_a_logits_processor(way: dict[str, Any], step: int) -> None:
     cache = new_cache()
     with pytest.raises(BoomError):
         run(tiny("llama"), cache, **batch(PROMPT), **way, logits_processor=[AtStep(step, boom)], max_new_tokens=12)
-    assert_sound(cache)
-
-
-@pytest.mark.parametrize("step", [1, 2, 3, 7])
-def test_ctrl_c_in_a_streamer(step: int) -> None:
-    cache = new_cache()
-    with pytest.raises(KeyboardInterrupt):
-        run(
-            tiny("llama"),
-            cache,
-            **batch(PROMPT),
-            streamer=FailingStreamer(step, KeyboardInterrupt()),
-            max_new_tokens=12,
-        )
     assert_sound(cache)
 
 

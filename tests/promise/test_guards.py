@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import gc
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,25 +13,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
-from ..internals import failing_forward, make_forwards_cheap
+from ..internals import failing_forward
 from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, assert_same, batch, row, run
 from ..tiny_models import build, tiny
-from .test_interrupted_calls import Interrupter
+from .test_interrupted_calls import StopError, stop
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-FEW_SHOT = row((1, 64))
-QUESTIONS = batch(*[[*FEW_SHOT, *row((seed, 9))] for seed in (2, 3, 4, 5)])
-
-
-class StopError(Exception):
-    """Raised on purpose."""
-
-
-def stop() -> None:
-    raise StopError
 
 
 def in_another_thread(act: Callable[[], Any]) -> list[BaseException]:
@@ -78,11 +64,6 @@ def test_rows_are_not_changed_by_another_thread_between_steps(deed: str, model: 
 
 
 # What rows share.
-
-
-@pytest.fixture
-def cheap_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    make_forwards_cheap(monkeypatch)
 
 
 def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_known() -> None:
@@ -135,31 +116,6 @@ def test_a_continuation_that_fails_leaves_all_columns_before_it_to_be_found(wher
     assert_right(model, cache, reused=62 if where == "after its forward" else 55, input_ids=whole)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_wherever_a_generate_is_interrupted_a_plain_forward_owes_it_nothing() -> None:
-    """It counts all of its tokens as a prompt's, and keeps those after an end of sequence, too."""
-    model, end = tiny("llama"), PROMPT[5]
-    short = {"input_ids": torch.tensor([row((3, 4))]), "max_new_tokens": 2, "eos_token_id": end}
-    with torch.no_grad():
-        wanted = model(IDS, use_cache=False).logits[:, -1]
-    places = set()
-    for at_line in (*range(1, 400, 40), *range(401, 5000, 250)):
-        cache = PagedPrefixCache(model, block_size=4, num_blocks=60)
-        with Interrupter(at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
-            run(model, cache, **short)
-        places.add(interrupter.place)
-        gc.collect()  # what was raised may hold frames
-        cache.reset()  # of rows that stay
-        with torch.no_grad():
-            got = model(IDS, past_key_values=cache, logits_to_keep=1).logits
-        assert (got[:, -1] - wanted).abs().max() <= TOLERANCE * wanted.abs().max(), interrupter.place
-        assert cache.last_call.prompt_tokens == 50, interrupter.place
-        cache.reset()
-        assert cache.stats().num_cached_blocks >= 12, interrupter.place
-        cache.check()
-    assert len(places) > 15
-
-
 def test_a_plain_forward_after_a_generate_that_died_in_its_first_one_owes_it_nothing() -> None:
     model, end = tiny("llama"), PROMPT[5]
     cache = PagedPrefixCache(model, block_size=4, num_blocks=60)
@@ -204,24 +160,6 @@ def test_tokens_generated_under_a_mask_of_the_user_s_own_are_not_stored(kind: st
     del model.prepare_inputs_for_generation
     cache.reset()
     assert_right(model, cache, reused=48, input_ids=ids)
-
-
-def test_blocks_are_found_while_the_call_that_fills_them_still_runs(model: PreTrainedModel) -> None:
-    """Those of the prompt are, after its forward; what is generated is kept at the end."""
-    store = PrefixStore(model, block_size=4)
-    running, other = PagedPrefixCache(store), PagedPrefixCache(store)
-    ids, found = torch.tensor([row((1, 10))]), []
-    wanted = run(model, input_ids=ids, max_new_tokens=12)
-
-    def ask(num_tokens: int) -> None:
-        run(model, other, input_ids=wanted.sequences[:, :num_tokens], max_new_tokens=1)
-        found.append(other.last_call.rows[0].matched_tokens)
-        other.reset()
-
-    asked = [AtStep(step, partial(ask, 9 + step)) for step in (2, 4, 9)]
-    got = run(model, running, input_ids=ids, max_new_tokens=12, logits_processor=asked)
-    assert_same(wanted, got)
-    assert found == [8, 8, 12]  # 12: of the call that asked before
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -338,15 +276,3 @@ def test_padding_of_a_forward_that_died_is_no_padding_of_the_rows(model: PreTrai
         forward(2, 4)
         got = forward(4, 30)[:, -10:]
     assert (got - wanted[:, -10:]).abs().max() <= TOLERANCE * wanted.abs().max()
-
-
-def test_a_collected_cache_leaves_its_full_blocks_to_others(model: PreTrainedModel) -> None:
-    """Rows of plain forwards are not committed before their next event; the collection of their cache is one."""
-    store = PrefixStore(model)
-    cache, other = PagedPrefixCache(store), PagedPrefixCache(store)
-    with torch.no_grad():
-        model(IDS, past_key_values=cache)
-    del cache
-    gc.collect()
-    assert_right(model, other, input_ids=IDS)
-    assert other.last_call.rows[0].matched_tokens == 48

@@ -196,22 +196,6 @@ def test_an_encoder_that_somebody_has_replaced_is_the_one_that_runs_and_nothing_
     assert not is_same(before, output), "the change does not matter"
 
 
-def test_a_tower_that_raises_leaves_the_cache_as_it_was() -> None:
-    model, _ = tiny("qwen2_vl")
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask("qwen2_vl", [TEXT, 1, FIRST])
-    with pytest.MonkeyPatch.context() as patch:
-        broken = functools.wraps(model.model.get_image_features)(lambda *args, **kwargs: 1 // 0)
-        patch.setattr(model.model, "get_image_features", broken)
-        with pytest.raises(ZeroDivisionError):
-            run(model, held, **given)
-    held.check()
-    for _ in range(2):
-        assert_same(run(model, **given), run(model, held, **given))
-        held.reset()
-    assert_reused(held, START)
-
-
 @pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("llava_onevision", marks=FROM_5_23)])
 def test_videos_are_named_as_images_are(name: str) -> None:
     model, _ = tiny(name)
@@ -248,46 +232,6 @@ def video(name: str, seed: int, seconds: float, after: list[int]) -> dict[str, T
     ids = torch.tensor([[*TEXT, *[token] * num_tokens, *after]])
     types = dict.fromkeys(layout.types, 2 * (ids == token))
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values_videos": pixels, **beside, **types}
-
-
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("qwen2_vl", {"num_beams": 3, "num_return_sequences": 2}),
-        ("idefics3", {"num_beams": 3, "num_return_sequences": 2}),
-        ("qwen2_vl", {"num_return_sequences": 3, "do_sample": True}),
-        ("idefics3", {"prompt_lookup_num_tokens": 3}),
-        ("qwen2_vl", {"output_hidden_states": True, "num_beams": 2}),
-        pytest.param("qwen2_vl", {"prefill_chunk_size": 32}, marks=FROM_5_23),
-        pytest.param("idefics3", {"prefill_chunk_size": 16}, marks=FROM_5_23),  # the first chunk is text alone
-    ],
-    ids=str,
-)
-def test_every_way_of_generating_is_right_with_images(name: str, how: dict[str, Any]) -> None:
-    model, _ = tiny(name)
-    held = PagedPrefixCache(model, block_size=8)
-    for after in (FIRST, SECOND):
-        given = ask(name, [TEXT, 1, after])
-        assert_same(run(model, **given, **how), run(model, held, **given, **how))
-        held.reset()
-    if "prefill_chunk_size" not in how and "output_hidden_states" not in how:
-        assert_reused(held, START)
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_rows_of_a_batch_start_before_or_after_their_images(name: str) -> None:
-    model, _ = tiny(name)
-    held = PagedPrefixCache(model, block_size=8)
-    run(model, held, **ask(name, [TEXT, 1, FIRST]))
-    held.reset()
-    rows = [[TEXT, 1, SECOND], [TEXT[:11], 2, SECOND], [FIRST]]
-    for _ in range(2):
-        given = ask(name, *rows)
-        assert_same(run(model, **given), run(model, held, **given))
-        held.reset()
-        rows = [[*row, THIRD] for row in rows]
-    assert_reused(held, 0)
-    held.check()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -329,17 +273,6 @@ def test_an_image_has_a_name_that_another_process_has_for_it(tmp_path: Path) -> 
     zero_blocks(second)
     second.reset()
     assert not is_same(run(model, **given), run(model, second, **given))
-
-
-def test_images_come_back_from_a_lower_tier(tmp_path: Path) -> None:
-    model, _ = tiny("idefics3")
-    held = PagedPrefixCache(model, block_size=8, num_blocks=14, disk_folder=tmp_path)
-    for after in (FIRST, SECOND):
-        for image in (1, 2):
-            given = ask("idefics3", [TEXT, image, after])
-            assert_same(run(model, **given), run(model, held, **given))
-            held.reset()
-    held.check()
 
 
 def test_a_new_image_after_rows_that_resume_is_computed_and_not_kept() -> None:

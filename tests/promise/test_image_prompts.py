@@ -11,16 +11,10 @@ from transformers import DynamicCache, LogitsProcessor
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, UnsupportedModelError
 
-from ..conformance.image_zoo import prompt, tiny, tokens
+from ..conformance.image_zoo import tiny
 from ..conformance.images import Towers
 from ..reference import assert_same, is_same, run, zero_blocks
-
-TEXT, FIRST, SECOND, THIRD = (tokens(seed, 27) for seed in (1, 2, 3, 4))
-KINDS = ("qwen2_vl", "idefics3")
-
-
-def ask(name: str, *rows: Any) -> dict[str, Tensor]:
-    return prompt(tiny(name)[1], *rows)
+from .test_image_inputs import FIRST, KINDS, SECOND, TEXT, THIRD, ask
 
 
 def state_of(model: Any) -> list[Tensor | None]:

@@ -21,7 +21,7 @@ import torch
 import hf_paged_cache
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
-from ..internals import SHOW_SLABS, leave_all_with_blocks
+from ..internals import leave_all_with_blocks
 from ..reference import AtStep, assert_same, batch, is_same, row, run
 from ..tiny_models import tiny
 
@@ -166,35 +166,6 @@ def test_a_call_interrupted_at_any_line_leaves_the_cache_right(num_blocks: int, 
         assert_all_accounted_for(cache)
 
 
-class InterrupterOf(Interrupter):
-    """Interrupts at the n-th line of one function."""
-
-    def __init__(self, function: Any, at_line: int = 0) -> None:
-        super().__init__(at_line)
-        self._code = function.__code__
-
-    def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return super()._enter_frame(frame, event, arg) if frame.f_code is self._code else None
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_wherever_the_layout_of_the_pool_is_interrupted_no_stream_is_left_out(name: str) -> None:
-    model, ids = tiny(name), batch(row((1, 40)))
-    reference = run(model, **ids)
-    with InterrupterOf(SHOW_SLABS) as counter:
-        run(model, PagedPrefixCache(model), **ids)
-    assert counter.num_lines > 5
-    for at_line in range(1, counter.num_lines + 1):
-        cache = PagedPrefixCache(model)
-        with InterrupterOf(SHOW_SLABS, at_line), contextlib.suppress(KeyboardInterrupt):
-            run(model, cache, **ids)
-        for _ in range(2):
-            assert_same(reference, run(model, cache, **ids))
-            cache.reset()
-        assert cache.last_call.reused_tokens, at_line
-        assert_all_accounted_for(cache)
-
-
 @pytest.mark.parametrize(("num_known", "num_blocks"), [(0, 2), (20, None)], ids=["first", "further"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
@@ -269,7 +240,7 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
 
 
 class StopError(Exception):
-    pass
+    """Raised on purpose."""
 
 
 def stop() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ..interrupts import interrupts
-from ..reference import assert_same, run
+from ..reference import run
 from ..tiny_models import tiny
 from .test_interrupted_calls import CALLS, Interrupter, assert_all_accounted_for, prepared
 
@@ -36,26 +36,6 @@ class InterrupterIn(Interrupter):
 
     def _enter_frame(self, frame: FrameType, event: str, arg: Any) -> Any:
         return super()._enter_frame(frame, event, arg) if frame.f_code.co_name in self._names else None
-
-
-def test_wherever_the_confirming_of_a_hit_is_interrupted_the_next_call_on_the_cache_is_right() -> None:
-    """Its forward started after column 0, which the next call must not take for columns of its own."""
-    model, wanted = tiny("llama"), {name: run(tiny("llama"), max_new_tokens=2, **CALLS[name]) for name in CALLS}
-    cache = prepared()
-    with InterrupterIn(("confirm",)) as counter:
-        run(model, cache, max_new_tokens=2, **CALLS["greedy"])
-    assert cache.last_call.reused_tokens
-    for at_line in range(1, counter.num_lines + 1):
-        name = ("greedy", "chunks")[at_line % 2]
-        cache = prepared()
-        with InterrupterIn(("confirm",), at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
-            run(model, cache, max_new_tokens=2, **CALLS["greedy"])
-        try:
-            assert_same(wanted[name], run(model, cache, max_new_tokens=2, **CALLS[name]))
-            assert_all_accounted_for(cache)
-        except BaseException as error:
-            error.add_note(f"{name} after an interrupt at {interrupter.place}")
-            raise
 
 
 def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() -> None:

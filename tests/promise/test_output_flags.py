@@ -105,19 +105,6 @@ def test_the_flag_sees_padding_so_rows_that_were_begun_from_blocks_have_it_from_
     are_alike()
 
 
-def test_hidden_states_are_given_to_padded_rows_that_were_begun_from_blocks(falcon: PreTrainedModel) -> None:
-    store, theirs, given = store_of(falcon), DynamicCache(config=falcon.config), batch(row((2, 20)), PROMPT)
-    run(falcon, PagedPrefixCache(store), **given)
-    cache, more = PagedPrefixCache(store), {"input_ids": torch.tensor([[5], [7]]), "output_hidden_states": True}
-    more["attention_mask"] = torch.cat([given["attention_mask"], torch.ones((2, 1), dtype=torch.int64)], 1)
-    for each in (theirs, cache):
-        run(falcon, each, **given, max_new_tokens=1)
-    assert cache.last_call.reused_tokens > 0
-    with torch.no_grad():
-        wanted, got = (falcon(**more, past_key_values=each).hidden_states[-1] for each in (theirs, cache))
-    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
-
-
 @pytest.mark.parametrize("flag", ["output_attentions", "output_hidden_states"])
 def test_a_generate_with_a_flag_says_why_it_reuses_and_keeps_nothing(falcon: PreTrainedModel, flag: str) -> None:
     cache = PagedPrefixCache(store_of(falcon))

@@ -4,7 +4,6 @@ so do only new tokens.
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from transformers import DynamicCache
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
 
 from ..conformance.multimodal import IMAGE_TOKEN, build_image_text, example_inputs, image_inputs
-from ..reference import TOLERANCE, Forwards, assert_right, assert_same, is_same, row, run
+from ..reference import TOLERANCE, Forwards, assert_same, is_same, row, run
 from ..tiny_models import CHARACTERS, character_tokenizer
 
 if TYPE_CHECKING:
@@ -192,41 +191,6 @@ def test_rows_of_one_text_go_on_each_with_its_image(name: str, copies: int) -> N
     got = run(model, held, **second, **PLAIN, **sampled)
     assert not torch.equal(wanted.logits[0][0], wanted.logits[0][copies])
     assert_same(wanted, got)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    "options", [{"num_beams": 2, "num_return_sequences": 2}, {"do_sample": True, "num_return_sequences": 3}]
-)
-def test_a_turn_may_be_run_in_every_way_and_one_of_several_answers_goes_on(name: str, options: dict[str, Any]) -> None:
-    model, image = tiny(name), example_inputs(name)[1]
-    held = PagedPrefixCache(model, block_size=8)
-    for number in (1, 2):
-        answers = run(model, held, **image, **PLAIN, **options)
-        assert_same(run(model, **image, **PLAIN, **options), answers)
-        answers.sequences = answers.sequences[-1:]
-        image = turn(image, answers, row((number, 9)))
-    assert_right(model, held, **image, **PLAIN)
-
-
-@pytest.mark.parametrize("name", KINDS[:3])
-@pytest.mark.parametrize("num_kept", [0, 2])
-def test_an_answer_that_is_asked_for_anew_or_changed_goes_on_behind_what_is_the_same(name: str, num_kept: int) -> None:
-    model, image, held, first = begun(name)
-    first.sequences = first.sequences[:, : image["input_ids"].shape[1] + num_kept]
-    second = turn(image, first, row((9, 5)) if num_kept else [])
-    reference = run(model, **second, **PLAIN)
-    assert_same(reference, run(model, held, **second, **PLAIN))
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_a_copy_of_a_cache_goes_on_beside_it(name: str) -> None:
-    model, image, held, first = begun(name)
-    reference = reference_chat(model, image, num_turns=2)
-    copied = copy.deepcopy(held)
-    run(model, PagedPrefixCache(held.store), **example_inputs(name, seed=3)[1])
-    for each in (copied, held):
-        assert_same(reference[1], run(model, each, **turn(image, first, row((1, 9))), **PLAIN))
 
 
 @pytest.mark.parametrize("name", NAMES)

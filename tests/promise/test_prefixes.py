@@ -162,14 +162,6 @@ def test_the_rows_of_the_cache_stay_also_while_they_run() -> None:
         torch.testing.assert_close(mine.values, theirs.values, atol=1e-4, rtol=1e-4)
 
 
-def test_what_was_prefilled_is_its_salts() -> None:
-    store = PrefixStore(tiny("llama"), block_size=4)
-    ours, theirs = PagedPrefixCache(store, cache_salt="ours"), PagedPrefixCache(store, cache_salt="theirs")
-    ours.prefill(PREFIX)
-    assert (ours.lookup(PREFIX).num_tokens, theirs.lookup(PREFIX).num_tokens) == (148, 0)
-    assert theirs.prefill(PREFIX).num_computed == 148
-
-
 @pytest.mark.parametrize("name", ROPES)
 def test_where_rotary_frequencies_depend_on_length_a_prompt_runs_whole(name: str) -> None:
     model = rope_model(name)
@@ -285,16 +277,6 @@ def test_a_look_says_what_the_call_then_finds_whatever_came_before(name: str) ->
     assert store.stats().num_evictions
     assert len({each.stopped.rstrip("0123456789") for each in found}) > 5
     assert any("a window no longer shows" in each.stopped for each in found) == (name == "gemma3")
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
-def test_a_look_says_what_is_found_of_rows_of_plain_forwards(name: str) -> None:
-    model = model_of(name)
-    cache = PagedPrefixCache(model, block_size=4)
-    with torch.no_grad():
-        for part in (PREFIX[:64], PREFIX[64:70]):
-            model(torch.tensor([part]), past_key_values=cache)
-    assert assert_found(cache, PREFIX).num_tokens == 70
 
 
 def test_while_a_call_runs_a_look_finds_the_blocks_that_it_has_committed() -> None:

@@ -12,11 +12,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
-from hf_paged_cache.attention import backends
 from hf_paged_cache.rows.shared import CALL_LOOKS, LayerReads
 
 from ..internals import held_tensors, make_forwards_cheap, note_served, split_everywhere
-from ..reference import PROMPT, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import PROMPT, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -157,13 +156,6 @@ def test_with_dropout_on_what_rows_share_is_dense(served: list[bool]) -> None:
     assert not any(served)
 
 
-def test_one_row_is_never_split_and_goes_on_where_it_stands(served: list[bool]) -> None:
-    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
-    for prompt in (PROMPT, PROMPT + row((3, 20))):
-        assert_right(model, cache, **batch(prompt))
-    assert not served
-
-
 def test_8_beams_hold_one_copy_of_their_prompt_beside_its_blocks() -> None:
     model = build("llama", max_position_embeddings=4096)
     ids = torch.randint(1, 128, (1, 2048), generator=torch.Generator().manual_seed(0))
@@ -173,29 +165,3 @@ def test_8_beams_hold_one_copy_of_their_prompt_beside_its_blocks() -> None:
     run(model, past_key_values=theirs, **call)
     whole = sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers)
     assert cache.last_call.peak_kv_bytes <= 0.30 * whole
-
-
-def test_tails_of_wide_beams_are_in_the_blocks_alone() -> None:
-    model, theirs, ours = tiny("llama"), DynamicCache(), PagedPrefixCache(tiny("llama"))
-    call = {**batch(row((1, 256))), "num_beams": 32, "max_new_tokens": 16}
-    assert_same(run(model, past_key_values=theirs, **call), run(model, ours, **call))
-    plain_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in theirs.layers)
-    num_columns = 256 + 32 * 16 + 256 + 32 * 15 // 2  # in blocks; what is read once, and of one of two layers the tails
-    assert ours.last_call.peak_kv_bytes <= 1.05 * plain_bytes * num_columns / (32 * 271)
-
-
-@pytest.mark.parametrize("shares", [True, False])
-def test_rows_that_changed_places_go_on_step_by_step_in_a_call_of_their_own(
-    shares: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not shares:
-        monkeypatch.setattr(backends, "LAUNCH_BYTES", {"cpu": 2**40})
-    model, new = tiny("llama"), torch.tensor([[7], [8], [9]])
-    caches = PagedPrefixCache(tiny("llama")), DynamicCache(config=model.config)
-    outputs = []
-    for cache in caches:
-        ids = run(model, past_key_values=cache, **batch(*(row((1, 40), (seed, 6)) for seed in (2, 3, 4)))).sequences
-        cache.reorder_cache(torch.tensor([2, 0, 0]))
-        ids = torch.cat((ids[[2, 0, 0]], new), 1)
-        outputs.append(run(model, past_key_values=cache, input_ids=ids, max_new_tokens=20))
-    assert_same(*reversed(outputs))

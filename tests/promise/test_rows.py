@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,19 +15,11 @@ from hf_paged_cache.integration import opening
 
 from ..internals import failing_forward, split_everywhere
 from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
+from .test_cache_contract import CHANGES
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 PROMPTS = batch(row((1, 40), (2, 9)), row((1, 40), (3, 9)))
-MOVES: dict[str, Callable[[Any], Any]] = {
-    "crop": lambda cache: cache.crop(-5),
-    "crop of nothing": lambda cache: cache.crop(0),
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
-    "the same row twice": lambda cache: cache.reorder_cache(torch.tensor([1, 1])),
-    "multiply": lambda cache: cache.batch_repeat_interleave(3),
-    "select": lambda cache: cache.batch_select_indices(torch.tensor([1])),
-    "select by a mask": lambda cache: cache.batch_select_indices(torch.tensor([False, True])),
-}
 
 
 @pytest.fixture
@@ -53,31 +44,17 @@ def next_logits(model: PreTrainedModel, cache: Any) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("splits")
-@pytest.mark.parametrize("name", [*MOVES])
+@pytest.mark.parametrize("name", [*CHANGES])
 def test_rows_that_were_moved_go_on_as_those_of_a_dynamic_cache(name: str, model: PreTrainedModel) -> None:
     ours, theirs = filled(model, PagedPrefixCache(model)), filled(model, DynamicCache(config=model.config))
     assert ours.last_call.reused_tokens >= 90
     for cache in (ours, theirs):
-        MOVES[name](cache)
+        CHANGES[name](cache)
     assert ours.get_seq_length() == theirs.get_seq_length()
     for mine, their in zip(ours.layers, theirs.layers, strict=True):
         torch.testing.assert_close(mine.keys, their.keys, rtol=0, atol=1e-4)
         torch.testing.assert_close(mine.values, their.values, rtol=0, atol=1e-4)
     wanted, found = next_logits(model, theirs), next_logits(model, ours)
-    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-
-
-@pytest.mark.usefixtures("splits")
-@pytest.mark.parametrize("name", ["crop", "the same row twice", "multiply"])
-def test_a_deep_copy_goes_on_by_itself(name: str, model: PreTrainedModel) -> None:
-    cache = filled(model, PagedPrefixCache(model))
-    copied = copy.deepcopy(cache)
-    before = [layer.keys.clone() for layer in cache.layers]
-    MOVES[name](copied)
-    next_logits(model, copied)
-    for layer, keys in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-    wanted, found = next_logits(model, filled(model, DynamicCache(config=model.config))), next_logits(model, cache)
     assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
 
 

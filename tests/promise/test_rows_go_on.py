@@ -265,27 +265,6 @@ def test_however_many_tokens_a_call_may_generate_memory_is_made_as_they_come() -
     assert cache.lookup(ids_of((2, 64))).num_tokens == 64  # nothing made way
 
 
-def test_bypassed_rows_can_be_reset_and_used_again() -> None:
-    model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
-    run(model, cache, input_ids=ids_of((2, 40)))
-    given = {"inputs_embeds": model.get_input_embeddings()(PROMPT), "attention_mask": torch.ones_like(PROMPT)}
-    generate: Any = model.generate
-    past = generate(**given, past_key_values=cache, max_new_tokens=3, return_dict_in_generate=True).past_key_values
-    past.reset()
-    wanted = forward(model, ids_of((4, 20)), DynamicCache())
-    assert distance(forward(model, ids_of((4, 20)), past, logits_to_keep=1), wanted) < TOLERANCE
-    assert (
-        distance(forward(model, NEW[:, :1], past), forward(model, NEW[:, :1], _after(model, ids_of((4, 20)))))
-        < TOLERANCE
-    )
-
-
-def _after(model: Any, ids: Tensor) -> DynamicCache:
-    past = DynamicCache()
-    forward(model, ids, past)
-    return past
-
-
 def test_the_rows_of_the_call_before_are_gone_while_a_call_runs() -> None:
     model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
     before, seen = weakref.ref(run(model, cache, input_ids=PROMPT).past_key_values), list[bool]()
@@ -329,23 +308,6 @@ def test_rows_are_kept_after_a_forward_has_died_and_a_crop() -> None:
     forward(model, NEW[:, 1:9], cache)
     cache.reset()
     assert cache.lookup(torch.cat([PROMPT[:, :18], NEW[:, 1:9]], dim=1)).num_tokens == 24
-
-
-def test_a_forward_of_another_model_on_the_rows_is_refused() -> None:
-    model = build("llama")
-    cache = PagedPrefixCache(model)
-    other = copy.deepcopy(model)
-    PagedPrefixCache(other)
-    returned = run(model, cache, input_ids=PROMPT).past_key_values
-    for past in (returned, cache):
-        with pytest.raises(CacheArgumentError, match="built for another model"):
-            forward(other, NEW[:, :8], past)
-    cache.reset()
-    forward(model, PROMPT, cache)
-    wanted = DynamicCache()
-    forward(model, PROMPT, wanted)
-    assert distance(forward(model, NEW[:, :8], cache), forward(model, NEW[:, :8], wanted)) < TOLERANCE
-    assert not cache.verify().differing
 
 
 def test_rows_cropped_to_nothing_begin_anew() -> None:
@@ -465,31 +427,3 @@ def test_new_tokens_alone_are_refused_where_the_rows_are_gone_whoever_calls_gene
     with pytest.raises(CacheArgumentError, match="attention mask"):
         generate(model, whole[:, said.shape[1] - 1 :], **given)
     assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
-
-
-def test_a_call_in_the_pool_does_not_get_the_rows_of_one_that_ends_meanwhile() -> None:
-    """Both on one cache, in two threads: prompts in chunks run in the pool."""
-    model, prompts = tiny("llama"), batch(row((3, 18)), row((4, 7)))
-    cache, started, may_end = PagedPrefixCache(model, block_size=4), threading.Event(), threading.Event()
-    reference = run(model, **prompts, prefill_chunk_size=5)
-
-    class Waits(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
-            started.set()
-            assert may_end.wait(60)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
-
-    thread = threading.Thread(target=lambda: run(model, cache, input_ids=PROMPT, stopping_criteria=[Waits()]))
-    thread.start()
-    assert started.wait(60)
-
-    def end() -> None:
-        may_end.set()
-        thread.join()
-
-    got = run(model, cache, **prompts, prefill_chunk_size=5, logits_processor=[AtStep(2, end)])
-    assert_same(reference, got)
-    assert cache.get_seq_length() == 18 + 5  # these rows, not those of the other call
-    assert_same(reference, run(model, cache, **prompts, prefill_chunk_size=5))
-    assert_same(run(model, input_ids=PROMPT), run(model, cache, input_ids=PROMPT))
-    cache.check()

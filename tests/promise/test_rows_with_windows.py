@@ -7,67 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import DynamicCache
 
 from hf_paged_cache import CacheArgumentError, ForwardMismatchError, PagedPrefixCache
 from hf_paged_cache.rows import memory
 
 from ..conformance import zoo
-from ..internals import failing_forward, make_forwards_cheap, split_everywhere
+from ..internals import failing_forward
 from ..reference import FROM_5_23, TOLERANCE, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
+from .test_rows_go_on import distance, forward
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 TYPES = ("gemma3_text", "llama4_text")  # windows in some layers, and chunks
-CALLS: dict[str, dict[str, Any]] = {
-    "a row": {**batch(row((1, 50))), "max_new_tokens": 6},
-    "one that goes on": batch(row((1, 50), (2, 9))),
-    "one that parts": batch(row((1, 30), (3, 9))),
-    "padding and equal rows": batch(row((1, 50), (2, 9)), row((1, 20), (4, 4)), row((1, 50), (2, 9))),
-    "beams": {**batch(row((1, 50), (5, 9)), row((1, 50), (6, 4))), "num_beams": 3},
-    "samples": {**batch(row((1, 50), (5, 9))), "num_return_sequences": 3, "do_sample": True},
-    "lookup": {**batch(row((1, 20), (1, 20))), "prompt_lookup_num_tokens": 3},
-    "longer than windows": {**batch(row((7, 10))), "max_new_tokens": 60},
-}
-
-
-def forward(model: Any, ids: Tensor, past: Any, **more: Any) -> Tensor:
-    with torch.no_grad():
-        logits: Tensor = model(ids, past_key_values=past, **more).logits
-    return logits[:, -1]
-
-
-def distance(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).abs().max() / wanted.abs().max())
-
-
-@pytest.fixture(scope="module")
-def references() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Of each type a model, and what it gives without a cache."""
-    models = {name: zoo.build(name) for name in TYPES}
-    return {
-        name: (model, {what: run(model, **given) for what, given in CALLS.items()}) for name, model in models.items()
-    }
-
-
-@pytest.mark.parametrize("num_blocks", [None, 3, 12])
-@pytest.mark.parametrize("name", TYPES)
-def test_every_call_is_as_with_a_dynamic_cache(
-    name: str, num_blocks: int | None, references: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_forwards_cheap(monkeypatch)
-    split_everywhere(monkeypatch)
-    model, wanted = references[name]
-    cache = PagedPrefixCache(model, block_size=4, num_blocks=num_blocks)
-    for turn in range(2):
-        for what, given in CALLS.items():
-            assert_same(wanted[what], run(model, cache, **given))
-            if turn:
-                cache.reset()
-                assert num_blocks or cache.last_call.reused_tokens > 0, what
-        cache.check()
 
 
 @FROM_5_23
@@ -86,8 +39,8 @@ def test_a_window_is_kept_where_prompts_part_that_it_no_longer_shows() -> None:
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_a_loop_is_cropped_reordered_and_copied_as_a_dynamic_cache(name: str, references: Any) -> None:
-    model, new, prompt = references[name][0], torch.tensor([row((9, 90))]), torch.tensor([row((1, 40))])
+def test_a_loop_is_cropped_reordered_and_copied_as_a_dynamic_cache(name: str) -> None:
+    model, new, prompt = zoo.build(name), torch.tensor([row((9, 90))]), torch.tensor([row((1, 40))])
     cache = PagedPrefixCache(model, block_size=4)
     run(model, cache, input_ids=prompt)
     cache.reset()
@@ -152,8 +105,8 @@ def test_a_forward_that_died_while_windows_moved_leaves_nothing_wrong() -> None:
     assert num_lost
 
 
-def test_a_bypassed_call_goes_on_where_the_rows_were(references: Any) -> None:
-    model, prompt, logits = references["gemma3_text"][0], torch.tensor([row((1, 60))]), []
+def test_a_bypassed_call_goes_on_where_the_rows_were() -> None:
+    model, prompt, logits = zoo.build("gemma3_text"), torch.tensor([row((1, 60))]), []
     for past in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=4)):
         forward(model, prompt, past, logits_to_keep=1)
         embeddings = model.get_input_embeddings()(prompt[:, :2])
@@ -168,10 +121,10 @@ def test_a_bypassed_call_goes_on_where_the_rows_were(references: Any) -> None:
     ("name", "error"), [("write_blocks", torch.OutOfMemoryError), ("load_blocks", KeyboardInterrupt)]
 )
 def test_a_fault_while_windows_are_kept_or_loaded_leaves_nothing_wrong_behind(
-    name: str, error: type[BaseException], references: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each time that it is called."""
-    model, given = references["gemma3_text"][0], batch(row((1, 34), (2, 9)), row((1, 34), (3, 20)))
+    model, given = zoo.build("gemma3_text"), batch(row((1, 34), (2, 9)), row((1, 34), (3, 20)))
     reference, number, num_calls = run(model, **given), 0, [0]
     act = getattr(memory, name)
 
@@ -196,22 +149,3 @@ def test_a_fault_while_windows_are_kept_or_loaded_leaves_nothing_wrong_behind(
         assert_same(reference, run(model, cache, **given))
         cache.check()
     assert number > 2
-
-
-@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-def test_a_loop_and_a_call_after_autocast_are_as_with_a_dynamic_cache(name: str) -> None:
-    model, prompt, other = zoo.build(name), torch.tensor([row((1, 60))]), batch(row((7, 60)))
-    logits, cache = [], PagedPrefixCache(model, block_size=4)
-    for past in (DynamicCache(config=model.config), cache):
-        forward(model, prompt[:, :40], past)
-        with torch.autocast("cpu", torch.bfloat16):
-            forward(model, prompt[:, 40:43], past)
-        logits.append(forward(model, prompt[:, 43:50], past))
-    assert distance(logits[1], logits[0]) < TOLERANCE
-    with torch.autocast("cpu", torch.bfloat16):
-        run(model, PagedPrefixCache(cache.store), **batch(row((8, 60))))
-    reference = run(model, **other)
-    for _ in range(2):
-        assert_same(reference, run(model, cache, **other))
-        cache.reset()
-    cache.check()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, Score
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache, Score
 
 from ..reference import IDS, PROMPT, Forwards, assert_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
@@ -196,19 +196,6 @@ def test_the_rows_of_a_generate_that_runs_are_not_touched(
         cache.check()
 
 
-def test_rows_of_plain_forwards_go_on_behind_a_score(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    with torch.no_grad():
-        wanted = model(IDS, use_cache=False).logits[:, 30:]
-        model(IDS[:, :30], past_key_values=cache)
-        with cache:  # nor does a block's cache take part
-            assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
-            assert cache.get_seq_length() == 30
-            assert cache.last_call.kind == "score"
-            got = model(IDS[:, 30:], past_key_values=cache).logits
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
-    assert (cache.last_call.kind, cache.last_call.prompt_tokens) == ("forward", IDS.shape[1])  # its rows resumed
-
-
 @pytest.mark.parametrize("by_length", [False, True])
 def test_the_last_call_tells_of_a_score_with_a_row_for_each_continuation(by_length: bool) -> None:
     """In an empty store nothing is reused: what continuations have in common is shared."""
@@ -232,14 +219,6 @@ def test_the_last_call_tells_of_a_score_with_a_row_for_each_continuation(by_leng
     assert (stats.num_calls, stats.prompt_tokens, stats.reused_tokens) == (2, 2 * sum(num_tokens), 48 * 5)
     assert stats.computed_tokens == first.computed_tokens + again.computed_tokens
     assert again.peak_kv_bytes == stats.peak_kv_bytes > 0
-
-
-def test_a_salt_s_scores_find_no_block_of_another(model: PreTrainedModel) -> None:
-    store = PrefixStore(model)
-    for salt, length in (("a", 50), ("b", 50), ("a", 2), (None, 50)):
-        with Forwards(model) as shapes:
-            PagedPrefixCache(store, cache_salt=salt).score(PROMPT, [[5], [6]])
-        assert shapes == [(1, length)]
 
 
 def test_a_forward_that_fails_leaves_nothing_behind(model: PreTrainedModel) -> None:
@@ -336,16 +315,3 @@ def test_dynamic_frequencies_are_as_they_were_when_scores_are_done() -> None:
 
 
 # What runs where.
-
-
-def test_each_adapter_has_scores_of_its_own(model: PreTrainedModel) -> None:
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(3)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["k_proj", "v_proj"], init_lora_weights=False)
-    adapted = peft.get_peft_model(model, config).eval()
-    cache = PagedPrefixCache(adapted)
-    for _ in range(2):
-        assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
-        with adapted.disable_adapter():
-            assert_right(model, PROMPT, CONTINUATIONS, cache.score(PROMPT, CONTINUATIONS))
-    assert cache.stats().computed_tokens == 4 * (50 + NUM_BEHIND) - 2 * 48

@@ -105,65 +105,6 @@ def test_a_cache_under_a_name_that_the_model_does_not_read_is_refused(is_used: b
     cache.check()
 
 
-@pytest.mark.parametrize("is_used", [False, True])
-def test_a_loop_that_asks_for_hidden_states_goes_on_where_all_layers_carry_states(is_used: bool) -> None:
-    model = zoo.build("mamba2")
-    ids, cache = torch.tensor([row((1, 40))]), PagedPrefixCache(model, block_size=8)
-    if is_used:
-        play(model, cache, input_ids=ids, max_new_tokens=3)
-        cache.reset()
-    theirs = DynamicCache(config=model.config)
-    for part in (ids[:, :24], ids[:, 24:]):
-        with torch.no_grad():
-            wanted = model(part, cache_params=theirs, use_cache=True, output_hidden_states=True)
-            got = model(part, cache_params=cache, use_cache=True, output_hidden_states=True)
-        assert_close(wanted.logits, got.logits)
-    assert cache.get_seq_length() == 40
-    assert cache.last_call.rows[0].stopped == "output_hidden_states was asked for"
-
-
-@NAMES
-def test_a_forward_that_is_asked_for_all_logits_gives_all(name: str) -> None:
-    """After much padding a row might begin later, and elsewhere a known state be resumed from."""
-    model = zoo.build(name)
-    cache, rows = PagedPrefixCache(model), batch(row((1, 200)), row((2, 20)))
-    ids, mask = rows["input_ids"], rows["attention_mask"]
-    shown = mask.bool()
-    for _ in range(2):
-        wanted = plain(model, DynamicCache(config=model.config), ids, mask)
-        assert_close(wanted[shown], plain(model, cache, ids, mask)[shown])
-        cache.reset()
-    for parts in ((2, 200), (130, 200), (2, 3, 200)):
-        start, theirs = 0, DynamicCache(config=model.config)
-        for stop in parts:
-            part = ids[:1, start:stop]
-            wanted = plain(model, theirs, part, mask[:1, :stop])
-            assert_close(wanted, plain(model, cache, part, mask[:1, :stop]))
-            start = stop
-        cache.check()
-        cache.reset()
-
-
-@NAMES
-def test_rows_may_be_in_their_padding_for_several_forwards(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_forwards_cheap(monkeypatch)
-    model = zoo.build(name)
-    rows = batch(row((1, 140)), row((2, 20)), row((3, 60)))
-    ids, mask = rows["input_ids"], rows["attention_mask"]
-    cache = PagedPrefixCache(model, block_size=8)
-    for parts in ((5, 70, 90, 100, 140), (119, 122, 140)):
-        for _ in range(2):
-            start, theirs = 0, DynamicCache(config=model.config)
-            for stop in parts:
-                wanted = plain(model, theirs, ids[:, start:stop], mask[:, :stop])[:, -1:]
-                got = plain(model, cache, ids[:, start:stop], mask[:, :stop], logits_to_keep=1)
-                shown = mask[:, stop - 1].bool()
-                assert_close(wanted[shown], got[shown])
-                start = stop
-            cache.check()
-            cache.reset()
-
-
 @NAMES
 def test_rows_that_would_be_cut_back_are_refused_and_go_on(name: str) -> None:
     model = zoo.build(name)
@@ -175,31 +116,6 @@ def test_rows_that_would_be_cut_back_are_refused_and_go_on(name: str) -> None:
     output = run(model, cache, input_ids=new, attention_mask=mask)
     assert_same(run(model, input_ids=torch.cat((whole[:, :-1], new), 1)), output)
     cache.check()
-
-
-@pytest.mark.parametrize("how", [{}, {"do_sample": True, "num_return_sequences": 2}])
-def test_equal_padded_rows_of_a_model_that_is_passed_no_mask_after_the_prompt(how: dict[str, Any]) -> None:
-    model = zoo.build("mamba2")
-    cache = PagedPrefixCache(model)
-    rows = batch(row((1, 13)), row((2, 18)), row((1, 13)))
-    for _ in range(2):
-        play(model, cache, **rows, **how)
-
-
-def test_rows_of_convolutions_go_on_after_drafts_were_recorded() -> None:
-    """What was kept of their inputs, to take drafts back, is more than a layer needs."""
-    model = zoo.build("lfm2")
-    cache = PagedPrefixCache(model)
-    play(model, cache, **batch(row((1, 20), (1, 20))), prompt_lookup_num_tokens=2)
-    for length in (1, 2, 28):
-        cache.reset()
-        ids = torch.tensor([row((2, length))])
-        plain(model, cache, ids, torch.ones_like(ids))
-        new = torch.tensor([row((3, 4))])
-        wanted = run(model, input_ids=torch.cat((ids, new), 1))
-        output = run(model, cache, input_ids=new, attention_mask=torch.ones(1, length + 4, dtype=torch.long))
-        assert_same(wanted, output)
-        cache.check()
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "zaya"])

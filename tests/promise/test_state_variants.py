@@ -81,19 +81,6 @@ def test_rows_behind_any_padding_are_exact_where_a_bias_shows_it(name: str, sett
     assert cache.last_call.reused_tokens >= 192
 
 
-@pytest.mark.parametrize(("name", "setting"), [("lfm2", "conv_bias"), ("bamba", "mamba_proj_bias")])
-def test_a_root_without_padding_would_be_seen(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hf_paged_cache.model.support.StateTraits.root_padding", lambda self, pad: 0)
-    model = build(name, **{setting: True})
-    cache = cache_of(model)
-    run(model, cache, **batch(row((1, 137))))
-    cache.reset()
-    padded = batch(row((2, 138)), row((1, 137)))
-    output = run(model, cache, **padded)
-    assert cache.last_call.rows[1].reused_tokens >= 128
-    assert not is_same(run(model, **padded), output)
-
-
 @pytest.mark.parametrize("num_tokens", [64, 192, 384])
 def test_a_hit_at_a_multiple_of_the_chunk_is_within_1e_6(num_tokens: int) -> None:
     model = build("qwen3_next")

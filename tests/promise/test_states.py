@@ -16,8 +16,8 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 
 from ..conformance import zoo
-from ..internals import failing_forward, held_tensors, snapshot_behind, zero_states
-from ..reference import FROM_5_23, TOLERANCE, Forwards, assert_right, assert_same, batch, is_same, row, run
+from ..internals import failing_forward, held_tensors, zero_states
+from ..reference import TOLERANCE, Forwards, assert_right, assert_same, batch, is_same, row, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -94,17 +94,6 @@ def test_eight_padded_rows_with_a_new_prefix_compute_it_once(name: str) -> None:
 
 
 @NAMES
-def test_a_follow_up_turn_goes_on_from_the_very_token(name: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    output = play(model, cache, **batch(row((1, 70))))
-    for turn in range(3):
-        output = play(model, cache, **batch(output.sequences[0].tolist() + row((turn + 2, 7))))
-        if name != "zamba2":  # there, what came one by one is not what a prompt computes
-            assert cache.last_call.computed_tokens == 8
-
-
-@NAMES
 def test_what_is_generated_is_found_from_its_last_boundary_by_others(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
@@ -148,48 +137,6 @@ def test_what_is_computed_again_is_read_as_it_is_now(num_beams: int) -> None:
     zero_states(cache)
     assert not is_same(reference, run(model, cache, **prompt, num_beams=num_beams))
     assert cache.last_call.computed_tokens == 5
-
-
-@NAMES
-def test_a_snapshot_is_as_it_was_after_steps_of_its_borrower(name: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    prompt = batch(row((1, SHARED), (2, 9)))
-    run(model, cache, **prompt)
-    kept = snapshot_behind(cache, SHARED)
-    before = {key: tensor.clone() for key, tensor in kept.items()}
-    run(model, cache, **prompt, max_new_tokens=12)
-    assert cache.last_call.computed_tokens == 9
-    assert all(before[key].equal(tensor) for key, tensor in snapshot_behind(cache, SHARED).items())
-
-
-@NAMES
-def test_an_exception_in_any_layer_of_any_forward_leaves_the_next_call_exact(name: str) -> None:
-    model = tiny(name)
-    calls: list[dict[str, Any]] = [
-        {**batch(row((1, SHARED), (2, 9))), "max_new_tokens": 3},
-        {**batch(row((1, SHARED), (3, 9))), "max_new_tokens": 3, "num_beams": 2},
-        {**batch(row((1, SHARED), (4, 9)), row((1, SHARED), (5, 3))), "max_new_tokens": 2},
-    ]
-    references = [run(model, **arguments) for arguments in calls]
-    for number in range(1, 200, 3):
-        cache = PagedPrefixCache(model)
-        last = None
-        with failing_forward(model, number, KeyError("planted"), in_any_layer=True):
-            for at, arguments in enumerate(calls):
-                try:
-                    run(model, cache, **arguments)
-                except KeyError:
-                    last = at
-                    break
-        if last is None:
-            assert number > 8 * model.config.num_hidden_layers
-            return
-        assert_same(references[last], run(model, cache, **calls[last]))
-        following = (last + 1) % len(calls)
-        assert_same(references[following], run(model, cache, **calls[following]))
-        cache.check()
-    raise AssertionError("no call came to its end")
 
 
 def forwards(model: PreTrainedModel, *caches: Any) -> Callable[[torch.Tensor], None]:
@@ -277,17 +224,6 @@ def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for
 
 
 @NAMES
-def test_known_and_new_rows_run_in_one_batch(name: str) -> None:
-    model = tiny(name)
-    cache = PagedPrefixCache(model)
-    run(model, cache, **batch(row((1, 4 * SHARED), (2, 9))))
-    for lengths in ((7, 30), (30, 7), (7, 500)):
-        rows = batch(row((1, 4 * SHARED), (3, lengths[0])), row((4, lengths[1])))
-        play(model, cache, **rows)
-        assert cache.last_call.reused_tokens
-
-
-@NAMES
 @pytest.mark.parametrize("num_pads", [1, 11])
 def test_padding_changes_nothing(name: str, num_pads: int) -> None:
     model = tiny(name)
@@ -320,38 +256,6 @@ def test_rows_of_other_lengths_run_ahead_up_to_the_column_of_the_last(name: str)
     with Forwards(model) as shapes:
         assert_same(reference, run(model, cache, **rows, max_new_tokens=1))
     assert shapes == [(1, 15), (1, 10), (1, 5), (4, 15)]
-
-
-@NAMES
-def test_a_call_that_the_pool_has_no_room_for_carries_its_states(name: str) -> None:
-    model = tiny(name)
-    store = PrefixStore(model, num_blocks=12)
-    for _ in range(2):
-        play(model, PagedPrefixCache(store), **batch(row((1, SHARED), (2, 70))), num_beams=3)
-    assert store.stats().num_bypassed_calls == 0
-    ours, theirs = PagedPrefixCache(store), DynamicCache(config=model.config)
-    run_both = forwards(model, theirs, ours)
-    run_both(torch.tensor([row((1, 40)), row((2, 40))]))
-    for length in (1, 100, 1, 5):
-        run_both(torch.tensor([row((length, length)), row((length + 1, length))]))
-    ours.batch_repeat_interleave(2)
-    theirs.reorder_cache(torch.tensor([0, 0, 1, 1]))
-    run_both(torch.tensor([[5], [6], [7], [8]]))
-
-
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2", pytest.param("mamba2", marks=FROM_5_23)])
-def test_a_look_at_cached_blocks_goes_on_from_a_snapshot(name: str) -> None:
-    """And finds a change that nobody counts, also where there are states alone."""
-    model = zoo.build(name)
-    cache = PagedPrefixCache(model)
-    prompt = batch(row((1, SHARED), (2, 9)))
-    for _ in range(4):
-        play(model, cache, **prompt)
-        assert not cache.verify(1).differing
-    assert cache.last_call.computed_tokens == 9
-    model.get_input_embeddings().weight.data[int(prompt["input_ids"][0, 40])] *= 1.5  # neither counted nor looked at
-    assert cache.verify().differing
-    assert_right(model, cache, **prompt)
 
 
 def test_salts_do_not_share_states_and_count_their_own() -> None:

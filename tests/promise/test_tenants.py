@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor
 
 from hf_paged_cache import (
     BlockStateError,
@@ -21,7 +20,7 @@ from hf_paged_cache import (
 )
 
 from ..internals import held_tensors
-from ..reference import assert_same, batch, row, run
+from ..reference import AtStep, assert_same, batch, row, run
 from ..tiny_models import tiny
 
 if TYPE_CHECKING:
@@ -68,18 +67,6 @@ def pin(cache: PagedPrefixCache, tokens: list[int]) -> int | str:
         return cache.pin(tokens)
     except CacheArgumentError as refused:
         return str(refused)
-
-
-class During(LogitsProcessor):
-    """Acts once inside of a `generate`."""
-
-    def __init__(self, act: Callable[[], Any]) -> None:
-        self.act, self.result = act, None
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self.result is None:
-            self.result = self.act()
-        return scores
 
 
 # Learning another's prompt.
@@ -174,7 +161,7 @@ def test_in_a_pool_too_small_for_both_a_right_guess_shows_no_more_than_a_wrong_o
             return True
 
         for _ in range(2):
-            run(MODEL, alice, input_ids=torch.tensor([secret]), logits_processor=[During(probe)] if runs else [])
+            run(MODEL, alice, input_ids=torch.tensor([secret]), logits_processor=[AtStep(1, probe)] if runs else [])
             alice.reset()
             probe()
             bob.reset()
@@ -319,7 +306,7 @@ def test_a_reset_while_a_generate_runs_leaves_nothing_of_it(store: PrefixStore) 
     alice, bob = (PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob"))
     ids = torch.tensor([SECRET])
     for of, num_reused in ((alice, 0), (bob, 46), (store, 0)):
-        step = During(lambda of=of: of.reset_prefix_cache() or True)
+        step = AtStep(1, of.reset_prefix_cache)
         output = run(MODEL, alice, input_ids=ids, logits_processor=[step])
         assert_same(run(MODEL, input_ids=ids), output)
         ask(alice, output.sequences[0].tolist())

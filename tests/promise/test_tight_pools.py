@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.store import memory_budget
 
-from ..reference import AtStep, Forwards, assert_right, assert_same, batch, row, run
+from ..reference import Forwards, assert_same, batch, row, run
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -81,20 +81,3 @@ def test_a_budget_in_bytes_is_kept_when_the_model_takes_a_wider_dtype(
         run(model, cache, **given)
         assert cache.last_call.reused_tokens == 48
         other.reset()
-
-
-def test_a_call_in_a_wider_dtype_inside_one_of_before_is_right() -> None:
-    model = build("llama").bfloat16()
-    cache = PagedPrefixCache(model, max_bytes=400_000)
-    ids = torch.tensor([row((1, 60))])
-
-    def widen() -> None:
-        model.float()
-        guest = PagedPrefixCache(cache.store)
-        assert_right(model, guest, input_ids=ids)
-        model.bfloat16()
-
-    run(model, cache, input_ids=ids, logits_processor=[AtStep(2, widen)])
-    model.float()
-    assert_right(model, cache, input_ids=ids)
-    cache.check()

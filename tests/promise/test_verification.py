@@ -75,20 +75,6 @@ def test_a_weight_that_changes_unseen_is_found_whatever_the_layers(name: str) ->
     assert not cache.verify().differing
 
 
-@pytest.mark.parametrize(("name", "num_differing"), [("mistral", 0), ("gemma3", 1)])
-def test_layers_with_a_window_of_1_are_recomputed_and_only_the_others_compared(name: str, num_differing: int) -> None:
-    """Nothing cached is seen through such a window. In transformers' own layers it shows every column of a forward."""
-    cache = PagedPrefixCache(build(name, sliding_window=1))
-    cache.prefill(PROMPT)
-    assert cache.verify() == ALL_EQUAL
-    run(cache.store.model, cache, input_ids=IDS)
-    cache.reset()
-    assert cache.verify(1) == ALL_EQUAL
-    with torch.no_grad():
-        cache.store.model.get_input_embeddings().weight.data[PROMPT[20]] *= 3
-    assert len(cache.verify().differing) == num_differing
-
-
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_the_block_that_differs_is_named_and_everything_is_forgotten(number: int, model: PreTrainedModel) -> None:
     cache = PagedPrefixCache(model)

@@ -1,7 +1,7 @@
 """Every way to generate gives what it gives with `DynamicCache`, logits included, and reuses.
 
 `OPTIONS` says for every option of `generate` where it is played: in a scene here, in one of
-test_generate_equivalence.py, or in a test that shows that transformers itself refuses it.
+test_generate_equivalence.py or of conformance/scenes.py, or in a test that shows that transformers itself refuses it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from hf_paged_cache import PagedPrefixCache
 
+from ..conformance import scenes
 from ..internals import WRITE_OUTSIDE_GRAPHS
-from ..reference import IDS, PROMPT, TOLERANCE, Forwards, assert_right, assert_same, batch, row, run, zero_blocks
+from ..reference import IDS, PROMPT, assert_right, assert_same, batch, row, run
 from ..scenes import Player, play
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
-from . import test_bad_input, test_generate_equivalence, test_paths
+from . import test_attaching, test_bad_input, test_core_cases, test_generate_equivalence, test_paths, test_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -169,19 +170,6 @@ def scores(play: Player) -> None:
     play.hit(**batch(PROMPT), output_scores=True, num_beams=3, num_return_sequences=2, at_least=140)
 
 
-def hidden_states_and_attentions(play: Player) -> None:
-    """They cover the whole prompt, so all of it is computed, and nothing is kept."""
-    asked = {"output_hidden_states": True, "output_attentions": True}
-    play.call(**batch(PROMPT), **asked, reused=0)
-    output = play.call(**batch(PROMPT), **asked, reused=0)
-    assert output.hidden_states[0][0].shape[1] == output.attentions[0][0].shape[2] == 50
-    assert "asked for" in play.cache.last_call.rows[0].stopped or not play.reuses
-    play.call(**batch(row((1, 40), (2, 9)), PROMPT), **asked, reused=0)
-    play.call(**batch(row((1, 40), (2, 9))), **asked, num_beams=3, reused=0)
-    play.call(**batch(PROMPT), reused=0)
-    play.hit(**batch(PROMPT), reused=49)
-
-
 # Beside the model.
 
 
@@ -308,11 +296,6 @@ def test_every_way_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Playe
     play(scene, tiny(name))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_hidden_states_and_attentions_are_those_of_the_whole_prompt(name: str) -> None:
-    play(hidden_states_and_attentions, build(name, attn_implementation="eager"))
-
-
 def test_options_about_compiling_change_nothing() -> None:
     play(compile_options, tiny("llama"))
 
@@ -379,58 +362,6 @@ def test_what_transformers_moved_to_repositories_or_the_model_lacks_it_refuses_i
         with pytest.raises(ValueError, match="num_mtp_layers" if option == "use_mtp" else "trust_remote_code"):
             run(model, given, input_ids=IDS, **MOVED[option])
     assert_right(model, cache, reused=49, input_ids=IDS)
-
-
-# Forwards by hand.
-
-
-def by_hand(model: PreTrainedModel, kept: Any, *, logits_to_keep: int | None, positions: bool) -> list[torch.Tensor]:
-    """A padded prompt, new tokens alone under a full mask, and tokens one by one: all logits, as users read them."""
-    inputs = batch(PROMPT, row((4, 42)))
-    ids, mask = inputs["input_ids"], inputs["attention_mask"]
-    logits = []
-    for new in (ids, torch.tensor([row((2, 7)), row((3, 7))]), *torch.tensor([[[5], [6]], [[7], [8]], [[9], [9]]])):
-        if new is not ids:
-            mask = torch.cat((mask, torch.ones_like(new)), dim=1)
-        given: dict[str, Any] = {"attention_mask": mask, "past_key_values": kept, "use_cache": True}
-        if positions:
-            given["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
-        if logits_to_keep is not None:
-            given["logits_to_keep"] = logits_to_keep
-        with torch.no_grad():
-            output = model(new, **given)
-        assert output.past_key_values is kept
-        logits.append(output.logits[:, 8:] if not logits and logits_to_keep is None else output.logits)
-    return logits
-
-
-def are_close(got: list[torch.Tensor], wanted: list[torch.Tensor]) -> bool:
-    return all(
-        mine.shape == theirs.shape and float((mine - theirs).abs().max()) <= TOLERANCE * float(theirs.abs().max())
-        for mine, theirs in zip(got, wanted, strict=True)
-    )
-
-
-@pytest.mark.parametrize("positions", [False, True])
-@pytest.mark.parametrize("logits_to_keep", [None, 3])
-@pytest.mark.parametrize("name", MODELS)
-def test_forwards_by_hand_give_what_they_give_with_dynamic_cache(
-    name: str, logits_to_keep: int | None, positions: bool
-) -> None:
-    model = tiny(name)
-    asked = {"logits_to_keep": logits_to_keep, "positions": positions}
-    wanted = by_hand(model, DynamicCache(config=model.config), **asked)
-    kept = PagedPrefixCache(model)
-    with Forwards(model) as shapes:
-        for _ in range(2):
-            assert are_close(by_hand(model, kept, **asked), wanted)
-            kept.reset()
-            kept.check()
-    # Known are 48 and 32 of the rows' 50 and 42 tokens, so columns 0 to 39; without `logits_to_keep` all are computed.
-    assert shapes == [(2, length) for length in (50, 7, 1, 1, 1, 50 - 40 if logits_to_keep else 50, 7, 1, 1, 1)]
-    zero_blocks(kept)
-    # where all tokens are computed, rows need none of the blocks
-    assert are_close(by_hand(model, kept, **asked), wanted) == (logits_to_keep is None)
 
 
 # Compiled models.
@@ -510,7 +441,7 @@ PLAYED = {
     "guidance": "guidance_scale negative_prompt_ids negative_prompt_attention_mask",
     "test_token_healing_runs_a_call_of_its_own": "token_healing",
     "scores": "output_scores output_logits",
-    "hidden_states_and_attentions": "output_attentions output_hidden_states",
+    "outputs_then_none": "output_attentions output_hidden_states",
     "going_on_with_new_tokens_only": "return_dict_in_generate",
     "assistant": "assistant_model is_assistant",
     "assisted": (
@@ -522,10 +453,10 @@ PLAYED = {
     "chunked_prefill": "prefill_chunk_size",
     "compile_options": "compile_config disable_compile",
     "streamer": "streamer",
-    "test_two_processes_that_shard_the_model_run_the_same_number_of_forwards": "synced_gpus",
+    "test_ranks_with_prompts_of_their_own_settle_nothing": "synced_gpus",
     "contrastive": "custom_generate",
-    "test_a_nested_generate_on_the_same_cache_is_right_and_the_first_call_stays_right": "logits_processor",
-    "test_positional_arguments_are_seen": "inputs",
+    "test_a_processor_that_rewrites_a_token_that_ran": "logits_processor",
+    "test_a_detached_model_can_be_attached_again": "inputs",
     "test_a_hub_style_custom_generate_works": "generation_config trust_remote_code",
 }
 # Of caches that others build, of `generate_batch`, of encoder-decoders, and of what has moved.
@@ -544,7 +475,15 @@ def test_no_option_of_generate_is_forgotten() -> None:
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     known |= set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
     assert known <= set(OPTIONS), f"played nowhere: {sorted(known - set(OPTIONS))}"
-    modules = (test_bad_input, test_generate_equivalence, test_paths)
+    modules = (
+        test_attaching,
+        test_bad_input,
+        test_core_cases,
+        test_generate_equivalence,
+        test_paths,
+        test_ranks,
+        scenes,
+    )
     for option, where in OPTIONS.items():
         found = where is None or where in globals() or any(hasattr(module, where) for module in modules)
         assert found, f"{option}: there is no {where}"

@@ -4,7 +4,6 @@ window ends.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -140,37 +139,7 @@ def test_columns_are_taken_back_however_many(num_taken: int, name: str) -> None:
     cache.check()
 
 
-@NAMES
-@pytest.mark.parametrize("stop", [10, WINDOW, 3 * WINDOW + 3])
-def test_a_copy_goes_on_where_its_original_stands(stop: int, name: str) -> None:
-    model, ours = tiny(name), PagedPrefixCache(tiny(name))
-    theirs = DynamicCache(config=model.config)
-    for cache in (ours, theirs):
-        forward(model, cache, 0, stop)
-    copies = copy.deepcopy(ours), copy.deepcopy(theirs)
-    for pair in ((ours, theirs), copies):
-        for start in range(stop, stop + 20):
-            assert_close(*(forward(model, cache, start, start + 1) for cache in pair))
-    assert_close(*(forward(model, cache, stop + 20, stop + 60) for cache in copies))
-
-
 # What else a call may be.
-
-
-@NAMES
-def test_a_wrong_block_of_a_window_is_found_out(name: str) -> None:
-    """`verify` computes blocks in forwards of its own, whose windows end elsewhere."""
-    model = build(name)
-    cache = PagedPrefixCache(model)
-    wanted = run(model, **batch([*PROMPT, *PROMPT]), max_new_tokens=2)
-    for _ in range(8):
-        assert_same(wanted, run(model, cache, **batch([*PROMPT, *PROMPT]), max_new_tokens=2))
-        assert not cache.verify(1).differing
-    assert cache.last_call.reused_tokens
-    zero_blocks(cache)
-    assert cache.verify().differing
-    assert_same(wanted, run(model, cache, **batch([*PROMPT, *PROMPT]), max_new_tokens=2))
-    assert cache.last_call.reused_tokens == 0
 
 
 @NAMES
@@ -250,14 +219,3 @@ def test_a_call_is_right_in_a_pool_of_any_size(
 
 
 # What others may take.
-
-
-def test_a_look_at_a_cached_block_does_not_take_its_window_block() -> None:
-    model = build("mistral", sliding_window=64)
-    cache = PagedPrefixCache(model, num_blocks=10)
-    reused = []
-    for _ in range(6):
-        run(model, cache, **batch(row((1, 200))))
-        reused.append(cache.last_call.reused_tokens)
-        assert not cache.verify(2).differing
-    assert reused == [0, *[199] * 5]

@@ -9,7 +9,6 @@ import contextvars
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 
@@ -35,19 +34,6 @@ def questions(*seeds: int) -> list[torch.Tensor]:
 def num_in_use(cache: PagedPrefixCache) -> int:
     cache.check()
     return cache.stats().num_blocks_in_use
-
-
-class Meeting(LogitsProcessor):
-    """Holds its call at the first token until somebody else has come, too."""
-
-    def __init__(self, barrier: threading.Barrier) -> None:
-        self.barrier: threading.Barrier | None = barrier
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        barrier, self.barrier = self.barrier, None
-        if barrier is not None:
-            barrier.wait(timeout=60)
-        return scores
 
 
 def test_calls_inside_the_block_run_on_the_cache_and_those_outside_do_not(
@@ -134,51 +120,6 @@ def test_an_assistant_s_calls_do_not_run_on_the_cache_of_the_model_it_drafts_for
         assert_same(early, run(model, input_ids=IDS, assistant_early_exit=1))
 
 
-def test_calls_of_two_threads_at_once_run_on_the_one_cache(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    prompts = questions(2, 3)
-    references = [run(model, input_ids=ids) for ids in prompts]
-    run(model, cache, input_ids=IDS)
-    cache.reset()
-    barrier = threading.Barrier(2)
-    outputs: list[Any] = [None, None]
-
-    def work(number: int) -> None:
-        ids = prompts[number]
-        outputs[number] = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=6,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-            logits_processor=[Meeting(barrier)],
-        )
-
-    with cache.in_all_threads():
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=60)
-        assert all(ran_on(output, cache) for output in outputs)
-        assert cache.stats().reused_tokens == 2 * 48
-    for reference, output in zip(references, outputs, strict=True):
-        assert_same(reference, output)
-    assert num_in_use(cache) == 0
-
-
-def test_a_nested_call_without_a_cache_runs_on_the_same_cache(model: PreTrainedModel) -> None:
-    cache, inner = PagedPrefixCache(model, cache_salt="a"), list[Any]()
-    inner_reference, outer_reference = (run(model, input_ids=ids) for ids in questions(2, 3))
-    nested = AtStep(1, lambda: inner.append(run(model, input_ids=questions(2)[0])))
-    with cache:
-        output = run(model, input_ids=questions(3)[0], logits_processor=[nested])
-    assert_same(outer_reference, output)
-    assert_same(inner_reference, inner[0])
-    assert ran_on(output, cache)
-    assert ran_on(inner[0], cache)
-
-
 def test_only_the_block_s_model_runs_on_the_cache(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     other = build("llama", seed=1)
     PagedPrefixCache(other)
@@ -223,26 +164,6 @@ def in_a_thread(work: Callable[[], Any]) -> Any:
 def tenants(model: PreTrainedModel) -> list[PagedPrefixCache]:
     store = PrefixStore(model)
     return [PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob")]
-
-
-def test_two_tenants_in_two_threads_never_meet(model: PreTrainedModel) -> None:
-    caches, prompts, entered = tenants(model), questions(2, 2), threading.Barrier(2)
-    reference = run(model, input_ids=prompts[0])
-
-    def serve(number: int) -> None:
-        for turn in range(3):
-            entered.wait(timeout=60)
-            with caches[number] as cache:
-                entered.wait(timeout=60)  # both blocks are open
-                output = run(model, input_ids=prompts[number])
-                assert ran_on(output, cache)
-                assert_same(reference, output)
-                assert cache.last_call.reused_tokens == (48 if turn else 0)  # of its own turn before
-
-    with ThreadPoolExecutor(2) as pool:
-        for served in [pool.submit(serve, number) for number in range(2)]:
-            served.result(timeout=60)
-    assert [cache.stats().num_calls for cache in caches] == [3, 3]
 
 
 def test_tenants_of_asyncio_tasks_never_meet_and_to_thread_takes_the_block_along(model: PreTrainedModel) -> None:
