@@ -43,23 +43,6 @@ def test_a_model_is_the_same_for_the_same_seed_and_leaves_the_generator_as_it_wa
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
 
 
-def test_a_model_generates_as_many_tokens_as_it_is_asked_for() -> None:
-    model = zoo.build("qwen4_exp_text@per_layer_embedding")  # its configuration must have the id of an end
-    assert model.generation_config.eos_token_id is None
-    assert model.generation_config.pad_token_id == 0
-    ids = torch.randint(1, zoo_settings.VOCABULARY, (2, 5))
-    assert model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7).shape == (2, 12)
-
-
-def test_variants_are_of_known_types_and_differ_from_them() -> None:
-    assert {name.split("@")[0] for name in zoo.VARIANTS} <= set(zoo.model_types())
-    _, plain = zoo.configuration("mixtral")
-    _, sliding = zoo.configuration("mixtral@sliding")
-    assert plain.sliding_window is None
-    assert sliding.sliding_window == zoo_settings.WINDOW
-    assert zoo.build("mistral@eager").config._attn_implementation == "eager"
-
-
 def test_what_has_no_tiny_model_says_why_and_an_unknown_name_is_an_error() -> None:
     assert len(zoo_settings.CANNOT_BUILD) <= 4
     for name in zoo_settings.CANNOT_BUILD:

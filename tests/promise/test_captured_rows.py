@@ -331,24 +331,6 @@ def test_rows_that_a_call_returns_are_nobody_elses() -> None:
         torch.testing.assert_close(layer.keys, keys, rtol=0, atol=0)
 
 
-def test_the_next_turn_alone_goes_on_with_the_rows() -> None:
-    model = build("llama")
-    cache = captured(model)
-    first = run(model, cache, input_ids=IDS, max_new_tokens=STEPS).sequences
-    new = torch.tensor([row((4, 7))], device=DEVICE)
-    whole = torch.cat([first, new], dim=1)
-    reference = run(model, input_ids=whole, max_new_tokens=STEPS)
-    output = run(
-        model,
-        cache,
-        input_ids=torch.cat([first[:, -1:], new], dim=1),
-        attention_mask=torch.ones_like(whole),
-        max_new_tokens=STEPS,
-    )
-    assert_same(reference, output)
-    assert num_captured(cache) >= STEPS - 3
-
-
 def test_what_a_broken_model_has_left_is_not_seen() -> None:
     model = build("llama")
     reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), captured(model)

@@ -242,22 +242,6 @@ def test_phi3_drops_the_cache_where_its_rope_changes_and_the_result_is_right() -
     assert cache.get_seq_length() == 0  # not the rows of the call before
 
 
-def test_positions_that_start_elsewhere_have_blocks_of_their_own(
-    model: PreTrainedModel, cache: PagedPrefixCache
-) -> None:
-    mask = torch.ones_like(IDS)
-    with torch.no_grad():
-        for start, reused in ((0, 0), (7, 0), (0, 48), (7, 48)):
-            positions = torch.arange(start, start + 50)[None]
-            wanted = model(IDS, attention_mask=mask, position_ids=positions, past_key_values=DynamicCache()).logits
-            got = model(
-                IDS, attention_mask=mask, position_ids=positions, past_key_values=cache, logits_to_keep=1
-            ).logits
-            assert (got - wanted[:, -1:]).abs().max() <= TOLERANCE * wanted.abs().max()
-            assert cache.last_call.reused_tokens == reused
-            cache.reset()
-
-
 @pytest.mark.parametrize("name", ["whisper", "trocr"])
 def test_a_cross_attention_with_something_to_attend_to_runs_without_the_cache_and_is_right(name: str) -> None:
     model = build_type(name)

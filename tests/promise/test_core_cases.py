@@ -1,18 +1,14 @@
 """What a simple cache of rows gets wrong: each case against `DynamicCache`, on an empty store, a used one, and one of a
 single block.
 
-Others rewrite what ran, raise in the middle, bring positions of their own, call from two threads. Reuse is asked where
-there is room.
+Others rewrite what ran, raise in the middle, bring positions of their own, call from two threads.
 """
 
 from __future__ import annotations
 
 import copy
 import threading
-import time
-from collections.abc import Iterator
 from typing import Any
-from weakref import WeakSet
 
 import pytest
 import torch
@@ -30,7 +26,7 @@ LONG = {"max_new_tokens": 20}
 
 
 class Store:
-    """Makes caches, and says whether reuse may be asked of them."""
+    """Makes caches."""
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
         self.model, self.kind = model, kind
@@ -43,11 +39,6 @@ class Store:
             run(self.model, cache, **batch(row((91, 40)), row((92, 33))), num_beams=2)
             cache.reset()
         return cache
-
-    def require_reuse(self, cache: PagedPrefixCache, at_least: int) -> None:
-        cache.check()
-        if self.kind != "one block":
-            assert cache.last_call.reused_tokens >= at_least, cache.last_call
 
 
 @pytest.fixture(params=["empty", "used", "one block"])
@@ -117,35 +108,6 @@ def test_threads_that_call_at_once_are_all_right(is_shared: bool, store: Store) 
         assert not isinstance(output, Exception), output
         assert_same(reference, output)
     cache.check()
-
-
-def test_a_call_that_ends_while_running_calls_are_counted_waits(store: Store) -> None:
-    cache, prompt = store.cache(), batch(row((1, 20)))
-    other, reference, found = PagedPrefixCache(cache.store), run(store.model, **prompt), list[Any]()
-    begun, looked = threading.Event(), threading.Event()
-
-    class Slow(WeakSet[Any]):
-        def __iter__(self) -> Iterator[Any]:
-            for each in super().__iter__():
-                looked.set()
-                time.sleep(0.3)  # the other call ends
-                yield each
-
-    def call() -> None:
-        ends = [AtStep(1, begun.set), AtStep(6, lambda: looked.wait(60))]
-        options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 6}
-        found.append(store.model.generate(**prompt, **options, past_key_values=other, logits_processor=ends))
-
-    def count() -> None:
-        assert begun.wait(60)
-        cache.stats()
-
-    cache.store.blocks.running = Slow()
-    thread = threading.Thread(target=call)
-    thread.start()
-    assert_same(reference, run(store.model, cache, **prompt, logits_processor=[AtStep(2, count)]))
-    thread.join()
-    assert_same(reference, found[0])
 
 
 # What people do with caches.

@@ -102,17 +102,6 @@ def test_types_beside_an_image_are_said_and_nothing_is_reused() -> None:
     assert held.last_call.rows[0].stopped == "the argument token_type_ids may condition keys and values"
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_images_are_told_apart_by_their_place(name: str) -> None:
-    model, _ = tiny(name)
-    held = PagedPrefixCache(model, block_size=8)
-    for pair in ((1, 2), (2, 1), (2, 2), (1, 2)):
-        given = ask(name, [TEXT, pair[0], FIRST, pair[1], SECOND])
-        assert_same(run(model, **given), run(model, held, **given))
-        held.reset()
-    assert_reused(held, 2 * START)
-
-
 def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> None:
     model, _ = tiny("qwen2_vl")
     held = PagedPrefixCache(model, block_size=8)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedCacheError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
-from ..internals import make_forwards_cheap, reused_of_chunks
+from ..internals import make_forwards_cheap
 from ..ranks import RankPool, random_calls, tensor_parallel, two_ranks
 from ..reference import Forwards, assert_same, batch, row, run
 from ..tiny_models import build
@@ -123,25 +123,6 @@ def test_what_one_rank_has_lost_both_compute(on_ranks: Starter) -> None:
     (one, _), (other, why) = on_ranks(_knows_less)
     assert one == other == (1, 65)
     assert "another rank's hit is shorter" in why
-
-
-def _chunks(model: PreTrainedModel) -> Any:
-    cache, given = PagedPrefixCache(model, block_size=8), {"prefill_chunk_size": 16}
-    reference = run(model, input_ids=IDS)
-    run(model, cache, input_ids=IDS[:, :64], max_new_tokens=1, **given)
-    cache.reset()
-    if is_first():
-        cache.reset_prefix_cache()
-    run(model, cache, input_ids=IDS[:, :40], max_new_tokens=1, **given)
-    cache.reset()
-    with Forwards(model) as shapes:
-        assert_same(reference, run(model, cache, input_ids=IDS, **given))
-    return shapes[:3]
-
-
-def test_each_chunk_of_a_prompt_starts_where_both_ranks_can(on_ranks: Starter) -> None:
-    one, other = on_ranks(_chunks)
-    assert one == other == [(1, 16), (1, 16), (1, 1) if reused_of_chunks(32) else (1, 16)]
 
 
 def _plain_forwards(model: PreTrainedModel) -> Any:
@@ -293,28 +274,6 @@ def _looked_at(model: PreTrainedModel) -> bool:
 
 def test_where_processes_share_a_model_it_is_said_that_no_block_is_recomputed(on_ranks: Starter) -> None:
     assert on_ranks(_looked_at) == [True, True]
-
-
-def _score(model: PreTrainedModel) -> Any:
-    context, answers = FEW_SHOT, [row((2, 3)), row((3, 5)), row((2, 3), (4, 2))]
-    cache = PagedPrefixCache(model, num_blocks=40 + 20 * dist.get_rank())
-    run(model, cache, input_ids=IDS)
-    cache.reset()
-    if is_first():
-        cache.reset_prefix_cache()
-    with Forwards(model) as shapes:
-        scores = cache.score(context, answers)
-    for answer, score in zip(answers, scores, strict=True):
-        with torch.no_grad():
-            logits = model(torch.tensor([context + answer])).logits[0, len(context) - 1 : -1]
-        wanted = logits.log_softmax(dim=-1)[range(len(answer)), answer].tolist()
-        assert score.log_probs == pytest.approx(wanted, abs=1e-3)
-    return shapes
-
-
-def test_a_score_runs_the_same_forwards_on_both_ranks(on_ranks: Starter) -> None:
-    one, other = on_ranks(_score)
-    assert one == other
 
 
 def _prefill(model: PreTrainedModel) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.integration import opening
 
 from ..internals import failing_forward, split_everywhere
 from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
@@ -106,62 +104,7 @@ def test_rows_that_go_on_with_new_tokens_are_nobody_elses_meanwhile(model: PreTr
     assert_same(wanted, run(model, cache, **new, max_new_tokens=12, logits_processor=[nested]))
 
 
-def test_memory_that_runs_out_as_rows_begin_is_made_free_once_more(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First the rows of the call before are given up; where that is not enough, the call fails and the next one is
-    right.
-    """
-    reference, fill = run(model, **PROMPTS), opening.fill
-    for num_refused in (1, 2):
-        cache, refused = PagedPrefixCache(model), list[bool]()
-        before = weakref.ref(run(model, cache, **batch(row((1, 40), (2, 9)))).past_key_values)
-
-        def refusing(
-            *args: Any, refused: Any = refused, num: int = num_refused, before: Any = before, **kw: Any
-        ) -> None:
-            if len(refused) < num:
-                refused.append(before() is not None)
-                raise torch.OutOfMemoryError("refused")
-            fill(*args, **kw)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(opening, "fill", refusing)
-            if num_refused == 1:
-                assert_same(reference, run(model, cache, **PROMPTS))
-                assert cache.last_call.reused_tokens == 64  # of blocks
-            else:
-                with pytest.raises(torch.OutOfMemoryError):
-                    run(model, cache, **PROMPTS)
-        assert refused == [True, False][:num_refused]
-        cache.check()
-        assert_same(reference, run(model, cache, **PROMPTS))
-
-
 # Each of these gave other logits than a `DynamicCache`, in silence.
-
-
-def test_rows_of_a_custom_loop_with_beams_change_places_whole(model: PreTrainedModel) -> None:
-    found, ids = [], torch.tensor([row((1, 24))] * 2)
-
-    def healed(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
-        """Takes back what the prompt ends with, goes on with another end of each row, and lets them change places."""
-        cache, said = given["past_key_values"], []
-        ends = torch.tensor([row((3, 7)), row((4, 7))])
-        for new, start in ((input_ids, 0), (ends, 18), (ends[:, :1], 25), (ends[:, :1], 26)):
-            if start in (18, 26):
-                cache.crop(-6) if start == 18 else cache.reorder_cache(torch.tensor([1, 0]))
-            columns = torch.arange(start, start + new.shape[1])[None].expand(2, -1)
-            mask = torch.ones(2, start + new.shape[1], dtype=torch.int64)
-            said.append(model(new, attention_mask=mask, position_ids=columns, past_key_values=cache).logits[:, -1])
-        found.append(torch.stack(said))
-        return input_ids
-
-    cache = PagedPrefixCache(model, block_size=4)
-    for each in (DynamicCache(config=model.config), cache):
-        model.generate(ids[:1], custom_generate=healed, past_key_values=each, num_beams=2, do_sample=False)
-    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
-    assert cache.verify().differing == ()
 
 
 @pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])

@@ -4,7 +4,6 @@ another dtype.
 
 from __future__ import annotations
 
-import copy
 import gc
 import threading
 import weakref
@@ -70,40 +69,6 @@ def test_rows_that_are_cropped_into_what_they_share_see_only_what_is_left(monkey
         forward(model, prompts["input_ids"][number : number + 1, pad:], cache, logits_to_keep=1)
         cache.reset()
     assert distance(play(cache), play(DynamicCache())) < TOLERANCE
-
-
-def skip_a_layer(model: Any, past: Any) -> None:
-    layers = model.model.layers
-    forward(model, PROMPT, past, logits_to_keep=1)
-    model.model.layers = layers[:1]
-    try:
-        forward(model, NEW[:, :1], past)
-    finally:
-        model.model.layers = layers
-
-
-def reordered(past: Any) -> Any:
-    past.reorder_cache(torch.tensor([0]))
-    return past
-
-
-@pytest.mark.parametrize(
-    ("move", "num_steps"),
-    [(reordered, 1), (copy.deepcopy, 1), (lambda past: past, 80)],
-    ids=["reorder", "copy", "growth"],
-)
-def test_a_layer_that_a_forward_has_skipped_keeps_its_length(move: Callable[[Any], Any], num_steps: int) -> None:
-    model, logits = build("llama"), []
-    for past in (DynamicCache(), PagedPrefixCache(model)):
-        if isinstance(past, PagedPrefixCache):
-            run(model, past, input_ids=PROMPT)
-            past.reset()
-        skip_a_layer(model, past)
-        moved = move(past)
-        for step in range(num_steps):
-            last = forward(model, NEW[:, step : step + 1], moved)
-        logits.append(last)
-    assert distance(logits[1], logits[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("inner", [lambda model: model.model, lambda model: model.forward], ids=["inside", "no hooks"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -20,8 +19,6 @@ from .test_rows_go_on import distance, forward
 
 pytestmark = [pytest.mark.usefixtures("one_thread")]
 
-TYPES = ("gemma3_text", "llama4_text")  # windows in some layers, and chunks
-
 
 @FROM_5_23
 def test_a_window_is_kept_where_prompts_part_that_it_no_longer_shows() -> None:
@@ -36,34 +33,6 @@ def test_a_window_is_kept_where_prompts_part_that_it_no_longer_shows() -> None:
     zero_blocks(cache)
     prompt = batch([*shared, *row((5, 30))])  # its last token still sees what is before
     assert not is_same(run(model, **prompt), run(model, cache, **prompt))
-
-
-@pytest.mark.parametrize("name", TYPES)
-def test_a_loop_is_cropped_reordered_and_copied_as_a_dynamic_cache(name: str) -> None:
-    model, new, prompt = zoo.build(name), torch.tensor([row((9, 90))]), torch.tensor([row((1, 40))])
-    cache = PagedPrefixCache(model, block_size=4)
-    run(model, cache, input_ids=prompt)
-    cache.reset()
-    logits = []
-    for past in (DynamicCache(config=model.config), cache):
-        past.activate_past_recording()
-        found = [forward(model, prompt, past, logits_to_keep=1), forward(model, new[:, :5], past)]
-        past.crop(-3)
-        found.append(forward(model, new[:, 5:7], past))
-        past.crop(0)
-        past.batch_repeat_interleave(3)
-        for step in range(3):
-            found.append(forward(model, new[:, step : step + 3].T, past))
-            past.crop(0)
-            past.reorder_cache(torch.tensor([1, 1, 0]))
-        copied = copy.deepcopy(past)
-        found += [forward(model, new[:, 30:33].T, each) for each in (past, copied)]
-        past.crop(0)
-        past.batch_select_indices(torch.tensor([2, 0]))
-        found.append(forward(model, new[:, 40:42].T, past))
-        logits.append(found)
-    for got, wanted in zip(logits[1], logits[0], strict=True):
-        assert distance(got, wanted) < TOLERANCE
 
 
 def test_more_than_a_window_lets_take_back_is_refused_before_anything_changes() -> None:

@@ -211,34 +211,11 @@ def compile_options(play: Player) -> None:
     play.hit(**batch(PROMPT), disable_compile=True, reused=49)
 
 
-# Loops of the user's own. Contrastive search and group beams are two of those that transformers moved to repositories.
+# A loop of the user's own: group beams are one of those that transformers moved to repositories.
 
 
 def result(ids: torch.Tensor, logits: list[torch.Tensor], kept: Any) -> GenerateDecoderOnlyOutput:
     return GenerateDecoderOnlyOutput(sequences=ids, logits=tuple(logits), past_key_values=kept)
-
-
-def contrastive_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
-    """Candidates are rows of a multiplied cache, of which the one is selected that resembles its past the least."""
-    num_candidates, alpha, logits, kept = 4, 0.6, [], kwargs["past_key_values"]
-    options = {"past_key_values": kept, "use_cache": True, "output_hidden_states": True}
-    output = model(input_ids, **options, logits_to_keep=1)
-    past = output.hidden_states[-1]
-    last = output.logits[:, -1]
-    while input_ids.shape[1] < generation_config.max_length:
-        logits.append(last)
-        best = last.softmax(-1).topk(num_candidates)
-        kept.batch_repeat_interleave(num_candidates)
-        output = model(best.indices.view(-1, 1), **options)
-        hidden = output.hidden_states[-1]
-        likeness = torch.cosine_similarity(hidden, past.repeat_interleave(num_candidates, 0), dim=-1).amax(-1)
-        chosen = ((1 - alpha) * best.values - alpha * likeness.view(best.values.shape)).argmax(-1)
-        rows = torch.arange(len(chosen), device=chosen.device) * num_candidates + chosen
-        kept.batch_select_indices(rows.cpu())  # `DynamicCache` indexes the layers of all devices with them
-        past = torch.cat((past, hidden[rows]), dim=1)
-        last = output.logits[rows, -1]
-        input_ids = torch.cat((input_ids, best.indices.gather(1, chosen[:, None])), dim=1)
-    return result(input_ids, logits, kept)
 
 
 def group_beams_loop(model: Any, input_ids: torch.Tensor, generation_config: Any, **kwargs: Any) -> Any:
@@ -260,13 +237,6 @@ def group_beams_loop(model: Any, input_ids: torch.Tensor, generation_config: Any
     return result(beams, logits, kept)
 
 
-def contrastive(play: Player) -> None:
-    play.call(**batch(PROMPT), custom_generate=contrastive_loop, reused=0)
-    play.call(**batch(PROMPT), custom_generate=contrastive_loop, reused=0)  # it asks for all hidden states
-    play.call(**batch(PROMPT, row((1, 45), (2, 5))), custom_generate=contrastive_loop, reused=0)
-    play.call(**batch(PROMPT), reused=0)
-
-
 def group_beams(play: Player) -> None:
     play.call(**batch(PROMPT), custom_generate=group_beams_loop, reused=3 * 50)
     output = play.hit(**batch(PROMPT), custom_generate=group_beams_loop, reused=4 * 50 - 1)
@@ -285,7 +255,6 @@ SCENES = (
     assisted,
     universal_assisted,
     guidance,
-    contrastive,
     group_beams,
 )
 
@@ -454,7 +423,7 @@ PLAYED = {
     "compile_options": "compile_config disable_compile",
     "streamer": "streamer",
     "test_ranks_with_prompts_of_their_own_settle_nothing": "synced_gpus",
-    "contrastive": "custom_generate",
+    "group_beams": "custom_generate",
     "test_a_processor_that_rewrites_a_token_that_ran": "logits_processor",
     "test_a_detached_model_can_be_attached_again": "inputs",
     "test_a_hub_style_custom_generate_works": "generation_config trust_remote_code",

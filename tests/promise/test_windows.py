@@ -120,25 +120,6 @@ def test_a_window_that_a_config_gets_later_is_in_the_mask() -> None:
 # Rows that are cut, copied, multiplied.
 
 
-@NAMES
-@pytest.mark.parametrize("num_taken", [1, 16, WINDOW, WINDOW + 17, 3 * WINDOW])
-def test_columns_are_taken_back_however_many(num_taken: int, name: str) -> None:
-    """`DynamicCache` takes back a window's columns only while they are recorded; here it is always computed anew."""
-    model, cache = tiny(name), PagedPrefixCache(tiny(name))
-    for stop in (2 * WINDOW, 4 * WINDOW, *range(4 * WINDOW + 1, 5 * WINDOW)):
-        forward(model, cache, cache.get_seq_length(), stop)
-    kept = cache.get_seq_length() - num_taken
-    cache.crop(-num_taken)
-    reference = DynamicCache(config=model.config)
-    forward(model, reference, 0, kept)
-    for mine, layer in zip(cache.layers, reference.layers, strict=True):
-        assert_close(mine.keys, layer.keys)
-    for stop in (kept + 1, kept + 2, kept + 20):
-        start = cache.get_seq_length()
-        assert_close(forward(model, cache, start, stop), forward(model, reference, start, stop))
-    cache.check()
-
-
 # What else a call may be.
 
 

@@ -194,16 +194,6 @@ def test_window_blocks_that_made_room_come_back_to_blocks_that_stayed(has_tier: 
         assert not is_same(call(model, prompts[2]), call(model, prompts[2], cache))
 
 
-@pytest.mark.parametrize("given", [{"num_beams": 3}, {"num_return_sequences": 2, "do_sample": True}], ids=str)
-def test_beams_and_samples_behind_what_comes_up_are_the_same(given: dict[str, Any], tmp_path: Path) -> None:
-    model, prompts = tiny("llama"), chats(4)
-    cache = cache_on_disk(model, tmp_path, 3)
-    fill(model, cache, prompts)
-    assert_same(call(model, prompts[0], **given), call(model, prompts[0], cache, **given))
-    assert cache.last_call.rows[0].disk_tokens > 0
-    cache.check()
-
-
 def test_calls_at_once_in_two_threads_are_right(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats()
     references = [call(model, ids) for ids in prompts]
