@@ -15,9 +15,8 @@ import torch
 from transformers import DynamicCache, LogitsProcessor, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.integration import opening
 
-from ..reference import TOLERANCE, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import TOLERANCE, AtStep, assert_right, assert_same, batch, row, run
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -182,24 +181,3 @@ def test_the_tensors_of_a_layer_are_contiguous_as_a_dynamic_caches_are() -> None
     for layer in cache.layers:
         assert layer.keys.is_contiguous()
         assert layer.values.untyped_storage().nbytes() == layer.values.nbytes
-
-
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
-def test_rows_that_outgrow_the_memory_made_for_them_are_right_and_kept(
-    way: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an accelerator that is made for a part of the call."""
-    fill = opening.fill
-    monkeypatch.setattr(opening, "fill", lambda *given, **more: fill(*given[:5], min(given[5], 52), *given[6:], **more))
-    model, prompt = build("llama"), ids(row((1, 50)))
-    reference, cache = run(model, **prompt, max_new_tokens=40, **way), PagedPrefixCache(model)
-    run(model, cache, **ids(row((9, 50))), max_new_tokens=2)  # shows what the layers keep
-    output = run(model, cache, **prompt, max_new_tokens=40, **way)
-    assert_same(reference, output)
-    cache.reset()
-    turn = ids(output.sequences[0].tolist() + row((2, 5)))
-    again = run(model, **turn)
-    assert_same(again, run(model, cache, **turn))
-    assert cache.last_call.reused_tokens >= 80
-    zero_blocks(cache)
-    assert not is_same(again, run(model, cache, **turn))

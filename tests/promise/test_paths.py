@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_paged_cache import (
     CacheArgumentError,
@@ -46,19 +46,6 @@ def test_rows_do_not_resume_in_chunks_where_transformers_begins_these_at_the_fir
 
 
 # Round the bracket.
-
-
-def test_padding_that_grows_over_plain_forwards_without_positions_is_computed(model: PreTrainedModel) -> None:
-    ids = torch.cat([IDS[:, :8], IDS[:, 4:12]])
-    mask = torch.ones_like(ids)
-    mask[0, :5] = 0
-    outputs = []
-    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
-        with torch.no_grad():
-            model(ids[:, :4], attention_mask=mask[:, :4], past_key_values=cache)
-            outputs.append(model(ids[:, 4:], attention_mask=mask, past_key_values=cache).logits)
-    reference, ours = (logits[:, 1:] for logits in outputs)  # column 4 of row 0 is padding: nobody reads its logits
-    assert (reference - ours).abs().max() <= 1e-4 * reference.abs().max()
 
 
 def test_resetting_the_store_never_ends_a_conversation_by_hand(model: PreTrainedModel) -> None:
@@ -138,19 +125,6 @@ def test_assistant_early_exit_is_right(model: PreTrainedModel, cache: PagedPrefi
             output = run(model, cache, input_ids=IDS, assistant_early_exit=1)
         assert_same(reference, output)
         cache.check()
-
-
-def test_small_chunks_under_a_mask_with_a_hole_are_right_and_not_committed() -> None:
-    model = build("bloom")
-    cache = PagedPrefixCache(model, block_size=2)
-    inputs = batch(row((1, 11)))
-    holed = {**inputs, "attention_mask": inputs["attention_mask"].clone()}
-    holed["attention_mask"][0, 4] = 0
-    for size in (1, 2):
-        reference = run(model, **holed, prefill_chunk_size=size)
-        assert_same(reference, run(model, cache, **holed, prefill_chunk_size=size))
-        assert_right(model, cache, **inputs)
-        cache.reset_prefix_cache()
 
 
 # Plain forwards.

@@ -297,16 +297,6 @@ def test_a_pin_outlives_its_cache_and_is_given_back_through_any_other(store: Pre
     assert copied.stats().num_blocks_in_use == 0
 
 
-@pytest.mark.parametrize("name", ["bloom", "gemma3"])
-def test_prefixes_of_other_kinds_of_models_are_pinned(name: str) -> None:
-    cache = PagedPrefixCache(tiny(name), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
-    ask(cache, PREFIX)
-    assert cache.pin(PREFIX) == 32
-    flood(cache)
-    ask(cache, PREFIX + row((5, 5)))
-    assert cache.last_call.reused_tokens == 32
-
-
 # Rotary frequencies that depend on length.
 
 

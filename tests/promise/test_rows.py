@@ -69,28 +69,6 @@ def test_rows_whose_first_forward_died_begin_again(model: PreTrainedModel) -> No
             cache.reset()
 
 
-def test_layers_that_are_read_in_the_middle_of_a_forward_go_on(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split_everywhere(monkeypatch)
-    prompts = batch(*(row((1, 48), (seed, 5)) for seed in range(2, 6)))
-    wanted, cache, looks = run(model, **prompts), PagedPrefixCache(model), [4]
-    run(model, cache, **prompts)
-    cache.reset()
-    attention = type(model.model.layers[1].self_attn)
-    forward = attention.forward
-
-    def looking(self: Any, *args: Any, **kwargs: Any) -> Any:
-        looks[0] -= self.layer_idx == 1
-        if self.layer_idx == 1 and not looks[0]:
-            assert kwargs["past_key_values"].layers[0].keys.shape[2] > 53
-        return forward(self, *args, **kwargs)
-
-    monkeypatch.setattr(attention, "forward", looking)
-    assert_same(wanted, run(model, cache, **prompts))
-    assert looks[0] <= 0
-
-
 def test_rows_that_go_on_with_new_tokens_are_nobody_elses_meanwhile(model: PreTrainedModel) -> None:
     """A call that begins inside of theirs has the same prefix, and would go on in their memory."""
     cache, prompt = PagedPrefixCache(model), row((1, 60))
