@@ -164,20 +164,14 @@ class PagedPrefixCache(Cache):
             if kept is not None:
                 self._current.put(kept)
 
-    @contextlib.contextmanager
-    def around(self, model: Any, given: GenerateArguments) -> Iterator[None]:
-        """Enclose a function in the place of `generate`; it may call transformers' `generate` once, often or never."""
-        require_may_begin(self.store.model, model, given)
-        with self._current.around():
-            yield
-
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let a forward that was passed this cache itself run on the rows of the running loop, or begin a loop."""
         rows = self._current.rows
         if rows is None:
             if self.store.blocks.windows.may_change:
                 self._follow_windows()
-            rows = self._calls.begin_unseen(self._current, arguments)
+            rows = self._current.rows = self._calls.begin_loop(is_unseen=self._current.is_unseen)
+            self._current.is_unseen = False
         if self._records_past:
             rows.activate_past_recording()
         rows.handle, rows.is_behind_handle = ref(self), True
@@ -217,7 +211,8 @@ class PagedPrefixCache(Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, is_so: bool) -> None:
-        self._current.begin_unseen_generate()
+        self._current.end()
+        self._current.is_unseen = True
 
     def __bool__(self) -> bool:
         """Return True even without rows: some models ask `if past_key_values`."""
@@ -398,8 +393,7 @@ class PagedPrefixCache(Cache):
         scope = scope_to_close(self)
         if scope is not None:
             close_scope(scope)
-        if not self._current.is_around:  # the rows of a call that runs stay
-            self.reset()
+        self.reset()
 
     @contextlib.contextmanager
     def in_all_threads(self) -> "Iterator[PagedPrefixCache]":
@@ -426,8 +420,7 @@ class PagedPrefixCache(Cache):
             yield self
         finally:
             close_scope(scope)
-            if not self._current.is_around:
-                self.reset()
+            self.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PagedPrefixCache":
         """Make a second cache on the same store, whose rows hold the same columns, and go on by themselves."""
@@ -442,11 +435,6 @@ class PagedPrefixCache(Cache):
             "a PagedPrefixCache cannot be pickled, nor copied by copy.copy: its blocks belong to a pool; "
             "build a new one on the model, or use copy.deepcopy, which copies rows and shares blocks"
         )
-
-    @property
-    def is_generating(self) -> bool:
-        """True if a function in the place of `generate` runs on this cache."""
-        return self._current.is_around
 
     def sibling(self) -> "PagedPrefixCache":
         """Make another cache on the same store, with the same salt and the same `capture`."""

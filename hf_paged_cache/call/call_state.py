@@ -31,6 +31,7 @@ class CallState:
     seen: Seen | None = None  # how attention read the call's rows, from its first forward on
     captured: object = ""  # how the call's forwards ran, as text
     is_custom: bool = False  # a function of the caller's own runs the forwards
+    is_unseen: bool = False  # transformers' `generate` may begin that no bracket has seen
     calls_back: bool = True  # code of the caller, or a forward of the model's own, may change the model in between
     chunked: Any = None  # the call's prompt, where it comes in chunks
     images: Any = None  # images that the first forward is to run, taken from its arguments

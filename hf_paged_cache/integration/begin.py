@@ -17,20 +17,17 @@ NO_CACHE_WANTED = (
 )
 
 
-def require_whole_prompt(arguments: Mapping[str, Any], num_held: int) -> None:
-    """Refuse a first forward without a mask whose positions do not begin at 0: the rows before it are not there.
-
-    Args:
-        num_held: number of columns of the cache's rows.
-    """
+def require_whole_prompt(arguments: Mapping[str, Any]) -> None:
+    """Refuse a first forward that is to use no cache, or has no mask and positions that do not begin at 0."""
+    if arguments.get("use_cache") is False:
+        raise CacheArgumentError(NO_CACHE_WANTED)
     positions, first = arguments.get("position_ids"), 0
     if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel():
         first = int(positions[:, 0].min())
     if arguments.get("attention_mask") is None and first > 0:
         raise CacheArgumentError(
-            f"the attention mask has {first} columns before the ids that are passed, and the cache holds rows of "
-            f"{num_held}, with which a generate that was looked up before the cache was built does not go on: "
-            "pass the whole prompt"
+            f"the attention mask has {first} columns before the ids that are passed, and a generate that was looked up "
+            "before the cache was built, or is called by another, does not go on with rows: pass the whole prompt"
         )
 
 

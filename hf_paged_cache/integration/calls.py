@@ -23,7 +23,7 @@ from ..call.counters import count_bypassed
 from ..call.keep import lay_out
 from ..call.request import ForwardRequest
 from ..call.share import share_prompt
-from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
+from ..errors import CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
 from ..model.support import cache_argument
@@ -32,7 +32,6 @@ from ..rows.rows import Prompt, Rows
 from ..rows.shared import SharedColumns
 from .asking import GRADIENTS, read, require_filled, with_roots
 from .begin import (
-    NO_CACHE_WANTED,
     another_model,
     prepares_otherwise,
     require_continues,
@@ -40,7 +39,6 @@ from .begin import (
     require_whole_prompt,
 )
 from .chunked_prompt import chunked_prompt
-from .current import Current
 from .forward_arguments import shape_of
 from .generate_arguments import GenerateArguments
 from .keeping import keep_full_rows, keep_rows, leave_blocks
@@ -66,7 +64,11 @@ class Calls(CallParts):
         rows.in_generate, rows.previous, rows.state = True, previous, self._state_of(given)
         rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
         rows.reads_all = rows.state.is_custom or prepares_otherwise(self.model)
-        if given.chunk_size is not None and (chunked := chunked_prompt(self.model, given)) is not None:
+        if (
+            given.chunk_size is not None
+            and not given.is_own
+            and (chunked := chunked_prompt(self.model, given)) is not None
+        ):
             begin_chunks(self, rows, chunked, given)
             if rows.state.pending is not None:
                 self._count_pending(rows)
@@ -93,28 +95,23 @@ class Calls(CallParts):
         rows.in_generate, rows.state = True, CallState(kind, counts_more=False)
         return rows
 
-    def begin_unseen(self, current: Current, arguments: Mapping[str, Any]) -> Rows:
-        """Begin a loop of forwards, or a `generate` without a bracket; return its rows.
-
-        Raises:
-            CacheArgumentError: such a `generate` uses no cache, so each of its steps would be a whole prompt; or it
-                brings new tokens alone.
-        """
-        is_generate, before = current.awaits_generate, current.take()
-        if is_generate and arguments.get("use_cache") is False:
-            raise CacheArgumentError(NO_CACHE_WANTED)
-        if is_generate or current.is_around:
-            require_whole_prompt(arguments, 0 if before is None else before.get_seq_length())
+    def begin_loop(self, *, is_unseen: bool) -> Rows:
+        """Begin a loop of forwards, or a `generate` that no bracket has seen; return its rows."""
         rows = self.new_rows()
-        rows.previous = before
-        rows.state = CallState("generate" if is_generate else "forward", counts_more=not is_generate)
-        current.rows = rows
+        rows.state = CallState("generate" if is_unseen else "forward", counts_more=not is_unseen, is_unseen=is_unseen)
         return rows
+
+    def begin_again(self, rows: Rows) -> None:
+        """Let rows begin anew: a function in the place of `generate` calls transformers' once more on them."""
+        self.close(rows)
+        rows.reset()
+        rows.in_generate = True
 
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
         """Let a `generate` of new tokens alone go on with rows."""
         self.ranks.settle_resumption(rows.get_seq_length(), given.num_given)
         rows.in_generate = rows.reads_next = True
+        rows.is_passed = False
         before, rows.state = rows.state, self._state_of(given)
         state = rows.state
         for name in ("digest", "resets", "regime", "deltas", "adapters"):
@@ -142,16 +139,17 @@ class Calls(CallParts):
 
     def _state_of(self, given: GenerateArguments) -> CallState:
         """Return the state of a `generate` that begins."""
-        is_custom, images = given.passed.get("custom_generate") is not None, None
-        if self.image_inputs.takes_images and given.chunk_size is None:
+        images = None
+        if self.image_inputs.takes_images and given.chunk_size is None and not given.is_own:
             images = self.image_inputs.read(given.passed)
         return CallState(
             "generate",
             given.limits,
             beams=(given.num_beams or 1) > 1,
-            is_custom=is_custom,
-            calls_back=given.calls_back or is_custom,
-            counts_more=not is_custom,
+            is_custom=given.is_custom,
+            is_unseen=given.is_own,
+            calls_back=given.calls_back or given.is_custom,
+            counts_more=not given.is_custom,
             is_in_step=given.synced_gpus,
             images=None if isinstance(images, str) else images,
         )
@@ -205,6 +203,8 @@ class Calls(CallParts):
         """
         self.ranks.is_settled = False
         try:
+            if rows.state.is_unseen:
+                require_whole_prompt(arguments)
             try:
                 return open_rows(self, rows, arguments)
             except torch.OutOfMemoryError:

@@ -1,8 +1,7 @@
-"""Holds a cache's rows between calls: of the last call, of a loop, or of a `generate` before its first forward."""
+"""Holds a cache's rows between calls: those of the last call, or of a loop of forwards."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..errors import CacheBusyError
 from ..rows.rows import Rows
@@ -21,19 +20,15 @@ class Current:
 
     def __init__(self, store: BlockStore, salt: bytes, close: Callable[[Rows], None]) -> None:
         self._store, self.salt, self._close = store, salt, close
-        self.rows: Rows | None = None  # None: before the first call, after `reset()`, and while a `generate` is awaited
-        # the next forward is the first of a `generate` without a bracket, before which these rows were set aside
-        self.awaits_generate = False
-        self._aside: Rows | None = None
-        self._around: int | None = None  # ident of the thread in which a function runs in the place of `generate`
+        self.rows: Rows | None = None  # None: before the first call, and after `reset()`
+        self.is_unseen = False  # the next forward is the first of a `generate` that no bracket has seen
         with store.lock:
             store.currents.add(self)
 
     def take(self) -> Rows | None:
-        """Return the rows, also rows set aside, and hold them no longer."""
+        """Return the rows, and hold them no longer."""
         with self._store.lock:  # of two calls that begin at once, only one gets the rows
-            rows = self._aside if self.awaits_generate else self.rows
-            self.rows, self._aside, self.awaits_generate = None, None, False
+            rows, self.rows, self.is_unseen = self.rows, None, False
         return rows
 
     def take_previous(self) -> Rows | None:
@@ -57,47 +52,6 @@ class Current:
         if rows is not None:
             self._close(rows)
 
-    def begin_unseen_generate(self) -> None:
-        """Begin a `generate` without a bracket: on new rows, or on those of a loop that its own function has begun."""
-        if self.rows is not None and self.is_around and self.is_loop:
-            self.rows.state.kind = "generate"
-            return
-        aside = self.take()
-        if aside is not None:
-            self._close(aside)
-        self._aside, self.awaits_generate = aside, True
-
-    @property
-    def is_around(self) -> bool:
-        """True if a function runs in the place of `generate`."""
-        return self._around is not None
-
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Enclose a function in the place of `generate`, which runs a `generate`, forwards of its own, or nothing.
-
-        Raises:
-            CacheBusyError: another call is running on this cache.
-        """
-        here = threading.get_ident()
-        with self._store.lock:
-            if self.is_around:
-                where = "" if self._around == here else " in another thread"
-                raise CacheBusyError(
-                    f"a generate call is running on this cache{where}; use another cache on the same store for this "
-                    "one: PagedPrefixCache(cache.store)"
-                )
-            self._around = here
-        try:
-            self.end()
-            yield
-        finally:
-            self._around = None
-            if self.rows is None:
-                self.take()  # of a generate that has run no forward
-            elif self.is_loop:
-                self.rows.state.kind = "generate"
-
     @property
     def is_loop(self) -> bool:
         """True if the rows are those of a loop of forwards, which may go on."""
@@ -113,10 +67,7 @@ class Current:
 
     def lose_threads(self, idents: Collection[int]) -> None:
         """Forget threads that ended with a fork, and drop rows that one of them ran: these may be half written."""
-        if self._around in idents:
-            self._around = None
-        held = self._aside if self.awaits_generate else self.rows
-        if held is not None and held.is_lost(idents):
+        if self.rows is not None and self.rows.is_lost(idents):
             self.take()
 
 

@@ -33,6 +33,8 @@ class GenerateArguments:
     cache_implementation: str | None = None
     why_no_cache: str = ""  # what was given under which the call can use no cache of ours, in words; "": nothing
     is_assistant: bool = False  # the call drafts for another model's `generate`
+    is_own: bool = False  # the function that is called is not transformers' own `generate`
+    is_custom: bool = False  # that function, or a `custom_generate`, runs the forwards
     synced_gpus: bool = False  # the call was told that several processes run equally many forwards
     chunk_size: int | None = None  # columns of each forward in which the prompt is computed; None: all in one forward
     num_beams: int | None = None
@@ -44,7 +46,9 @@ class GenerateArguments:
     passed: Mapping[str, Any] = field(default_factory=dict)  # all arguments by name, the ids among them as "input_ids"
 
 
-def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GenerateArguments:
+def read_generate(
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_own: bool = False
+) -> GenerateArguments:
     """Read the arguments of `generate(inputs=None, generation_config=None, ..., **kwargs)`."""
     config, own = args[1] if len(args) > 1 else kwargs.get("generation_config"), model.generation_config
     options = {}
@@ -77,6 +81,8 @@ def read_generate(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         cache_implementation=None if implementation == _UNSET_IMPLEMENTATION else implementation,
         why_no_cache=why_no_cache,
         is_assistant=bool(options["is_assistant"]),
+        is_own=is_own,
+        is_custom=is_own or kwargs.get("custom_generate") is not None,
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
         chunk_size=options["prefill_chunk_size"],
         num_beams=options["num_beams"],

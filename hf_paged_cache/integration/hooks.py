@@ -7,7 +7,7 @@ a module-level function or an object that is copied and pickled with the model.
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,27 +48,21 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = cache = _paged(kwargs)
-        generate, is_round = self._generate(), self.replaced is not None or has_own_generate(self.model)
+        generate, is_own = self._generate(), self.replaced is not None or has_own_generate(self.model)
         if brought is None:
-            if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS) and (not is_round or self._takes_cache()):
+            if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS) and (not is_own or self._takes_cache()):
                 cache = ambient_cache(self.model)
             if cache is None:
                 return generate(*args, **kwargs)
         for name in CACHE_ARGUMENTS:
             kwargs.pop(name, None)
-        given = read_generate(self.model, args, kwargs)
+        given = read_generate(self.model, args, kwargs, is_own=is_own)
         if brought is not None and given.why_no_cache:
             warnings.warn(f"{given.why_no_cache} this call runs without the cache it was given", stacklevel=2)
         needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens
         if given.why_no_cache or (brought is None and needs_none):
             return generate(*args, **kwargs)
-        if brought is None and cache.is_generating:
-            cache = cache.sibling()
-        name = cache_argument(self.model)
-        if is_round:
-            with nullcontext() if type(cache) is Rows else cache.around(self.model, given):
-                return generate(*args, **kwargs, **{name: cache})
-        rows = cache.begin_rows(self.model, given)
+        name, rows = cache_argument(self.model), cache.begin_rows(self.model, given)
         if rows.state.images is not None:  # a tower is to run for images that are not known alone
             kwargs = {name: value for name, value in kwargs.items() if name not in rows.state.images.pixels}
         with cache.running(rows):

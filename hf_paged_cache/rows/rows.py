@@ -70,6 +70,7 @@ class Rows(Cache):
         self.calls, self.kinds, self.looks, self._itself = calls, kinds, looks, ref(self)
         self.state: Any = None  # what `calls` remember of the rows
         self.thread = threading.get_ident()  # that ran the rows last
+        self.is_passed = False  # a `generate` of transformers was passed the rows since the call began
         self.in_generate = False  # `generate` runs the rows; it passes what it must
         self.reads_next = self.reads_all = False  # the arguments of the next forward, or of all, are looked at
         self.records_drafts = False  # drafts may be taken back
@@ -134,6 +135,17 @@ class Rows(Cache):
             self.layers.append(_another_layer(self._itself))
 
     # Called by a `generate` that is passed rows which an earlier call has returned.
+
+    @property
+    def _is_user_defined(self) -> bool:
+        """True; `generate` sets this as it begins."""
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, is_so: bool) -> None:
+        if self.is_passed and self.in_generate:
+            self.calls.begin_again(self)
+        self.is_passed = True
 
     def begin_rows(self, model: Any, given: Any) -> "Rows":
         """Return the rows on which a `generate` runs that was passed these: these, or others that go on from them."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import CacheBusyError, PagedPrefixCache
+from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from ..internals import reused_of_chunks
 from ..reference import AtStep, assert_same, row, run
@@ -74,7 +74,6 @@ def test_each_generate_that_it_calls_begins_anew(name: str, how: str, is_passed:
             outputs = run(model, cache if is_passed else None, input_ids=IDS)
         for wanted, output in zip(run(plain, input_ids=IDS), outputs, strict=True):
             assert_same(wanted, output)
-        assert not cache.is_generating
     if name != "qwen3_next" or calls is another:
         assert cache.last_call.reused_tokens >= 48
     cache.reset()
@@ -113,20 +112,28 @@ def test_what_it_has_run_by_itself_is_gone_on_with() -> None:
         assert_same(wanted, run(model, cache, input_ids=IDS))
 
 
-def test_while_one_runs_that_it_has_called_the_cache_is_busy() -> None:
+def test_while_one_runs_other_calls_on_the_cache_are_right() -> None:
     model, seen = build("llama"), []
     wrapped(model, twice, "its class")
     cache = PagedPrefixCache(model)
-
-    def look() -> None:
-        seen.append(cache.is_generating)
-        with pytest.raises(CacheBusyError):
-            run(model, cache, input_ids=LONGER)
-
-    run(model, cache, input_ids=IDS, logits_processor=[AtStep(3, look)])
-    assert seen == [True]
-    for wanted, output in zip(run(model, input_ids=IDS), run(model, cache, input_ids=IDS), strict=True):
+    step = AtStep(3, lambda: seen.append(run(model, cache, input_ids=LONGER)))
+    outputs = run(model, cache, input_ids=IDS, logits_processor=[step])
+    for wanted, output in zip(run(model, input_ids=IDS), outputs, strict=True):
         assert_same(wanted, output)
+    for wanted, output in zip(run(model, input_ids=LONGER), seen[0], strict=True):
+        assert_same(wanted, output)
+
+
+def test_new_tokens_alone_are_refused_within() -> None:
+    def goes_on(generate: Generate, given: dict[str, Any]) -> Any:
+        first = generate(**given).sequences
+        turn = torch.cat([first, torch.tensor([[9, 9]])], 1)
+        return generate(**{**given, "input_ids": turn[:, -3:], "attention_mask": torch.ones_like(turn)})
+
+    model = build("llama")
+    wrapped(model, goes_on, "its class")
+    with pytest.raises(CacheArgumentError, match="pass the whole prompt"):
+        run(model, PagedPrefixCache(model), input_ids=IDS)
 
 
 def test_one_that_takes_no_cache_runs_without() -> None:

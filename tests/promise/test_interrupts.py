@@ -45,8 +45,7 @@ def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() ->
     assert counter.num_lines > 10
     for at_line in range(1, counter.num_lines + 1):
         cache = prepared()
-        with InterrupterIn(("end", "close"), at_line) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        with InterrupterIn(("end", "close"), at_line), contextlib.suppress(KeyboardInterrupt):
             run(model, cache, max_new_tokens=2, **CALLS["greedy"])
-        assert not cache.is_generating, interrupter.place
         cache.store.reset_prefix_cache()
         assert_all_accounted_for(cache)
