@@ -18,12 +18,11 @@ from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.asking import require_filled
-from .integration.begin import how_to_run, require_continues, require_may_begin
-from .integration.calls import Calls
+from .integration.calls import Calls, require_continues, require_may_begin
 from .integration.capturing import Capturing, require_capture
 from .integration.current import Current, bytes_of_rows, forget
 from .integration.generate_arguments import GenerateArguments
-from .integration.hooks import attach, detach
+from .integration.hooks import attach, detach, how_to_run
 from .integration.ranks import Ranks
 from .integration.side_rows import SideRows
 from .model.layers import cache_layers

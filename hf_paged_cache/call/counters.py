@@ -5,9 +5,8 @@ from dataclasses import replace
 
 from ..stats import CallStats, RowStats
 from ..store.totals import CallTotals
-from .call_state import CallState
 from .find import Known
-from .request import ForwardRequest
+from .request import CallState, ForwardRequest
 
 
 class PromptCounters:

@@ -31,13 +31,9 @@ def fill(
     *,
     takes_over: bool = False,
 ) -> None:
-    """Let rows begin with their columns before `start`, all of which are known.
+    """Let rows begin with their columns before `start`, all of which are known; they will have `wanted` columns.
 
-    Args:
-        inputs: the rows as they were asked for.
-        known: what is known of each row.
-        wanted: columns that the rows will have, as far as that is known.
-        takes_over: the memory of the call before may become these rows'.
+    With `takes_over`, the memory of the call before may become these rows'.
     """
     rows.begin(inputs, wanted)
     captured = rows.captured  # captured rows are dense, and begin where they stay
@@ -171,11 +167,7 @@ def _load(store: BlockStore, rows: Rows, number: int, known: Known, done: int, s
 
 
 def _copy(source: Rows, source_row: int, rows: Rows, row: int, start: int, stop: int) -> int:
-    """Copy columns of a row to another row; return the column up to which the other row has them.
-
-    Args:
-        start, stop: columns as they are counted in the row that is written.
-    """
+    """Copy columns, as the written row counts them, to it; return the column up to which it has them."""
     if stop <= start:
         return start
     shift = source.prompts[source_row].pad - rows.prompts[row].pad

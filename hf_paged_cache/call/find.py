@@ -102,12 +102,7 @@ class Known:
 class Finding:
     """`Finding` finds what a store knows of rows that begin, and holds the leases of it until its `with` block ends.
 
-    What lower tiers know is loaded into the store.
-
-    Args:
-        latest: last column at which the rows may start.
-        previous: rows of the call before.
-        is_exact: whether rows start exactly where they are known, or begin anew.
+    What lower tiers know is loaded into the store. Rows that are exact start exactly where they are known, or anew.
     """
 
     def __init__(
@@ -250,9 +245,7 @@ def chain_of(root: bytes, size: int, tokens: TokenIds, chains: Mapping[bytes, Ha
 def why_stopped(num_known: int, token_ids: TokenIds, block_size: int, num_previous: int | None) -> str:
     """Say why no more of a row is known.
 
-    Args:
-        num_known: number of leading tokens that are known.
-        num_previous: number of tokens of the previous row by which the row is known; None: it is known by blocks.
+    It is known by a previous row of `num_previous` tokens, or, if that is None, by blocks.
     """
     if num_known == len(token_ids):
         return "the whole prompt was known"
@@ -280,11 +273,9 @@ class Found(NamedTuple):
 
 
 def look_up(store: BlockStore, row: RowInput, previous: Sequence[PreviousRow], num_needed: int) -> Found:
-    """Return what a call of one row would find that began now. The store's lock is held.  Effects: none.
+    """Return what a call of one row would find that began now, whose last `num_needed` tokens run in any case.
 
-    Args:
-        previous: rows of the cache's last call.
-        num_needed: number of the row's last tokens that run in any case.
+    This changes nothing. The store's lock is held.
     """
     most, size = max(0, len(row.token_ids) - num_needed), store.block_size
     latest = most if store.groups else None

@@ -20,8 +20,8 @@ from ..rows.groups import Group
 from ..rows.memory import Stream
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
-from .call_state import CallState
 from .find import chain_of
+from .request import CallState
 
 
 def keep(store: BlockStore, rows: Rows, state: CallState, salt: bytes) -> None:
@@ -100,12 +100,13 @@ def _keep_row(
             fresh = _take(store, held, hashes[first:]) if first < num_blocks else []
             store.pool.join_streams()
             slabs = store.pool.all.slabs
-        _write(rows, number, pad + first * size, fresh, size, slabs)
+        start = pad + (len(held.block_ids) - len(fresh)) * size
+        _write(rows, number, start, fresh, slabs, size)
         with store.lock:
             if store.pool.all.slabs is not slabs:  # the slabs have grown meanwhile, and moved
                 store.pool.join_streams()
-                _write(rows, number, pad + first * size, fresh, size, store.pool.all.slabs)
-            store.allocator.mark_computed([block_id for _, block_ids in fresh for block_id in block_ids])
+                _write(rows, number, start, fresh, store.pool.all.slabs, size)
+            store.allocator.mark_computed(fresh)
             if rows.states is not None:
                 _keep_states(store, rows.states.taken[number], held)
             if rows.windows:
@@ -118,13 +119,10 @@ def _keep_row(
                 store.leases.give_back(held)
 
 
-def _write(
-    rows: Rows, number: int, start: int, fresh: Sequence[tuple[int, list[int]]], size: int, slabs: Sequence[Slab]
-) -> None:
-    """Write runs of blocks: for each the number of its first block, counted from column `start`, and their ids."""
-    for at, block_ids in fresh:
-        first = start + at * size
-        memory.write_blocks(rows.columns(number, first, first + len(block_ids) * size), slabs, block_ids)
+def _write(rows: Rows, number: int, start: int, block_ids: Sequence[int], slabs: Sequence[Slab], size: int) -> None:
+    """Write the columns of a row from `start` on into blocks."""
+    if block_ids:
+        memory.write_blocks(rows.columns(number, start, start + len(block_ids) * size), slabs, block_ids)
 
 
 def _keep_states(store: BlockStore, taken: dict[int, States], held: Allocation) -> None:
@@ -139,11 +137,8 @@ def _keep_windows(
 ) -> None:
     """Keep what layers with a window see at the end of the blocks that are held.
 
-    What they see before that end is kept as far as there is room. The store's lock is held, so that nobody finds what
-    is not written yet.
-
-    Raises:
-        OutOfBlocksError: there is no room; nothing has changed.
+    What they see before that end is kept as far as there is room; without room for the end, OutOfBlocksError is raised
+    and nothing has changed. The store's lock is held, so that nobody finds what is not written yet.
     """
     size, num_tokens = store.block_size, len(held.block_ids) * store.block_size
     groups, block_ids = store.windows.groups, held.block_ids
@@ -184,36 +179,26 @@ def _keep_windows(
             group.release([block_ids[index] for index in passed], num_own=1, is_end=False)
 
 
-def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> list[tuple[int, list[int]]]:
-    """Take blocks for as many of these hashes as fit, behind the blocks that are held.
+def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> list[int]:
+    """Take blocks for as many of these hashes as fit, behind the blocks that are held; return those that are fresh.
 
-    Return runs of fresh blocks: the number of the first hash, and the ids of its block and of those after it. Hashes
-    between two runs are there already.
+    The fresh ones are one run, up to a hash that is known again. Those before it another call is writing.
     """
     allocator, before = store.allocator, len(held.block_ids)
-    # also known are hashes whose blocks another call is writing
     known = [allocator.hash_of_digest(each.digest) is not None for each in hashes]
-    store.budget.make_room(known.count(False))
-    left = min(store.budget.num_obtainable_blocks(), allocator.num_available_blocks - known.count(True))
-    num = 0
-    while num < len(hashes) and (known[num] or left >= 1):
-        left -= not known[num]
-        num += 1
+    first = known.index(False) if False in known else len(known)
+    stop = known.index(True, first) if True in known[first:] else len(known)
+    store.budget.make_room(stop - first)
+    left = min(store.budget.num_obtainable_blocks(), allocator.num_available_blocks - first)
+    num = first + int(max(0, min(stop - first, left)))
     if not num:
         return []
     allocator.allocate_immutable(held, hashes[:num])
-    block_ids, fresh = held.block_ids[before:], list[tuple[int, list[int]]]()
-    store.pool.all.use(1 + max(block_ids))
+    fresh = held.block_ids[before + first :]
+    store.pool.all.use(1 + max(held.block_ids[before:]))
     store.offload()
-    for at, (block_id, is_known) in enumerate(zip(block_ids, known, strict=False)):
-        if is_known:
-            continue
-        if fresh and fresh[-1][0] + len(fresh[-1][1]) == at:
-            fresh[-1][1].append(block_id)
-        else:
-            fresh.append((at, [block_id]))
     for group in store.windows.groups:  # window blocks of what these blocks held before are given up
-        group.drop(block_id for _, of_run in fresh for block_id in of_run)
+        group.drop(fresh)
     return fresh
 
 

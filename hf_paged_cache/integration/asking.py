@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks.roots import RootFacts
-from ..call.call_state import CallState
-from ..call.request import ForwardRequest, RequestRead, RowInput
+from ..call.request import CallState, ForwardRequest, RequestRead, RowInput
 from ..errors import CacheArgumentError
 from ..rows.rows import Rows
 from .chunked_prompt import IN_CHUNKS
@@ -82,14 +81,7 @@ def read(calls: CallParts, rows: Rows, arguments: Mapping[str, Any]) -> tuple[Fo
 
 
 def require_filled(calls: CallParts, arguments: Mapping[str, Any], before: int) -> None:
-    """Refuse a prompt that has placeholders which nothing fills: images must come with every prompt.
-
-    Args:
-        before: number of columns of the rows that resume.
-
-    Raises:
-        CacheArgumentError: the prompt has such placeholders.
-    """
+    """Refuse a prompt, after `before` columns, with placeholders that nothing fills: images come with every prompt."""
     ids = arguments.get("input_ids") if calls.placeholders.kinds else None
     if ids is None or (before and ids.shape[-1] == 1):  # a model may generate the id of a placeholder
         return

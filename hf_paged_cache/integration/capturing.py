@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..blocks.arguments import int_of_at_least
-from ..call.call_state import CallState
+from ..call.request import CallState
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
 from ..model.fingerprint import Fingerprint

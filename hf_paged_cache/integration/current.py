@@ -10,13 +10,7 @@ from ..wording import where_of
 
 
 class Current:
-    """`Current` holds the rows of a cache's last call, or of its running loop.
-
-    Args:
-        store: blocks of the model.
-        salt: salt of the cache.
-        close: keeps what rows have computed, and closes the rows.
-    """
+    """`Current` holds the rows of a cache's last call, or of its running loop; `close` keeps and closes rows."""
 
     def __init__(self, store: BlockStore, salt: bytes, close: Callable[[Rows], None]) -> None:
         self._store, self.salt, self._close = store, salt, close
@@ -80,8 +74,7 @@ def bytes_of_rows(held: Sequence[Rows | None], running: Sequence[Rows]) -> int:
 def forget(store: BlockStore, salt: bytes | None) -> None:
     """Forget the blocks and pins of a salt, or of all if it is None, and end the rows of its calls that are over.
 
-    Raises:
-        CacheBusyError: a call is running on one of these caches, or its rows may resume; nothing has changed.
+    Where rows of a loop may resume, CacheBusyError is raised, and nothing has changed.
     """
     with store.lock:
         currents = [each for each in store.currents if salt in (None, each.salt)]

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 
 from ..blocks.image_tokens import hold_images, whole_images
-from ..call.call_state import CallState
 from ..call.counters import count_bypassed, count_prompt
 from ..call.fill import fill
 from ..call.find import Finding, Known
 from ..call.keep import keep
-from ..call.request import ForwardRequest, RowInput
+from ..call.request import CallState, ForwardRequest, RowInput
 from ..model.layers import cache_layers
 from ..rows.rows import Rows
 from ..rows.shared import IN_CHUNKS as READ_IN_CHUNKS

@@ -37,15 +37,8 @@ class StoreParts(Protocol):
 class CallParts:
     """`CallParts` has what the calls of one cache share. It holds no rows.
 
-    Args:
-        parts: what calls share with all other calls of the store.
-        salt: part of every root, and the namespace of the blocks.
-        counters: counters of the cache.
-        ranks: processes that share the model.
-        capturing: lets forwards run by graphs.
-
-    Attributes:
-        reads_only: True if a first forward is not to run; what it asks for is raised as RequestRead.
+    The salt is part of every root, and the namespace of the blocks. Where `reads_only` is true, a first forward does
+    not run, and what it asks for is raised as RequestRead.
     """
 
     def __init__(

@@ -37,13 +37,7 @@ def run_ahead(
     *,
     may_share: bool,
 ) -> Ahead:
-    """Bring rows to one column. What is computed ahead for a row is added to what is known of it.
-
-    Args:
-        latest: last column at which the rows may start.
-        arguments: arguments of the forward, by name.
-        may_share: whether forwards may run ahead.
-    """
+    """Bring rows to one column, `latest` at most. What is computed ahead for a row is added to what is known of it."""
     inputs, known, is_exact = finding.inputs, finding.known, finding.is_exact
     if latest <= 0:
         return Ahead(0)
