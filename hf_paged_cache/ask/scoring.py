@@ -195,9 +195,10 @@ class _Scorer:
                 logits, rows = self._side.run_chunks(row_of(prompt + tokens[:-1]), chunk_size, len(tokens))
         self._note(rows)
         self._read(logits, [(0, column, number, token) for column, token in enumerate(tokens)])
-        (count,), (prompt_of_row,) = rows.state.counts, rows.prompts
-        most = self._found.setdefault(prompt_of_row.root, count.matched_tokens)
-        count.reused_tokens, count.matched_tokens = min(count.reused_tokens, most), min(count.matched_tokens, most)
+        (count,) = rows.state.counts
+        for prompt_of_row in rows.prompts:  # there is none where the rows were bypassed
+            most = self._found.setdefault(prompt_of_row.root, count.matched_tokens)
+            count.reused_tokens, count.matched_tokens = min(count.reused_tokens, most), min(count.matched_tokens, most)
         self.counts.append(count)
 
     def run_after_contexts(self, prompts: Sequence[Tokens], batch_size: int | None, asked: AskedPrompt | None) -> None:

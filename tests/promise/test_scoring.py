@@ -77,6 +77,20 @@ def test_under_a_hook_of_others_scores_are_right_and_nothing_is_reused(name: str
     assert cache.stats().num_bypassed_calls == 2
 
 
+@pytest.mark.parametrize(("name", "size", "is_hooked"), [("mixtral", 24, False), ("llama", 16, True)])
+def test_what_runs_in_chunks_on_transformers_layers_is_scored(name: str, size: int, is_hooked: bool) -> None:
+    """Experts compute all tokens of a chunk together, and a chunk is more than a block here; or there is a hook."""
+    model = build(name)
+    if is_hooked:
+        model.register_forward_pre_hook(lambda *_: None)
+    cache = PagedPrefixCache(model)
+    for _ in range(2):
+        scores = cache.score(PROMPT, CONTINUATIONS, prefill_chunk_size=size)
+        assert_right(model, PROMPT, CONTINUATIONS, scores)
+        assert cache.last_call.computed_tokens == cache.last_call.prompt_tokens == 5 * 50 + NUM_BEHIND
+    assert cache.stats().num_bypassed_calls == 2
+
+
 def test_a_model_that_cannot_leave_out_logits_is_scored_and_reuses() -> None:
     model = without_logits_to_keep(build("llama"))
     cache = PagedPrefixCache(model)
