@@ -6,6 +6,7 @@ reset a cache.
 
 import sys
 import threading
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,12 +21,15 @@ from .foreign_code import Numbers, foreign_layer, full_name, functions_of, passe
 from .identity import Identities, Look, Settings, adapter_state
 from .layers import cache_layers, windows_of
 from .rope import RopeRegime
-from .support import StateTraits, attention_of, is_foreign, read_state_traits
+from .support import StateTraits, attention_of, configs_within, is_foreign, read_state_traits
 from .weights import Listing, watch_optimizers
 
 _NOISE = ("drop", "jitter", "noise")  # parts of the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
-_NO_CONDITION = ("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version")
+_NO_CONDITION = (
+    *("output_", "return_", "use_cache", "_output_", "_commit_hash", "_name_or_path", "transformers_version"),
+    *("id2label", "label2id"),
+)
 OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _PLAIN = (bool, int, float, str, list, tuple)
 
@@ -166,19 +170,15 @@ class Fingerprint:
         return why_by_peft
 
     def _read_config(self) -> None:
-        """Read the model's config and that of its text: numbers, flags, words and lists that forwards may read."""
+        """Read the model's config, that of its text, and the configs and mappings within them."""
         config = self.model.config
         of_text = config.get_text_config(decoder=True)
         configs = [config] if of_text is config else [config, of_text]
-        held = [each.__dict__ for each in configs]
-        # a list may change
-        read = [{k: [*v] if isinstance(v, list) else v for k, v in dict(each).items()} for each in held]
-        settings: Settings = [
-            (name, tuple(value) if isinstance(value, list) else value)
-            for each in read
-            for name, value in each.items()
-            if isinstance(value, _PLAIN) and not name.startswith(_NO_CONDITION)
-        ]
+        within = configs_within(configs)
+        held = [each.__dict__ for _, each in within]
+        read: list[Any] = [*map(_copied, held)]
+        prefixes = [prefix for prefix, _ in within]
+        settings = [*chain.from_iterable(map(_settings, read, prefixes))]
         self._is_causal = getattr(of_text, "is_causal", None) is not False
         self.attention = attention_of(self.model)
         self.outputs = sorted({name for each in configs for name in OUTPUT_FLAGS if getattr(each, name, None)})
@@ -201,6 +201,26 @@ class Fingerprint:
         self.rank_groups = rank_groups(self.model)
         self.listing = listing  # set last: after an interrupt all of this is done again
         self._facts = ()
+
+
+def _copied(value: Any) -> Any:
+    """Return a value that stays as it is now: lists and mappings may change."""
+    if isinstance(value, dict):
+        return {name: _copied(each) for name, each in dict(value).items()}
+    return [*map(_copied, value)] if isinstance(value, list) else value
+
+
+def _settings(read: dict[Any, Any], prefix: str) -> Settings:
+    """Return the numbers, flags, words and lists of a config or mapping that forwards may read."""
+    settings: Settings = []
+    for name, value in read.items():
+        if str(name).startswith(_NO_CONDITION):
+            continue
+        if isinstance(value, dict):
+            settings += _settings(value, f"{prefix}{name}.")
+        elif isinstance(value, _PLAIN):
+            settings.append((f"{prefix}{name}", tuple(value) if isinstance(value, list) else value))
+    return settings
 
 
 def _draws_progress(thread: threading.Thread) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..errors import UnsupportedModelError
 from .layers import HELD_LAYERS, cache_layers, has_index, has_state, holds_nothing, own_cache_class, windows_of
@@ -171,6 +171,16 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
         or len({(type(layer), layer.layer_idx) for layer in layers}) < len(layers)  # stacks may share one cache
         or any(map(has_state, cache_layers(model)))  # a scan may start from zeros, whatever the state
     )
+
+
+def configs_within(configs: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return these configs and those that they hold, each with what begins the names of its settings."""
+    within = [("", each) for each in configs]
+    for prefix, each in within:  # and those that join meanwhile
+        for name, value in dict(each.__dict__).items():
+            if isinstance(value, PreTrainedConfig) and not any(value is known for _, known in within):
+                within.append((f"{prefix}{name}.", value))
+    return within
 
 
 def attention_of(model: PreTrainedModel) -> str | None:

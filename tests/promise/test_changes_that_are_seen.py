@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as everywhere
+from transformers import PreTrainedConfig
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from hf_paged_cache import PagedPrefixCache
@@ -144,7 +145,18 @@ CHANGES: dict[str, Callable[[Model], Any]] = {
     "another class of a module": change_class,
     "a window in the config": lambda model: setattr(model.config, "sliding_window", 8),
     "fewer layers in the config": lambda model: setattr(model.config, "num_hidden_layers", 1),
+    "a mapping in the config": lambda model: model.config.rope_parameters.update(llama_4_scaling_beta=0.5),
 }
+
+
+def test_a_config_within_the_config_is_part_of_it(tiny_llama: Model) -> None:
+    new_config: Any = PreTrainedConfig
+    tiny_llama.config.attn_config = new_config(clip_qkv=8.0)
+    known = Known(tiny_llama)
+    tiny_llama.config.attn_config.clip_qkv = 0.5
+    assert known.finds_nothing()
+    tiny_llama.config.attn_config.clip_qkv = 8.0
+    assert known.finds_all()
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, NotPortableError, PagedPrefixCache, PrefixStore, saved_report
 from hf_paged_cache.tiers.folder import saved_paths
@@ -150,6 +150,17 @@ def test_what_another_model_or_version_computed_and_other_block_sizes_are_not_lo
     assert "other weights" in whys[2]
     assert "transformers is" in whys[3]
     assert [sum(each.values()) for each in told] == [20] * 4
+
+
+@pytest.mark.parametrize("kind", [dict, PreTrainedConfig])
+def test_what_a_mapping_or_a_config_within_the_config_says_is_of_the_model(kind: Any, tmp_path: Path) -> None:
+    """Such as attn_config.clip_qkv of DBRX, and rope_parameters["mscale_all_dim"] of DeepSeek V3."""
+    model, other = copy.deepcopy(tiny("llama")), copy.deepcopy(tiny("llama"))
+    model.config.attn_config, other.config.attn_config = kind(clip_qkv=8.0), kind(clip_qkv=0.5)
+    save(model, tmp_path)
+    loaded = new_cache(other).store.load(tmp_path)
+    why = "it was computed by another model: attn_config.clip_qkv is 8.0, here 0.5"
+    assert (loaded.num_blocks, [*loaded.not_loaded]) == (0, [why])
 
 
 def test_what_has_a_salt_is_not_written_and_not_found(tmp_path: Path) -> None:
