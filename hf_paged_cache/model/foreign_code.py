@@ -60,7 +60,8 @@ def foreign_layer(modules: list[nn.Module]) -> str | None:
     for module in modules:
         package = f"{type(module).__module__}."
         has_weight = not module._modules and (hasattr(module, "weight") or hasattr(module, "qweight"))
-        if not has_weight and not package.startswith((*_UNIFORM_PACKAGES, own)):
+        is_packed = package.startswith("torch.ao.nn.")  # scales of a whole call; weights are in no parameter
+        if is_packed or not (has_weight or package.startswith((*_UNIFORM_PACKAGES, own))):
             where = "round a layer" if module._modules else "among the layers"
             return f"a {type(module).__qualname__} ({type(module).__module__}) is {where}"
     return None

@@ -124,3 +124,14 @@ def test_a_model_that_transformers_quantises_as_it_loads_it(model: PreTrainedMod
         assert cache.last_call.reused_tokens == reused
     zero_blocks(cache)
     assert not is_same(reference, run(quantised, cache, input_ids=IDS))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that torchao has this now
+def test_layers_that_are_packed_by_torch_itself_are_computed_whole() -> None:
+    """Their scales are those of a whole call, and their weights are no tensors that could be watched or named."""
+    quantize_dynamic: Any = torch.ao.quantization.quantize_dynamic
+    model = quantize_dynamic(build("llama"), {torch.nn.Linear})
+    cache = PagedPrefixCache(model)
+    for _ in range(2):
+        assert_right(model, cache, input_ids=IDS, reused=0)
+    assert "a Linear (torch.ao.nn.quantized.dynamic.modules.linear) is round a layer" in cache.last_call.rows[0].stopped
