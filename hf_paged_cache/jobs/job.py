@@ -51,6 +51,11 @@ class BatchSummary:
         num_batches: number of calls of `generate`.
         num_bypassed: number of prompts in calls that reused and kept nothing, such as under a hook.
         seconds: seconds that the calls took, without loading and tokenizing.
+
+    Examples:
+        >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
+        >>> summary.num_prompts, summary.num_batches
+        (2, 1)
     """
 
     num_prompts: int
@@ -79,6 +84,10 @@ class BatchResult:
 
     Completions are in the order of the prompts, each a text, or a list of texts with `num_return_sequences`. They are
     None if they went into a file.
+
+    Examples:
+        >>> len(generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).completions)
+        2
     """
 
     completions: list[Completion] | None
