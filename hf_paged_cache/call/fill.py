@@ -45,8 +45,8 @@ def fill(
         rows.start_at(0, inputs)
         return
     shared = None
-    if len(inputs) > 1 and rows.may_be_lazy and captured is None and rows.copies is None:
-        shared = share_known(store, inputs, known, start, rows.looks)
+    if len(inputs) > 1 and rows.may_be_lazy and captured is None:
+        shared = share_known(store, inputs, known, start, rows.looks, rows.copies or range(len(inputs)))
     may_take = takes_over and shared is None and captured is None
     done = _take_over(rows, inputs, known, start, slabs) if may_take else 0
     if shared is not None:

@@ -19,11 +19,16 @@ from .request import RowInput
 
 
 def share_known(
-    store: BlockStore, inputs: Sequence[RowInput], known: Sequence[Known], start: int, looks: Looks
+    store: BlockStore,
+    inputs: Sequence[RowInput],
+    known: Sequence[Known],
+    start: int,
+    looks: Looks,
+    copies: Sequence[int],
 ) -> SharedColumns | None:
     """Find what rows have in common of the blocks that hold their columns before `start`.
 
-    None where it does not pay to hold that once.
+    None where it does not pay to hold that once, for all rows that go on: row `i` from the row `copies[i]` that runs.
     """
     size, numbers = store.block_size, dict[bytes, int]()  # a block's digest -> a number for the block
     with store.lock:
@@ -38,8 +43,11 @@ def share_known(
     launch = 0.0
     if looks.weighs_launches:
         launch = launch_tokens([slab for slab, _ in slabs], are_padded=any(row.pad for row in layouts))
-    plan = find_segments(layouts, start, size, launch)
-    if plan is None:
+    plan = find_segments([layouts[source] for source in copies], start, size, launch)
+    plan = None if plan is None else _of_sources(plan, copies)
+    if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
+        return None
+    if not all(follow(segment.rows) for segment in plan.segments):
         return None
     found = [_where(store, slabs, segment, known, size) for segment in plan.segments]
     if None in found:
@@ -48,11 +56,21 @@ def share_known(
     return SharedColumns(plan, [each[0] for each in found if each is not None], leases, looks, num_pool_blocks)
 
 
+def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
+    """Turn the plan of rows into that of the rows which run for them."""
+    firsts = [copies.index(source) for source in range(1 + max(copies))]
+    segments = dict.fromkeys(  # equal rows may each have got a segment of their own
+        segment._replace(rows=tuple(sorted({copies[row] for row in segment.rows}))) for segment in plan.segments
+    )
+    pads, ends = tuple(plan.pads[row] for row in firsts), tuple(plan.ends[row] for row in firsts)
+    return plan._replace(segments=tuple(segments), pads=pads, ends=ends)
+
+
 def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColumns | None:
     """Find what rows have in common that go on from the rows which ran for them, row `i` from row `copies[i]`.
 
-    That is the whole of each such row: what rows that ran share already, and what each of them has behind that. None
-    where it does not pay to hold that once.
+    None where it does not pay to hold that once. Columns behind those that rows share already are held once for the
+    rows of one source, or lie in the tail of each row, whichever costs less.
     """
     held, n, base, old = rows.all.memory, rows.n, rows.all.base, rows.shared
     if not held or not rows.is_whole:
@@ -66,19 +84,23 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
         if of_all:
             segments.append(segment._replace(rows=of_all))
             lies.append(memory_of)
-    for source, prompt in enumerate(rows.prompts):
-        first = prompt.pad if old is None else old.plan.ends[source]
-        if members[source] and first < n:
-            segments.append(Segment(tuple(members[source]), first - prompt.pad, (source,)))
-            part = slice(first - base, n - base)
-            lies.append([Streams(tensor[:, source : source + 1, :, part], names) for tensor, names in held])
     pads, launch = tuple(rows.prompts[source].pad for source in copies), 0.0
     if looks.weighs_launches:
         launch = launch_tokens([tensor[:, 0] for tensor, _ in held], are_padded=any(pads))
-    cost = sum(each[0].tensor.shape[3] for each in lies) + launch * len(segments)
+    behind = [prompt.pad if old is None else old.plan.ends[at] for at, prompt in enumerate(rows.prompts)]
+    apart = len(copies) * (n - base)  # columns read where each row has its own
+    is_once = old is None or sum(n - first + launch for first in behind if first < n) < apart
+    for source, first in enumerate(behind) if is_once else ():
+        if members[source] and first < n:
+            segments.append(Segment(tuple(members[source]), first - rows.prompts[source].pad, (source,)))
+            part = slice(first - base, n - base)
+            lies.append([Streams(tensor[:, source : source + 1, :, part], names) for tensor, names in held])
+    cost = sum(each[0].tensor.shape[3] for each in lies) + launch * len(segments) + (0 if is_once else apart)
     if cost >= len(copies) * (n - min(pads)) or not all(follow(segment.rows) for segment in segments):
         return None
-    plan = Plan(tuple(segments), pads, (n,) * len(copies), n)
+    # without the rows whose tails begin there, all others' may begin behind what the memory begins with
+    ends = (n,) * len(copies) if is_once else tuple(behind[source] for source in copies)
+    plan = Plan(tuple(segments), pads, ends, n if is_once else base)
     leases, num_pool_blocks = ((), 0) if old is None else (old.leases, old.num_pool_blocks)
     return SharedColumns(plan, lies, leases, looks, num_pool_blocks)
 
