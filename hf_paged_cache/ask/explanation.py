@@ -138,8 +138,7 @@ def explain(
 ) -> Explanation:
     """Explain how much of a prompt a `generate` on this cache would reuse now, up to which token, and why no more.
 
-    `print` the answer. It is that of `lookup`, and how the closest cached prompt of this `cache_salt` continues from
-    there.
+    `print` it: it is what `lookup` says, and how the closest cached prompt of this `cache_salt` continues from there.
 
     Args:
         token_ids: see `lookup`.
@@ -174,7 +173,6 @@ def explain(
         hashes = blocks.allocator.hashes(cache.cache_salt).values()
     num_agreed = num_common(goes_on, tokens[found.num_tokens :])
     parts_at = found.num_tokens + num_agreed
-    rest = goes_on[num_agreed : num_agreed + _NUM_SHOWN]
     advice, first = "", bytes_of(tokens[: blocks.block_size])
     if not found.num_tokens and any(block_hash.token_bytes == first for block_hash in hashes):
         advice = _ELSEWHERE
@@ -192,7 +190,7 @@ def explain(
         parts_at=parts_at,
         before=_shown(tokens[max(0, parts_at - _NUM_SHOWN) : parts_at], tokenizer),
         after=_shown(tokens[parts_at : parts_at + _NUM_SHOWN], tokenizer),
-        cached=_shown(rest, tokenizer) if rest else None,
+        cached=_shown(goes_on[num_agreed : num_agreed + _NUM_SHOWN], tokenizer) if goes_on[num_agreed:] else None,
         advice=advice,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..blocks import Allocation, HashChain
+from ..blocks import Allocation, BlockHash, HashChain
 from ..blocks.hashing import tokens_of
 from ..blocks.image_tokens import end_of_image, filled_up, hold_images, said_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
@@ -16,6 +16,7 @@ from ..kv.states import States
 from ..rows.rows import Rows
 from ..store import tier_load
 from ..store.block_store import BlockStore
+from ..store.leases import Resumable
 from ..store.tier_load import Wanted
 from .request import RowInput
 
@@ -207,13 +208,7 @@ def known_of(
     if not asks and block < len(tokens) // size:  # do blocks know more than that row?
         asks = bool(store.allocator.match_prefix(chain.hashes_of(block, block + 1), row.salt))
     if asks:
-        hashes = chain.hashes_of()
-        num_held, num_whole, num_matched = store.leases.look(hashes, row.salt, tokens, most)
-        end = end_of_image(tokens, num_matched, num_matched + size) if are_images else None
-        if end is not None and end <= most:  # the block that the image ends in may have been kept up to there
-            up_to_end = HashChain(row.root, size, filled_up(tokens, end, size)).hashes_of()
-            if store.leases.look(up_to_end, row.salt, tokens, end).num_tokens == end:
-                hashes, num_held = up_to_end, end
+        hashes, (num_held, num_whole, num_matched) = _in_blocks(store, row, chain, most, are_images=are_images)
         if num_held and leases:
             lease = store.leases.take(hashes, row.salt, num_held)
     num_tokens = max(num_held, num_there)
@@ -234,6 +229,20 @@ def known_of(
     if begins_otherwise and not known.num_tokens:
         known.stopped += ", and the last call's begin otherwise"
     return known
+
+
+def _in_blocks(
+    store: BlockStore, row: RowInput, chain: HashChain, most: int, *, are_images: bool
+) -> tuple[Sequence[BlockHash], Resumable]:
+    """Return what blocks hold of a row that starts after at most `most` tokens, and the hashes of these blocks."""
+    hashes, size, tokens = chain.hashes_of(), store.block_size, row.token_ids
+    found = store.leases.look(hashes, row.salt, tokens, most)
+    end = end_of_image(tokens, found.num_matched, found.num_matched + size) if are_images else None
+    if end is not None and end <= most:  # the block that the image ends in may have been kept up to there
+        up_to_end = HashChain(row.root, size, filled_up(tokens, end, size)).hashes_of()
+        if store.leases.look(up_to_end, row.salt, tokens, end).num_tokens == end:
+            return up_to_end, found._replace(num_tokens=end)
+    return hashes, found
 
 
 def chain_of(root: bytes, size: int, tokens: TokenIds, chains: Mapping[bytes, HashChain]) -> HashChain:
