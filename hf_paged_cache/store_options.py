@@ -60,7 +60,7 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     for name in sizes:
         if name not in StoreOptions._fields:
             close = difflib.get_close_matches(name, [*StoreOptions._fields, *_OF_CACHES], 1)
-            hint = f"did you mean {close[0]}? " if close else ""
+            hint = f"did you mean {close[0]}? " if close and close[0] != name else ""
             raise TypeError(
                 f"unexpected keyword argument {name!r}; {hint}a store takes {', '.join(StoreOptions._fields)}, and a "
                 f"PagedPrefixCache also {', '.join(_OF_CACHES)}"
