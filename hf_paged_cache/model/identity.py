@@ -28,7 +28,8 @@ logger = logging.getLogger("hf_paged_cache")
 _MOST_REMEMBERED = 256  # most identities that are remembered
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
 _THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile
-_NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path"}
+# what a config says of a model beside how it computes; `save_pretrained` sets the last two
+_NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path", "architectures", "dtype"}
 Settings = list[tuple[str, object]]  # (name, value) of each setting of a config
 _PACKAGES = ("torch", "transformers")  # packages whose versions are part of an identity, so that their code is not
 

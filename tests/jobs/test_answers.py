@@ -148,7 +148,9 @@ def test_a_finished_job_that_is_begun_again_runs_nothing_and_overwrite_begins_an
 ) -> None:
     run(tiny("llama"), tokenizer, out=half_done)
     before, ran = contents(half_done.parent), rows_that_run(monkeypatch)
-    summary = run(build("llama"), tokenizer, out=half_done).summary  # the same weights
+    model = build("llama")  # the same weights
+    model.config.architectures, model.config.dtype = ["LlamaForCausalLM"], model.dtype  # as `save_pretrained` does
+    summary = run(model, tokenizer, out=half_done).summary
     assert (summary.num_prompts, summary.num_done_before, summary.num_batches, ran) == (20, 20, 0, [])
     assert contents(half_done.parent) == before
     assert run(tiny("llama"), tokenizer, PROMPTS[:3], out=half_done, overwrite=True).summary.num_done_before == 0
