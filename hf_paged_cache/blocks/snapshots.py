@@ -101,11 +101,12 @@ class Snapshots(Generic[Content]):
         self._shrink(most)
 
     def _shrink(self, most: int) -> None:
-        if (num_over := len(self._contents) - most) > 0:
-            for digest in sorted(self._contents, key=self.pinned.__contains__)[:num_over]:
-                content = self._contents.pop(digest)
-                if self.on_evict is not None:
-                    self.on_evict(digest, content)
+        while len(self._contents) > most:
+            oldest = next(iter(self._contents))
+            digest = next((each for each in self._contents if each not in self.pinned), oldest)
+            content = self._contents.pop(digest)
+            if self.on_evict is not None:
+                self.on_evict(digest, content)
 
     def settle(self) -> None:
         """Forget snapshots whose blocks have gone."""
