@@ -11,9 +11,9 @@ from ..blocks import BlockHash, HashChain
 from ..blocks.arguments import int_of_at_least
 from ..blocks.image_tokens import end_of_image, filled_up
 from ..blocks.tokens import TokenIds
-from ..call.request import RowInput
 from ..errors import CacheArgumentError, OutOfBlocksError, UnsupportedModelError
 from ..integration.token_input import are_several, one_sequence
+from ..rows.request import RowInput
 from ..stats import RowStats
 from .prompts import AskedCache, AskedPrompt, asked_prompt, text_of
 

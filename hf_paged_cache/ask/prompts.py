@@ -8,7 +8,6 @@ from torch import Tensor
 
 from ..blocks.roots import RootFacts
 from ..call.counters import PromptCounters
-from ..call.request import RowInput
 from ..errors import CacheArgumentError, CacheBusyError
 from ..integration.asking import why_in_general
 from ..integration.calls import Calls
@@ -17,6 +16,7 @@ from ..integration.ranks import Ranks
 from ..integration.side_rows import SideRows
 from ..integration.token_input import one_sequence
 from ..prefix_store import PrefixStore
+from ..rows.request import RowInput
 
 
 class AskedCache(Protocol):

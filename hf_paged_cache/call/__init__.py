@@ -1,1 +1,1 @@
-"""Holds the steps of one call on rows: what is asked, found, planned, filled, shared, kept and counted."""
+"""Holds the steps of one call on rows: what is found, planned, filled, shared, kept and counted."""

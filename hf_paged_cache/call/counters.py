@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from ..rows.request import CallState, ForwardRequest
 from ..stats import CallStats, RowStats
 from ..store.totals import CallTotals
 from .find import Known
-from .request import CallState, ForwardRequest
 
 
 class PromptCounters:

@@ -12,10 +12,10 @@ from ..kv.block_pool import Slab
 from ..kv.states import States, row_of, stacked
 from ..rows import memory
 from ..rows.groups import Group
+from ..rows.request import RowInput
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .find import Known
-from .request import RowInput
 from .share import share_known
 
 _NAMES = itemgetter(1)  # of the streams that lie in one tensor, in rows and in the pool

@@ -13,12 +13,12 @@ from ..blocks.hashing import tokens_of
 from ..blocks.image_tokens import end_of_image, filled_up, hold_images, said_image, whole_images
 from ..blocks.tokens import TokenIds, common_prefix_length
 from ..kv.states import States
+from ..rows.request import RowInput
 from ..rows.rows import Rows
 from ..store import tier_load
 from ..store.block_store import BlockStore
 from ..store.leases import Resumable
 from ..store.tier_load import Wanted
-from .request import RowInput
 
 
 class PreviousRow(NamedTuple):

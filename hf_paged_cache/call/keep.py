@@ -18,10 +18,10 @@ from ..kv.states import States
 from ..rows import memory
 from ..rows.groups import Group
 from ..rows.memory import Stream
+from ..rows.request import CallState
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .find import chain_of
-from .request import CallState
 
 
 def keep(store: BlockStore, rows: Rows, state: CallState, salt: bytes) -> None:

@@ -11,11 +11,11 @@ from ..blocks import Allocation
 from ..kv.block_pool import Slab
 from ..rows import memory
 from ..rows.memory import Streams
+from ..rows.request import RowInput
 from ..rows.rows import Rows
 from ..rows.shared import Looks, SharedColumns
 from ..store.block_store import BlockStore
 from .find import Known
-from .request import RowInput
 
 
 def share_known(

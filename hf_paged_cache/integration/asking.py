@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ..blocks.roots import RootFacts
-from ..call.request import CallState, ForwardRequest, RequestRead, RowInput
 from ..errors import CacheArgumentError
+from ..rows.request import CallState, ForwardRequest, RequestRead, RowInput
 from ..rows.rows import Rows
 from .chunked_prompt import IN_CHUNKS
 from .images import PromptImages, Seen

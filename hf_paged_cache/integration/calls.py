@@ -21,13 +21,13 @@ from torch import Tensor
 
 from ..call.counters import count_bypassed
 from ..call.keep import lay_out
-from ..call.request import CallState, ForwardRequest
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
 from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
 from ..model.support import cache_argument, require_layer_adapters
 from ..rows.layers import SPARE
+from ..rows.request import CallState, ForwardRequest
 from ..rows.rows import Prompt, Rows
 from ..rows.shared import SharedColumns
 from .asking import GRADIENTS, read, require_filled, with_roots

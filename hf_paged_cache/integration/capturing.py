@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..blocks.arguments import int_of_at_least
-from ..call.request import CallState
 from ..errors import CacheArgumentError, CacheBusyError
 from ..locks import new_lock
 from ..model.fingerprint import Fingerprint
@@ -21,6 +20,7 @@ from ..model.trial import layers_after_a_token
 from ..rows import memory
 from ..rows.captured import CapturedCall, Said, too_large
 from ..rows.graphs import EXPERTS, TOKENS, Model
+from ..rows.request import CallState
 from ..rows.rows import Rows
 from ..rows.static import Arena, together
 

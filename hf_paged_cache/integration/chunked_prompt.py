@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
 from ..blocks.hashing import root_hash
-from ..call.request import Chunks, ForwardRequest
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..model.support import has_experts
+from ..rows.request import Chunks, ForwardRequest
 from .generate_arguments import GenerateArguments
 
 IN_CHUNKS = "prefill_chunk_size was given, and known tokens are used in whole chunks alone"

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from ..call.request import ForwardRequest, RowInput
 from ..errors import CacheArgumentError
 from ..kv.tensors import read_arrays, to_device
 from ..model.fingerprint import OUTPUT_FLAGS
 from ..model.support import default_arguments, numbers_columns, takes
+from ..rows.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
 
 TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids")  # types of tokens, [R, T]; of text: 0

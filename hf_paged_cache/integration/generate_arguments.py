@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from ..call.request import UNLIMITED, CallLimits
 from ..model.fingerprint import OUTPUT_FLAGS
+from ..rows.request import UNLIMITED, CallLimits
 from .forward_arguments import CROSS_INPUTS, cross_inputs
 
 _UNSET_IMPLEMENTATION = "hybrid"  # a value of older generation configs; transformers reads it as none

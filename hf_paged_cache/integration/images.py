@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..blocks.image_tokens import name_image
-from ..call.request import ForwardRequest, RowInput
 from ..model.layers import cache_layers, has_index
 from ..model.placeholders import Placeholders, kind_of
+from ..rows.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
 from .forward_arguments import TOKEN_TYPES
 

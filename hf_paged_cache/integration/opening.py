@@ -12,8 +12,8 @@ from ..call.counters import count_bypassed, count_prompt
 from ..call.fill import fill
 from ..call.find import Finding, Known
 from ..call.keep import keep
-from ..call.request import CallState, ForwardRequest, RowInput
 from ..model.layers import cache_layers
+from ..rows.request import CallState, ForwardRequest, RowInput
 from ..rows.rows import Rows
 from ..rows.shared import IN_CHUNKS as READ_IN_CHUNKS
 from ..rows.shared import MODEL_LOOKS

@@ -8,10 +8,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..call.request import ForwardRequest
 from ..errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
 from ..model.distributed import least_of_ranks, rank
 from ..model.fingerprint import Fingerprint
+from ..rows.request import ForwardRequest
 from ..store.block_store import BlockStore
 
 # A rank's message has one length and one layout, whatever it is about: a rank that refuses does not know what the

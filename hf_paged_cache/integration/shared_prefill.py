@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..call.fill import fill
 from ..call.find import Finding, Known
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
-from ..call.request import ForwardRequest, RowInput
+from ..rows.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
 from .parts import CallParts
 from .side_rows import run_columns

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ..call.counters import PromptCounters
-from ..call.request import CallLimits, ForwardRequest, RequestRead, RowInput
 from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
 from ..model.support import cache_argument
 from ..model.trial import input_device
+from ..rows.request import CallLimits, ForwardRequest, RequestRead, RowInput
 from ..rows.rows import Rows
 from .forward_arguments import ArgumentReader
 from .generate_arguments import GenerateArguments

@@ -12,8 +12,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call.find import Finding
-from hf_paged_cache.call.request import Chunks
 from hf_paged_cache.integration.chunked_prompt import ChunkedPrompt
+from hf_paged_cache.rows.request import Chunks
 from tests.differential.kinds import build
 
 from ..internals import reused_of_chunks

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from ..blocks import HashChain
 from ..blocks.tokens import TokenIds
-from ..rows.shared import Seen
 from ..stats import RowStats
+from .shared import Seen
 
 
 class RowInput(NamedTuple):
