@@ -1,6 +1,4 @@
-"""Fixtures that more than one test file needs: a tiny model built from its configuration, and the real one for slow
-tests.
-"""
+"""Fixtures of more than one test file: a tiny model built from its configuration, and the real one for slow tests."""
 
 from __future__ import annotations
 
@@ -28,41 +26,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from hf_paged_cache import PagedPrefixCache
-
-
-def make_tiny_llama(num_layers: int = 2, seed: int = 0) -> LlamaForCausalLM:
-    """A Llama of `num_layers` layers with weights so large (std 0.2) that other keys and values give other tokens."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-        bos_token_id=None,
-        eos_token_id=None,  # every call gives as many tokens as it was asked for
-        pad_token_id=0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).to(torch.float32).eval()
 
 
 _frozen = ""  # the file before whose first test all was frozen
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the first test of a file: what was imported is left out of collections, which took a fifth of a second
-    each.
-    """
+    """Before a file's first test what was imported is left out of collections, which took a fifth of a second each."""
     global _frozen
     if _frozen != str(item.path):
         _frozen = str(item.path)
@@ -71,10 +44,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _gradients_stay_on() -> Iterator[None]:
-    """A test that leaves gradients off fails itself, instead of another one after it."""
-    yield
+def _one_thread_and_gradients_on(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tiny models run on one thread. A test that leaves gradients off fails itself, instead of another one after it."""
     torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads((os.cpu_count() or 1) if request.node.get_closest_marker("slow") else 1)
+    yield
     if torch is not None and not torch.is_grad_enabled():
         torch.set_grad_enabled(True)
         pytest.fail("this test has left gradients off")
@@ -82,9 +57,7 @@ def _gradients_stay_on() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that live before a test are the runner's and no caller's: with them a model would be looked at more often
-    than for users.
-    """
+    """Threads that live before a test are the runner's: with them a model would be looked at more often than it is."""
     fingerprint = sys.modules.get("hf_paged_cache.model.fingerprint")
     if fingerprint is not None:
         before, plain = {*threading.enumerate()} - {threading.current_thread()}, fingerprint._draws_progress
@@ -92,8 +65,11 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tiny_llama() -> LlamaForCausalLM:
-    return make_tiny_llama()
+def tiny_llama() -> PreTrainedModel:
+    """As `model`, with room for longer prompts."""
+    from .tiny_models import build
+
+    return build("llama", max_position_embeddings=2048)
 
 
 @pytest.fixture
@@ -105,7 +81,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerBase:
 
 
 @pytest.fixture
-def model_folder(tmp_path: Path, tiny_llama: LlamaForCausalLM, tiny_tokenizer: PreTrainedTokenizerBase) -> str:
+def model_folder(tmp_path: Path, tiny_llama: PreTrainedModel, tiny_tokenizer: PreTrainedTokenizerBase) -> str:
     """A model and its tokenizer in a folder, as users have them."""
     folder = tmp_path / "model"
     tiny_llama.save_pretrained(folder)
@@ -123,17 +99,6 @@ def local_ray() -> Iterator[None]:
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100 * 2**20)
         yield
         ray.shutdown()
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """For files that run many small forwards, or start their own threads: `pytestmark = usefixtures("one_thread")`."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -164,9 +129,6 @@ def cache(model: PreTrainedModel) -> PagedPrefixCache:
 @pytest.fixture(scope="session")
 def demo_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """SmolLM2-135M-Instruct and its tokenizer; only for tests that are marked slow."""
-    import torch
-
     from hf_paged_cache.cli.demo_model import load_demo_model
 
-    torch.set_num_threads(os.cpu_count() or 1)
     return load_demo_model()

@@ -3,9 +3,7 @@
 All else is asked as a user asks it: outputs against `DynamicCache`, `last_call`, `stats()` and `check()`.
 """
 
-from __future__ import annotations
-
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
@@ -18,11 +16,9 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.ask.scoring import score_contexts as score_contexts
 from hf_paged_cache.attention import backends, causal
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
-from hf_paged_cache.call import fill
 from hf_paged_cache.integration import ambient, asking, chunked_prompt, keeping, opening, shared_prefill
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.kv import states as kv_states
-from hf_paged_cache.kv.states import StateKey
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows import states as rows_states
@@ -30,7 +26,6 @@ from hf_paged_cache.rows.groups import Group
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import RowsLayer, WindowLayer
 from hf_paged_cache.rows.rows import Rows
-from hf_paged_cache.rows.states import RowStates
 from hf_paged_cache.rows.static import Arena
 from hf_paged_cache.store import groups, memory_budget, tier_load
 from hf_paged_cache.store.block_store import BlockStore
@@ -41,8 +36,6 @@ from hf_paged_cache.tiers.tiers import Tiers
 
 # What a compiled graph meets of ours.
 WRITE_OUTSIDE_GRAPHS = "_write_outside_graphs"
-
-# What is held.
 
 
 def tokens_of_rows(cache: PagedPrefixCache) -> list[list[int]]:
@@ -154,16 +147,6 @@ def zero_states(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
         tensor.zero_()
 
 
-def snapshot_behind(cache: PagedPrefixCache, num_tokens: int) -> Mapping[StateKey, Tensor]:
-    """The snapshot after so many tokens of the one row of the last call."""
-    assert cache._current.rows is not None
-    (tokens,), (prompt,) = cache._current.rows.token_ids(), cache._current.rows.prompts
-    chain = HashChain(prompt.root, cache.store.blocks.block_size, tokens[:num_tokens])
-    snapshot = _blocks(cache).states.kept.of_digest(chain.hashes_of()[-1].digest)
-    assert snapshot is not None
-    return snapshot
-
-
 def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
     """The blocks that hold the tokens of the one row of the last call."""
     assert cache._current.rows is not None
@@ -188,13 +171,8 @@ def _blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> BlockStore:
 
 
 def reused_of_chunks(num_tokens: int) -> int:
-    """What a call in chunks reuses, of tokens that it could: before transformers 5.23 it computes all of them, with the
-    same bits.
-    """
+    """What a call in chunks reuses, of so many: before transformers 5.23 none, and the bits are the same."""
     return num_tokens if chunked_prompt.SLICES_CHUNKS else 0
-
-
-# What is watched.
 
 
 def spoil_room_before_each_write(patch: pytest.MonkeyPatch, value: float, counts: list[int]) -> None:
@@ -214,9 +192,6 @@ def spoil_room_before_each_write(patch: pytest.MonkeyPatch, value: float, counts
 def depends_on_length(model: nn.Module) -> bool:
     """Whether rotary frequencies do."""
     return RopeRegime(model.modules()).depends_on_length
-
-
-# What is made to fail, or to be wrong.
 
 
 def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
@@ -308,30 +283,6 @@ def _is_decoder(model: Any, layers: nn.ModuleList) -> bool:
     return len(layers) == config.num_hidden_layers and any(hasattr(m, "layer_idx") for m in layers[0].modules())
 
 
-def forget_to_reorder_states(patch: pytest.MonkeyPatch) -> None:
-    """Rows change places, and what layers carry does not; that rows become more is heeded."""
-    select = RowStates.select
-
-    def forget(self: RowStates, index: Tensor) -> None:
-        held = self.read()
-        if held and len(index) != len(next(iter(held.values()))):
-            select(self, index)
-
-    patch.setattr(RowStates, "select", forget)
-
-
-def lend_snapshots_themselves(patch: pytest.MonkeyPatch) -> None:
-    """A row resumes in the tensors of a snapshot."""
-    stack = kv_states.stacked
-    patch.setattr(fill, "stacked", lambda rows: dict(rows[0]) if len(rows) == 1 else stack(rows))
-
-
-def keep_no_copies(patch: pytest.MonkeyPatch) -> None:
-    """A snapshot is what the layers hold."""
-    for module in (groups, rows_states):
-        patch.setattr(module, "copied", dict)
-
-
 def begin_chunks_at_the_first_column(patch: pytest.MonkeyPatch) -> None:
     """Transformers is taken for one before 5.23, where rows are to resume."""
     patch.setattr(chunked_prompt, "SLICES_CHUNKS", False)
@@ -347,9 +298,6 @@ def see_no_change_of_the_model(patch: pytest.MonkeyPatch) -> None:
     """Blocks of other weights are found from here on."""
     patch.setattr(Fingerprint, "digest", lambda self, **_: b"the same for ever")
     patch.setattr(Fingerprint, "bypass", lambda self: None)
-
-
-# What is set to the size of tests.
 
 
 def make_pools_grow(patch: pytest.MonkeyPatch) -> None:
@@ -377,9 +325,6 @@ def leave_all_with_blocks() -> None:
     """As if every `with cache:` had been left: one whose entry was interrupted never is."""
     ambient._open = ()
     ambient._here.set(())
-
-
-# Tiers below the pool.
 
 
 def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:

@@ -5,27 +5,24 @@ Equal tokens alone prove little, since many wrong keys and values give the same 
 compared, and every check with a hit is shown to fail with zeros in place of what is reused (`zero_blocks`).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from packaging import version
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedModel
 
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.model.trial import input_device
 
 from .internals import zero_blocks as zero_blocks  # what every check of a hit is proved with
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from transformers import PreTrainedModel
-
-    from hf_paged_cache import PagedPrefixCache
-
 
 TOLERANCE = 1e-4  # of the largest logit of the reference
 BEFORE_5_23 = version.parse(transformers.__version__) < version.parse("5.23")
@@ -164,6 +161,39 @@ class Forwards:
             return call(module, ids, *args, **kwargs)
 
         return noting_call
+
+
+def at_once(*acts: Callable[[], Any]) -> list[Any]:
+    """What functions return that run at once, each in a thread; what one of them raises is raised."""
+    made = [Future[Any]() for _ in acts]
+
+    def run_one(future: Future[Any], act: Callable[[], Any]) -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001  # raised below
+            future.set_exception(error)
+
+    for given in zip(made, acts, strict=True):
+        threading.Thread(target=run_one, args=given, daemon=True).start()
+    return [future.result(timeout=300) for future in made]
+
+
+def forked(work: Callable[[], Any]) -> int:
+    """Let a forked process, which has everything loaded, do this; its id. It exits with 0 if nothing is raised."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:  # noqa: BLE001  # its exit code says so
+            traceback.print_exc()
+            os._exit(1)
+    return child
+
+
+def exit_code(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def row(*parts: tuple[int, int], pad: int = 0) -> list[int]:

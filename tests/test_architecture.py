@@ -1,7 +1,5 @@
 """The tree is the architecture: imports point down, heavy libraries stay in their places, and the drawings are true."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -19,31 +17,27 @@ import hf_paged_cache
 PACKAGE = Path(hf_paged_cache.__file__).parent
 ROOT = Path(__file__).parents[1]
 
-# Folders, and modules of the top folder, from bottom to top. What stands on one level does not import each other, but
-# for the modules that a user holds, and the package, which has their names. A file imports from its own folder and from
-# lower levels.
-LEVELS = [
-    ["errors", "stats", "wording"],
-    ["locks"],
-    ["blocks"],
-    ["kv"],
-    ["tiers"],
-    ["attention", "store", "model"],
-    ["rows"],
-    ["call"],
-    ["integration"],
-    [
-        "cache",
-        "prefix_store",
-        "ask",
-        "store_options",
-    ],
-    ["jobs", "every_generate", "__init__"],
-    ["lm_eval", "trainer"],
-    ["cli"],
-    ["__main__"],
-]
-LEVEL = {unit: level for level, units in enumerate(LEVELS) for unit in units}
+
+def drawn() -> Iterator[dict[str, set[str]]]:
+    """The levels of the drawing in docs/design.md, from the top: name of a folder or module -> modules in it.
+
+    A line is `name` or `name/`, two spaces or more, what it is, and after a colon the modules, which may resume,
+    indented, on the next line. An arrow parts levels.
+    """
+    found = re.search(
+        r"```text\nhf_paged_cache/\n(.*?)```", (ROOT / "docs" / "design.md").read_text("utf-8"), re.DOTALL
+    )
+    assert found, "docs/design.md has no drawing that begins with hf_paged_cache/"
+    for level in re.split(r"\n *↓\n", re.sub(r"\n {4,}(?=\w)", " ", found[1].rstrip())):
+        lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in level.splitlines()]
+        yield {name.rstrip("/"): set(re.findall(r"\w+(?:\.\w+)*", what.partition(": ")[2])) for name, what in lines}
+
+
+# What stands on one level does not import each other, but for the modules that a user holds, and the package, which has
+# their names. A file imports from its own folder and from lower levels.
+LEVELS = [*drawn()][::-1]
+LEVEL = {unit: number for number, units in enumerate(LEVELS) for unit in units}
+LEVEL["__init__"] = LEVEL["jobs"]
 SIDE_BY_SIDE = {LEVEL["cache"], LEVEL["__init__"]}
 
 IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
@@ -82,7 +76,7 @@ FILES = {  # name inside the package -> file; a folder's own name is its __init_
 
 
 def unit(module: str) -> str:
-    """What stands in LEVELS for a module: its folder, or itself in the top folder."""
+    """What stands in the drawing for a module: its folder, or itself in the top folder."""
     return module.partition(".")[0]
 
 
@@ -176,36 +170,15 @@ def test_the_command_uses_only_public_names_of_the_package_and_what_looks_at_arg
     )
 
 
-def drawn(document: str) -> Iterator[list[tuple[str, set[str]]]]:
-    """The levels of a document's first drawing, from the top: for each line its name and the modules it lists.
-
-    A line is `name` or `name/`, two spaces or more, what it is, and after a colon the modules, which may resume,
-    indented, on the next line. An arrow parts levels.
-    """
-    text = (ROOT / document).read_text(encoding="utf-8")
-    found = re.search(r"```text\nhf_paged_cache/\n(.*?)```", text, re.DOTALL)
-    assert found, f"{document} has no drawing that begins with hf_paged_cache/"
-    for level in re.split(r"\n *↓\n", re.sub(r"\n {4,}(?=\w)", " ", found[1].rstrip())):
-        lines = [re.split(r"  +", line.strip(), maxsplit=1) for line in level.splitlines()]
-        yield [(name, set(re.findall(r"\w+(?:\.\w+)*", what.partition(": ")[2]))) for name, what in lines]
-
-
-def test_the_drawing_has_the_levels() -> None:
-    levels = [{name.rstrip("/") for name, _ in level} for level in drawn("docs/design.md")]
-    assert levels[::-1] == [set(units) - {"__init__"} for units in LEVELS]
-
-
-def test_the_designs_drawing_has_every_module_in_its_folder() -> None:
-    in_drawing = {name.rstrip("/"): modules for level in drawn("docs/design.md") for name, modules in level}
+def test_the_drawing_has_every_module_in_its_folder() -> None:
     folders = {unit(module) for module in FILES if "." in module}
     modules_of = {folder: {m.partition(".")[2] for m in FILES if m.startswith(f"{folder}.")} for folder in folders}
+    in_drawing = {name: modules for level in LEVELS for name, modules in level.items()}
     assert {name: in_drawing[name] for name in folders} == modules_of
 
 
 def run_python(code: str) -> None:
-    """Run `code` in a fresh interpreter that finds the same package as this test: the installed one, if that is what is
-    tested.
-    """
+    """Run `code` in a fresh interpreter that finds the same package as this test, installed or not."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},

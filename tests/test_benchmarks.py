@@ -3,8 +3,6 @@
 No time is tested.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The pictures of the documentation show what the package does."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

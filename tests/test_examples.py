@@ -1,7 +1,5 @@
 """The examples run as they stand, on a tiny model."""
 
-from __future__ import annotations
-
 import io
 import re
 import runpy

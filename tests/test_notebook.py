@@ -1,25 +1,22 @@
 """The notebook runs from top to bottom on a tiny model, its assertions hold, and what it stores is what it gives."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import hf_paged_cache
+
+from .tiny_models import build
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 pytest.importorskip("datasets")
 pytest.importorskip("matplotlib")
-
-if TYPE_CHECKING:
-    from nbformat import NotebookNode
 
 PACKAGE = Path(hf_paged_cache.__file__).parent
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -34,15 +31,15 @@ print(json.dumps({"loop": cache.stats().reused_tokens, "pool": small.stats().reu
 """
 
 
-def read_notebook() -> NotebookNode:
+def read_notebook() -> nbformat.NotebookNode:
     return nbformat.read(NOTEBOOK, as_version=4)
 
 
-def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+def code_cells(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
-def shape_of_outputs(cell: NotebookNode) -> list[tuple[str, ...]]:
+def shape_of_outputs(cell: nbformat.NotebookNode) -> list[tuple[str, ...]]:
     """What kinds of output a cell has, without their content and without warnings, which other packages add to."""
     return [
         (output.output_type, output.name)
@@ -71,16 +68,7 @@ def make_tokenizer(texts: list[str]) -> Any:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the notebook's data, and a tiny model that the notebook will load."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from .conftest import make_tiny_llama
-
-    sizes = {"max_position_embeddings": 4096, "vocab_size": 1024}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(**{**make_tiny_llama().config.to_dict(), **sizes}))
-    model.save_pretrained(tmp_path / "model")
+    build("llama", max_position_embeddings=4096, vocab_size=1024).save_pretrained(tmp_path / "model")
     shutil.copy(EXAMPLES / "reviews.jsonl", tmp_path)
     texts = (tmp_path / "reviews.jsonl").read_text("utf-8").splitlines()
     make_tokenizer(texts).save_pretrained(tmp_path / "model")

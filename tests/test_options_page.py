@@ -1,7 +1,5 @@
 """docs/options.md names every option of the public calls and of the command, with the default that it has."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable

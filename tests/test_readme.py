@@ -1,24 +1,18 @@
-"""The Python of the README and of the pages to start from, the README's diff, and the examples in docstrings run as
-they stand, on a tiny model.
-"""
-
-from __future__ import annotations
+"""The Python of the README and other pages, the README's diff, and examples in docstrings run on a tiny model."""
 
 import doctest
 import pkgutil
 import re
+from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import hf_paged_cache
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -101,9 +95,7 @@ WHOLE = ("python3.11 -m venv ",)  # a command to be copied in one piece, from th
 
 
 def long_lines(page: Path) -> list[str]:
-    """Lines of a page's code blocks that are longer than `WIDTH`; the design's drawing of the tree is a list, read by
-    another test.
-    """
+    """Lines of a page's code blocks that are longer than `WIDTH`; but the design's drawing of the tree is a list."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks if not block.startswith("hf_paged_cache/\n") for line in block.splitlines()]
     return [line for line in lines if len(line) > WIDTH and not line.startswith(WHOLE)]

@@ -1,7 +1,5 @@
 """Numbers that print as a table, and each of them against what is counted some other way."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 
@@ -14,8 +12,6 @@ from hf_paged_cache import CacheStats, CallStats, PagedPrefixCache, PrefixStore,
 from .internals import split_everywhere
 from .reference import assert_same, batch, row, run
 from .tiny_models import tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE = 16
 NUM_NEW = 3

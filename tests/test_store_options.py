@@ -1,7 +1,5 @@
 """What a store may be given besides its model: read in one place, before anything is loaded."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -4,15 +4,14 @@ Matrices are drawn with a standard deviation of 0.2: with much less, tokens hard
 check of them would see anything. Windows are shorter than the tests' prompts.
 """
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 VOCABULARY = 128
 WINDOW = 24  # of sliding layers
@@ -113,9 +112,6 @@ SETTINGS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 def build(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A new tiny model; `changes` go into its configuration."""
-    import torch
-    import transformers
-
     config_class, model_class, settings = SETTINGS[name]
     settings = {**settings, **changes, "initializer_range": 0.2}
     if name != "t5":
@@ -139,7 +135,6 @@ def tiny(name: str, seed: int = 0) -> PreTrainedModel:
 
 def without_logits_to_keep(model: PreTrainedModel) -> PreTrainedModel:
     """The same Llama, changed to one that cannot leave out logits, as many of the hub's."""
-    from transformers import LlamaForCausalLM
 
     class AllLogits(LlamaForCausalLM):
         def forward(  # type: ignore[override]
@@ -164,9 +159,6 @@ def character_tokenizer(characters: Sequence[str]) -> PreTrainedTokenizerBase:
 
     A longer text among them has an id, and never comes up.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     ids = {text: number for number, text in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")

@@ -1,7 +1,5 @@
 """For commands without a network."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is mistyped is found before torch is imported, which takes seconds; each is one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -40,9 +38,7 @@ print(json.dumps([(done.exit_code, done.stderr, done.stdout) for done in results
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
-    """Of each command, and of `demo --help` after them: exit code, stderr and stdout; all run in one process without
-    torch.
-    """
+    """Exit code, stderr and stdout of each command, and of `demo --help` after them, in one process without torch."""
     folder = tmp_path_factory.mktemp("files")
     files = {
         "prompts.jsonl": '{"text": "a", "n": 1}\n',

@@ -1,7 +1,5 @@
 """`hf-paged-cache bench`, on prompts of one's own."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

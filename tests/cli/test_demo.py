@@ -1,7 +1,5 @@
 """The command `demo`. The real model runs in the tests marked slow."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The loader of a named model and of the demo's: a folder, the hub, or a package of PyPI that is converted once."""
 
-from __future__ import annotations
-
 import hashlib
 import subprocess
 import zipfile

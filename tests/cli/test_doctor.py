@@ -1,7 +1,5 @@
 """`hf-paged-cache doctor`: of this machine, of a supported model, of a refused one, and of what is none."""
 
-from __future__ import annotations
-
 import platform
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`hf-paged-cache generate`: a file in, a file out, options by name, and one line for every mistake."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

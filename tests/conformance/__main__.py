@@ -1,7 +1,5 @@
 """`python -m tests.conformance`: every model type in every scene; prints what is not identical, exits 1 on a defect."""
 
-from __future__ import annotations
-
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: a second thread makes tiny models slower

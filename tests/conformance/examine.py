@@ -5,28 +5,22 @@ itself fails on it); or a defect: *different*, *error*, *blind* (zeros in place 
 *no reuse* (less is reused than must be).
 """
 
-from __future__ import annotations
-
 import time
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_paged_cache import PrefixStore, UnsupportedModelError
 
 from ..internals import state_rules
-from .player import CellError, Measured, Player, setting
+from .player import CellError, Measured, Player
 from .scenes import SCENES
-from .state_scenes import SPOILED
 from .windows import WINDOWS, build_with, short_window, windowed_layers
 from .zoo import CannotBuildError, build
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from transformers import PreTrainedModel
 
 DEFECTS = ("error", "different", "blind", "no reuse")  # worst first
 SAME = "same"
@@ -96,7 +90,7 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int], device: str 
         if device is not None:
             model.to(device)
         result.model_class, doing = type(model).__name__, "the cache"
-        store = PrefixStore(model)
+        PrefixStore(model)
     except (CannotBuildError, UnsupportedModelError) as error:
         result.outcome = "refused" if isinstance(error, UnsupportedModelError) else "not built"
         result.reason = _one_line(error)
@@ -106,16 +100,11 @@ def _examine(name: str, result: TypeResult, windows: Sequence[int], device: str 
         result.reason = f"while {doing} was built: {type(error).__name__}: {_one_line(error)}"
         return
     measured = Measured()
-    has_states = state_rules(store) is not None
     for scene_name, scene in SCENES.items():
         result.cells[scene_name] = play(name, model, scene, measured)
         if scene_name == "cold" and result.cells[scene_name].startswith("uncovered"):
             result.outcome, result.reason = "not built", result.cells[scene_name]
             return
-    for spoiled_name, scene in SPOILED.items() if has_states and setting.most_blocks is None else ():
-        cell = play(name, model, scene, measured)
-        if cell != SAME:
-            result.cells[spoiled_name] = cell
     for window in windows if windowed_layers(model.config) else ():
         shorter = build_with(name, window)
         if device is not None:

@@ -5,21 +5,19 @@ what that does not find is in `SETTINGS`. How an image is passed follows from wh
 many placeholders it fills from what that returns: no processor is needed.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import transformers
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from . import zoo
 from .zoo_settings import VOCABULARY
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 IMAGE_TOKEN = VOCABULARY  # of an image's placeholder; no text token of the prompts is above
 _SIDE, _PATCH = 64, 8  # pixels
@@ -91,6 +89,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "llava_next": _PINPOINTS,
     "llava_next_video": _PINPOINTS,
     "llava_onevision": _PINPOINTS,
+    "mllama": {
+        "vision_config": {
+            "image_size": 32,
+            "patch_size": _PATCH,
+            "num_global_layers": 1,
+            "intermediate_layers_indices": [0, 1],
+            "vision_output_dim": 192,
+            "max_num_tiles": 2,
+            "supported_aspect_ratios": [[1, 1], [1, 2], [2, 1]],
+        }
+    },
+    "qwen2_audio": {"audio_config": {"num_mel_bins": 8, "max_source_positions": 32}, "audio_token_index": IMAGE_TOKEN},
     "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}},
     "qwen3_5": {"text_config": {"linear_key_head_dim": 64}},  # with small keys, states would be overwritten soon
     "qwen3_5_moe": {"text_config": {"linear_key_head_dim": 64}},
@@ -121,26 +131,48 @@ class Layout(NamedTuple):
     start: int | None
 
 
+# A sound, and an image that a cross attention reads.
+_OTHERS = {
+    "qwen2_audio": Layout(
+        {"input_features": (1, 8, 64)},
+        {"feature_attention_mask": torch.ones(1, 64, dtype=torch.int64)},
+        joined=0,
+        num_tokens=16,
+        types=(),
+        start=None,
+    ),
+    "mllama": Layout(
+        {"pixel_values": (1, 1, 2, 3, 32, 32)},
+        {"aspect_ratio_ids": torch.tensor([[1]]), "aspect_ratio_mask": torch.tensor([[[1, 0]]])},
+        joined=0,
+        num_tokens=1,
+        types=(),
+        start=None,
+    ),
+}
+
+
 def model_types() -> list[str]:
     """All types of image-text models, sorted."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
     return sorted(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
 
 
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """A new tiny model of a type. Raises whatever the model does where its sizes do not fit."""
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-
-    class_name: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name]
+    of_sounds = {"qwen2_audio": "Qwen2AudioForConditionalGeneration"}
+    class_name: Any = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | of_sounds)[name]
     model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
     config_class = model_class.config_class
     changes = _changes(config_class)
     for key, value in SETTINGS.get(name, {}).items():
         nested = isinstance(value, dict) and isinstance(changes.get(key), dict)
         changes[key] = {**changes[key], **value} if nested else value
-    return zoo.instantiate(model_class, zoo.tiny_configuration(config_class, changes), seed)
+    model = zoo.instantiate(model_class, zoo.tiny_configuration(config_class, changes), seed)
+    if name == "mllama":
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.numel() == 1 and parameter_name.endswith("gate"):  # is shut at first
+                torch.nn.init.constant_(parameter, 1.0)
+    return model
 
 
 def layout_of(model: PreTrainedModel) -> Layout | None:
@@ -175,7 +207,7 @@ def layout_of(model: PreTrainedModel) -> Layout | None:
 def tiny(name: str) -> tuple[PreTrainedModel, Layout]:
     """A tiny model with images, and where they are in its prompts."""
     model = build(name)
-    layout = layout_of(model)
+    layout = _OTHERS.get(name) or layout_of(model)
     assert layout is not None
     return model, layout
 
@@ -212,6 +244,12 @@ def prompt(layout: Layout, *rows: Sequence[list[int] | int]) -> dict[str, Tensor
         if joined:
             given[name] = torch.cat(joined, min(dim, 0))  # patches of all rows may stand side by side
     return given
+
+
+def example_inputs(name: str, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Inputs of 40 text tokens, and of 24 text tokens, an image and 12 more."""
+    drawn, layout = tokens(seed, 76), tiny(name)[1]
+    return prompt(layout, [drawn[:40]]), prompt(layout, [drawn[40:64], seed, drawn[64:]])
 
 
 @cache

@@ -10,22 +10,19 @@ import argparse
 import functools
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
+from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedCacheError, PagedPrefixCache, UnsupportedModelError
 
 from ..reference import assert_same, is_same, run, zero_blocks
 from .image_zoo import Layout, build, layout_of, model_types, prompt, tokens
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PreTrainedModel
 
 BLOCK_SIZE = 8
 _TEXT = tokens(1, 27)

@@ -4,15 +4,13 @@ Each call that reuses is played a second time with zeros in place of what it reu
 comparison sees nothing, and the cell is *blind*.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.layers import own_cache_class, presented
@@ -22,10 +20,6 @@ from hf_paged_cache.model.trial import dynamic_cache, input_device
 from ..internals import depends_on_length, state_rules, zero_states, zero_window_blocks
 from ..reference import TOLERANCE, run, zero_blocks
 from .zoo import extra_inputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedModel
 
 BLOCK_SIZE = 8
 ALWAYS: dict[str, Any] = {"max_new_tokens": 5, "use_cache": True}  # a config may switch the cache off
@@ -88,6 +82,8 @@ class Player:
         states_alone: zeros in place of states alone; else of blocks, too.
         reused: tokens that each hit of the true play has reused, in order; filled there, read when zeroed.
     """
+
+    always: ClassVar[dict[str, Any]] = ALWAYS
 
     def __init__(
         self,
@@ -161,34 +157,16 @@ class Player:
         size = self.store.blocks.states.align if self.has_states else BLOCK_SIZE
         return num_tokens // size * size
 
-    def states_behind(self, token_ids: list[int]) -> dict[tuple[int, str, int], Tensor]:
-        """What layers carry after these tokens, computed by transformers: (layer, "conv" or "recurrent", number) ->
-        state.
-        """
-        cache = DynamicCache(config=self.model.config)
-        given = {cache_argument(self.model): presented(self.model, cache), "use_cache": True}
-        with torch.no_grad():
-            self.model(torch.tensor([token_ids], device=input_device(self.model)), **given)
-        return {
-            (number, name, state_idx): held
-            for number, layer in enumerate(cache.layers)
-            for name in ("conv", "recurrent")
-            for state_idx, held in getattr(layer, f"{name}_states", {}).items()
-            if held is not None
-        }
-
     def takes(self, output_flag: str) -> bool:
         """Whether calls may ask for this output: of all models for hidden states and attentions."""
         return output_flag != "output_router_logits" or output_flag in inspect.signature(self.model.forward).parameters
 
     def forward(self, **arguments: Any) -> None:
-        """A plain forward of new rows on the cache, which must have the last logits of one on the cache that
-        transformers makes.
-        """
+        """A plain forward of new rows on the cache, which must have the last logits of one on transformers' own."""
         device = input_device(self.model)
         arguments = {
             key: value.to(device) if isinstance(value, torch.Tensor) else value
-            for key, value in self._completed(arguments, {"use_cache": True}).items()
+            for key, value in {"use_cache": True, **self._completed(arguments)}.items()
         }
         mask = arguments["attention_mask"]
         if self.takes_positions:
@@ -210,22 +188,13 @@ class Player:
             raise CellError("different", f"logits of a forward differ by {distance:.1e} of their scale")
         self.measured.distance = max(self.measured.distance, distance)
 
-    def spoiled(self, **arguments: Any) -> None:
-        """A call on what was made wrong: it reuses it, and differs."""
-        reference = self.reference(**arguments)
-        output = self._run(arguments)
-        if not self.cache.last_call.reused_tokens:
-            raise CellError("no reuse", self._said())
-        if distance_of(reference, output) <= max(TOLERANCE, FACTOR * self.measured.own_distance):
-            raise CellError("blind", "it changes nothing")
-
     def fill(self, **arguments: Any) -> None:
         """A call that is not compared: it makes its prompt known."""
-        run(self.model, self.cache, **{**ALWAYS, "max_new_tokens": 1, **self._completed(arguments, {})})
+        run(self.model, self.cache, **{**ALWAYS, "max_new_tokens": 1, **self._completed(arguments)})
 
     def reference(self, **arguments: Any) -> Any:
         """The same call with the cache that transformers makes."""
-        arguments = self._completed(arguments)
+        arguments = {**self.always, **self._completed(arguments)}
         # MiniMax's forgets to reorder states
         if arguments.get("num_beams", 1) > 1 and own_cache_class(self.model) is not None:
             arguments["use_cache"] = False
@@ -291,11 +260,11 @@ class Player:
         """Whether this type's calls may reuse anything: not where they pass more than tokens."""
         return not extra_inputs(self.name, torch.zeros(1, 1, dtype=torch.int64))
 
-    def _completed(self, arguments: dict[str, Any], always: dict[str, Any] = ALWAYS) -> dict[str, Any]:
-        return {**always, **extra_inputs(self.name, arguments["input_ids"]), **arguments}
+    def _completed(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return {**extra_inputs(self.name, arguments["input_ids"]), **arguments}
 
     def _run(self, arguments: dict[str, Any]) -> Any:
-        output = run(self.model, self.cache, **self._completed(arguments))
+        output = run(self.model, self.cache, **{**self.always, **self._completed(arguments)})
         self.cache.check()
         return output
 
@@ -394,4 +363,10 @@ def own_distance(model: PreTrainedModel, arguments: dict[str, Any]) -> float:
 
 
 def _hashable(value: Any) -> Any:
-    return repr(value.tolist()) if isinstance(value, torch.Tensor) else value
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)
+    return value

@@ -1,13 +1,14 @@
 """Results of many types: the JSON that is stored, the table that the docs show, and a summary for the terminal."""
 
-from __future__ import annotations
-
 import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+import transformers
 
 from .examine import SAME, TypeResult
 from .scenes import SCENES
@@ -30,9 +31,6 @@ def store(results: Sequence[TypeResult], path: Path, *, keep_others: bool = Fals
     Raises:
         ValueError: they are not; nothing is written.
     """
-    import torch
-    import transformers
-
     versions = {
         "transformers": transformers.__version__,
         "torch": torch.__version__.split("+")[0],

@@ -9,8 +9,6 @@ at the last place for one before a prompt's last token, where prompts part for t
 was generated. Convolutions alone have one at every block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -47,9 +45,7 @@ def full_hit(play: Player) -> None:
 
 
 def partial_hit(num_more: int) -> Callable[[Player], None]:
-    """With snapshots, the second prompt that parts there is computed from its start, and leaves one; the third one hits
-    it.
-    """
+    """With snapshots, the second prompt that parts there is computed whole, and leaves one that the third one hits."""
 
     def scene(play: Player) -> None:
         num_common = 4 * play.unit + num_more
@@ -193,9 +189,7 @@ def behind_padding(num_pads: int, *rows: list[int]) -> dict[str, torch.Tensor]:
 
 
 def every_row_padded(play: Player) -> None:
-    """On an empty store; then one of the prompts without padding, which some models with states find after as much
-    alone.
-    """
+    """On an empty store; then without padding, which some models with states find only behind as much of it."""
     prompt = a_prompt(play)
     for rows in ([prompt], [prompt, row((4, 4 * play.unit))]):
         play.build()

@@ -1,12 +1,7 @@
-"""Image-text models: text hits through what their processors pass, and images are reused by content, or nothing of them
-ever is.
-"""
-
-from __future__ import annotations
+"""Image-text models: text hits through what their processors pass; images are reused by content, or not at all."""
 
 import warnings
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,20 +9,12 @@ import torch
 from hf_paged_cache import PagedPrefixCache, UnsupportedModelError
 
 from ..reference import BEFORE_5_23, FROM_5_23, assert_same, is_same, run, zero_blocks
+from .image_zoo import example_inputs, prompt, tiny
 from .images import SCENES, examine
-from .multimodal import build_image_text, example_inputs, image_inputs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 PREFIX_LM = "paligemma"  # a prompt's tokens attend to each other in both directions
 WITH_STATE = "qwen3_5"  # resumes at multiples of 64 tokens alone
 WHOLE = ("qwen2_audio", "mllama")  # sounds, and an image that a cross attention reads
-
-
-@cache
-def tiny(name: str) -> PreTrainedModel:
-    return build_image_text(name)
 
 
 def num_cached_blocks(held: PagedPrefixCache) -> int:
@@ -38,12 +25,12 @@ def num_cached_blocks(held: PagedPrefixCache) -> int:
 
 def test_a_model_whose_prompts_attend_in_both_directions_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="depend on more than the tokens before them"):
-        PagedPrefixCache(tiny(PREFIX_LM))
+        PagedPrefixCache(tiny(PREFIX_LM)[0])
 
 
 @pytest.mark.parametrize("name", [*WHOLE, WITH_STATE, "gemma4", "smolvlm"])
 def test_text_alone_gives_what_it_gives_with_dynamic_cache(name: str) -> None:
-    model, (text, _) = tiny(name), example_inputs(name)
+    model, (text, _) = tiny(name)[0], example_inputs(name)
     reference, held = run(model, **text), PagedPrefixCache(model, block_size=8)
     assert_same(reference, run(model, held, **text))
     assert_same(reference, run(model, held, **text))
@@ -70,14 +57,15 @@ def test_images_are_reused_in_every_scene(name: str, block_size: int) -> None:
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_what_is_not_understood_leaves_nothing_to_be_found(name: str) -> None:
-    model, held = tiny(name), PagedPrefixCache(tiny(name), block_size=8)
+    model, layout = tiny(name)
+    held = PagedPrefixCache(model, block_size=8)
     text, image = example_inputs(name)
     before, after = image["input_ids"][0, :24].tolist(), image["input_ids"][0, -12:].tolist()
     run(model, held, **{key: value[:, :24] for key, value in text.items()} | {"input_ids": image["input_ids"][:, :24]})
     known = num_cached_blocks(held)
     outputs: list[Any] = []
     for seed in (0, 1, 0):
-        inputs = image_inputs(name, before, after, image_seed=seed)
+        inputs = prompt(layout, [before, seed, after])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # where cross attention is given the image, the call runs without the cache
             outputs.append(run(model, held, **inputs))
@@ -89,7 +77,7 @@ def test_what_is_not_understood_leaves_nothing_to_be_found(name: str) -> None:
 
 @FROM_5_23
 def test_a_model_that_weighs_index_keys_by_all_positions_runs_images_whole() -> None:
-    model, (_, image) = build_image_text("qwen4_exp"), example_inputs("qwen4_exp")
+    model, (_, image) = tiny("qwen4_exp")[0], example_inputs("qwen4_exp")
     held = PagedPrefixCache(model, block_size=8)
     for _ in range(2):
         assert_same(run(model, **image), run(model, held, **image))
@@ -99,7 +87,7 @@ def test_a_model_that_weighs_index_keys_by_all_positions_runs_images_whole() -> 
 
 def test_positions_that_a_model_remembers_from_an_image_are_not_used_for_the_next_prompt() -> None:
     """Without `position_ids`, its plain forward counts on from the last call's image once the cache has columns."""
-    model, (text, image) = tiny("qwen2_vl"), example_inputs("qwen2_vl")
+    model, (text, image) = tiny("qwen2_vl")[0], example_inputs("qwen2_vl")
     ids = text["input_ids"]
     with torch.no_grad():
         reference = model(input_ids=ids).logits[:, -1:]

@@ -4,17 +4,11 @@ That early tokens matter to what a model says, each type shows in the scenes: ze
 seen.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from . import zoo, zoo_settings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "block_types")
 

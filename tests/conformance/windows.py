@@ -4,22 +4,16 @@ Blocks are of 3 tokens, so a window of 17 blocks takes 51. A hit is seen failing
 zeros in the window blocks alone.
 """
 
-from __future__ import annotations
+from typing import Any
 
-from typing import TYPE_CHECKING, Any
-
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache.model.layers import windows_of
 
 from ..reference import batch, row
 from . import zoo_settings
+from .player import Player
 from .zoo import configuration, instantiate
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from .player import Player
 
 BLOCK_SIZE = 3
 # In tokens: 1, 2, 15, 16 and 17 blocks, and one token less or more.

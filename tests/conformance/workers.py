@@ -1,7 +1,5 @@
 """Many types, spread over processes. Apart from `__main__`, whose names a spawned process does not find."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import multiprocessing
@@ -9,6 +7,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+import torch
+import transformers
 from tqdm import tqdm
 
 from ..internals import capture_everywhere, cost_everywhere, split_everywhere
@@ -45,9 +45,6 @@ def start_worker(splits: bool, how: Setting) -> None:
         splits: rows that share a block read it once.
         how: caches are built.
     """
-    import torch
-    import transformers
-
     setting.most_blocks, setting.capture = how.most_blocks, how.capture
     if splits:
         split_everywhere(pytest.MonkeyPatch())  # for the rest of this process

@@ -6,17 +6,18 @@ does not find is in `zoo_settings.SETTINGS`. Matrices are drawn with a standard 
 values matter.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from . import zoo_settings, zoo_tower
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 VARIANTS: tuple[str, ...] = tuple(zoo_settings.VARIANTS)
 
@@ -27,8 +28,6 @@ class CannotBuildError(Exception):
 
 def model_types() -> list[str]:
     """All types with a causal language model, sorted."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
@@ -46,8 +45,6 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
 
 def instantiate(model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int) -> PreTrainedModel:
     """A seeded model of a tiny configuration."""
-    import torch
-
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).to(torch.float32).eval()
@@ -64,8 +61,6 @@ def instantiate(model_class: type[PreTrainedModel], config: PreTrainedConfig, se
 
 def draw_biases(model: PreTrainedModel, seed: int = 0) -> None:
     """Draw what most models begin with zeros of: the biases of projections and convolutions."""
-    import torch
-
     generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     for module in model.modules():
         bias = getattr(module, "bias", None)
@@ -78,17 +73,11 @@ _SLOWER = 4.0  # so much less than begun with, so that a state remembers the las
 
 def extra_inputs(name: str, input_ids: Tensor) -> dict[str, Tensor]:
     """What a variant's calls pass beside tokens and mask: token types of 1 for the "@token_types" ones."""
-    import torch
-
     return {"token_type_ids": torch.ones_like(input_ids)} if name.endswith("@token_types") else {}
 
 
 def configuration(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
     """The class that transformers maps a type to, and the tiny configuration of a type or variant for it."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     model_type = name.split("@")[0]
     changes = copy.deepcopy(zoo_settings.SETTINGS.get(model_type, {}))
     if name != model_type:

@@ -3,8 +3,6 @@
 Owns data only. `zoo.py` says how they are used. A type without an entry in `SETTINGS` needs nothing but `SIZES`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 VOCABULARY = 128

@@ -3,19 +3,14 @@
 The language model is tried on text alone, for which any tower does.
 """
 
-from __future__ import annotations
-
 from functools import cache
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedConfig, PreTrainedModel
 
 
 @cache
 def configuration() -> PreTrainedConfig:
     """The configuration of the tower, which `AutoModel` knows from here on."""
-    from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedModel
 
     class BlindTowerConfig(Gemma3nVisionConfig):
         model_type = "blind_tower"

@@ -4,17 +4,15 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import DynamicCache
 
 from tests.differential.cases import FRESH, Action, Case, Rows
 from tests.differential.kinds import attentions_of
+from tests.differential.playing import Player
 from tests.differential.prompts import Prompts
-
-if TYPE_CHECKING:
-    from tests.differential.playing import Player
 
 # Kernels of these solve for 64 tokens at once, and a prompt continues from multiples of that alone.
 IN_CHUNKS = re.compile("qwen3_next|qwen3_5|qwen4_exp|olmo_hybrid|kimi_linear")

@@ -13,8 +13,6 @@ from tests.differential.playing import Player, play, shrink
 from tests.differential.tools import tokenizer
 from tests.internals import zero_blocks, zero_states
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PLAYED = (
     *("llama", "gemma3_text", "mistral", "gpt2", "bloom", "deepseek_v3", "qwen3_next", "lfm2", "falcon_h1"),
     *("inkling_text", "images:qwen2_vl", "images:gemma3", "images:idefics3"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
@@ -178,8 +179,6 @@ def plain_scores(model: PreTrainedModel, rows: list[dict[str, torch.Tensor]], en
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Every token is a letter, so that stop strings have something to look at."""
-    from tokenizers import Tokenizer, decoders, models
-
     inner = Tokenizer(models.BPE(vocab={chr(33 + i): i for i in range(VOCABULARY)}, merges=[]))
     inner.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token=chr(33), eos_token=chr(35))

@@ -1,27 +1,19 @@
 """The output of a job: interrupted anywhere and begun again it has each row once; what is another job's stays."""
 
-from __future__ import annotations
-
 import json
 import os
-import random
 import resource
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hf_paged_cache import CacheArgumentError
 from hf_paged_cache.jobs.calls import BatchCalls
 
 from ..tiny_models import CHARACTERS, build, character_tokenizer, tiny
-from .test_job import PROMPTS, alone, few_shot_prompts, run
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from .test_job import PROMPTS, alone, run
 
 
 @pytest.fixture
@@ -67,8 +59,6 @@ def test_a_link_to_an_output_stays_when_a_job_is_refused(tokenizer: Any, tmp_pat
 
 
 def test_what_json_has_not_is_written_as_it_can_be(tokenizer: Any, tmp_path: Path) -> None:
-    import numpy as np
-
     odd = [{"prompt": "a", "x": float("nan"), "y": np.arange(2), "z": "\ud800", "w": "é", "p": Path("b")}]
     run(tiny("llama"), tokenizer, odd, out=tmp_path / "out.jsonl")
     assert "é" in (tmp_path / "out.jsonl").read_text("utf-8")
@@ -211,43 +201,3 @@ def test_a_full_disk_is_named_and_the_job_goes_on_afterwards(tokenizer: Any, tmp
     assert not out.read_bytes().endswith(b"\n")  # a part of a line
     run(model, tokenizer, out=out)
     assert [row["completion"] for row in written(out)] == run(model, tokenizer).completions
-
-
-KILLED = """
-import sys, torch
-from pathlib import Path
-from tests.jobs.test_answers import *
-torch.set_num_threads(1)
-answer = BatchCalls.answer
-def noted(self, rows, *rest):
-    done = answer(self, rows, *rest)
-    with open(sys.argv[2], "a") as log:
-        log.write("".join(f"{row}\\n" for row in rows))
-    return done
-BatchCalls.answer = noted
-run(tiny("llama"), character_tokenizer(CHARACTERS), few_shot_prompts(3, 90, 3), out=sys.argv[1], batch_size=3)
-"""
-
-
-def test_a_job_that_is_killed_again_and_again_has_each_row_once(tokenizer: Any, tmp_path: Path) -> None:
-    """A row may have run twice only if the process was killed between its answer and its line."""
-    out, log, random_, num_killed = tmp_path / "out.jsonl", tmp_path / "log", random.Random(0), 0
-    while True:
-        process = subprocess.Popen([sys.executable, "-c", KILLED, str(out), str(log)], cwd=Path(__file__).parents[2])
-        size, patience = out.stat().st_size if out.exists() else 0, random_.randint(1, 6)
-        while process.poll() is None and patience and num_killed < 3:
-            time.sleep(0.002)
-            now = out.stat().st_size if out.exists() else 0
-            patience, size = patience - (now != size), now
-        if process.poll() is None and num_killed < 3:
-            process.send_signal(signal.SIGKILL)
-        num_killed += 1
-        if process.wait() != -signal.SIGKILL:
-            break
-    assert process.returncode == 0
-    assert num_killed == 4
-    prompts = few_shot_prompts(3, 90, 3)
-    lines = written(out)
-    assert [(row["index"], row["prompt"]) for row in lines] == [*enumerate(prompts)]
-    assert [row["completion"] for row in lines] == run(tiny("llama"), tokenizer, prompts).completions
-    assert len(log.read_text().splitlines()) <= 90 + 3 * 3

@@ -1,8 +1,4 @@
-"""`generate_all`: what `generate` gives for each prompt alone, what is reused, and what is refused before anything
-runs.
-"""
-
-from __future__ import annotations
+"""`generate_all`: what `generate` gives for each prompt alone, what is reused, and what is refused first."""
 
 import random
 import warnings
@@ -27,8 +23,6 @@ from hf_paged_cache.jobs.calls import BatchCalls
 
 from ..reference import zero_blocks
 from ..tiny_models import CHARACTERS, build, character_tokenizer, tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 5
 WORDS = ("red", "blue", "green", "one", "two", "six", "sun", "moon", "star", "tree", "leaf", "bird", "fish", "cat")
@@ -247,9 +241,6 @@ def test_after_a_job_its_cache_holds_no_rows_and_another_models_is_refused(token
         run(tiny("llama"), tokenizer, cache=cache)
     with pytest.raises(UnsupportedModelError, match="str"):
         run(tiny("llama"), tokenizer, cache="x")
-
-
-# What is refused
 
 
 PICTURE = [{"role": "user", "content": [{"type": "image", "path": "a.png"}, {"type": "text", "text": "What is it?"}]}]

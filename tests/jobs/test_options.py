@@ -1,8 +1,4 @@
-"""Options of `generate` in a batch job: each row's completion is what it would be alone, padded or not; what cannot be
-is refused first.
-"""
-
-from __future__ import annotations
+"""Options of `generate` in a job: each row's completion is what it would be alone; what cannot be is refused first."""
 
 from pathlib import Path
 from typing import Any
@@ -16,8 +12,6 @@ from hf_paged_cache.jobs import calls
 
 from ..tiny_models import CHARACTERS, build, character_tokenizer
 from . import test_job
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEW = 8
 # a padded row begins with its first letter

@@ -1,7 +1,5 @@
 """The order of prompts, and how it is cut into batches and put on workers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -90,9 +88,6 @@ def test_a_batch_grows_with_what_its_prompts_share_once_that_is_read_once() -> N
         sizes.append(len(rows))
         limits.reads_once = True
     assert sizes == [8, 64, 28]
-
-
-# On workers
 
 
 SOME = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=40)

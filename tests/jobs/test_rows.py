@@ -1,7 +1,5 @@
 """Rows of files: as they were written, whatever they look like; and what cannot be read, with its line."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The batch job on a real local Ray: the same results as on one machine, also if a worker is killed, each row once."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -27,9 +25,7 @@ PROMPTS = [f"{SHARED[number % 2]}{number} and {number}" for number in range(12)]
 
 
 def load(folder: str, deadly: str | None = None, times: int = 1) -> tuple[Any, Any]:
-    """Runs in a worker, which has no access to the tests; with `deadly` a forward kills it, and until that file notes
-    so many deaths, each worker after it dies as it loads.
-    """
+    """Runs in a worker. With `deadly` a forward kills it, and until that file notes so many deaths, loading does."""
     if deadly is not None and 0 < Path(deadly).stat().st_size < times:
         die(deadly)
     import torch

@@ -11,8 +11,6 @@ text to be replaced not exactly once. The tests run first on a copy without a mu
 status is 0 if every mutant is killed.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -3,8 +3,6 @@
 `python -m tests.mutants` runs them.
 """
 
-from __future__ import annotations
-
 import ast
 
 from .__main__ import ROOT, read_mutants

@@ -1,23 +1,12 @@
 """Shared by the tests of libraries round `generate`: a tiny model, its cache, and the logits that their callers get."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import pytest
+from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 
 from ..tiny_models import build
 from .recorder import Recorder
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-@pytest.fixture(autouse=True)
-def _in_one_thread(one_thread: None) -> None:
-    """Every test does."""
 
 
 @pytest.fixture(autouse=True)

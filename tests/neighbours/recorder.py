@@ -1,7 +1,5 @@
 """The logits that a model's callers get, for libraries that keep them to themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,8 +1,4 @@
-"""accelerate: wherever it keeps a model's weights, calls are right, find their blocks again, and see a change of the
-weights.
-"""
-
-from __future__ import annotations
+"""accelerate: wherever it keeps weights, calls are right, find their blocks again, and see a change of the weights."""
 
 import copy
 from collections.abc import Callable, Iterator

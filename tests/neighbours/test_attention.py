@@ -1,7 +1,5 @@
 """Attention implementations and gradient modes of torch, also switched between calls on one cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import permutations
@@ -83,21 +81,6 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "no_grad": torch.no_grad,
     "gradients": nullcontext,
 }
-
-
-def test_gradient_modes_mixed_between_calls(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
-    modes = list(MODES)
-    for number, mode in enumerate((*modes, *modes, *reversed(modes))):  # each comes after each other one
-        ids = torch.tensor([row((1, 40), (number, 8))])
-        with MODES[mode]():
-            assert_right(model, cache, input_ids=ids)
-        assert cache.last_call.reused_tokens >= (32 if number else 0)
-        inputs = batch(row((1, 40), (number, 3)), row((2, 30)))
-        with MODES[mode]():
-            assert_right(model, cache, **inputs, num_beams=2)
-    reference = run(model, input_ids=ids)
-    zero_blocks(cache)
-    assert not is_same(reference, run(model, cache, input_ids=ids))
 
 
 @pytest.mark.parametrize("order", list(permutations(MODES, 2)), ids=" then ".join)

@@ -1,14 +1,7 @@
-"""`datasets.Dataset.map` with a function that generates: in this process with the cache, in another one with a cache of
-its own.
-"""
+"""`datasets.Dataset.map` with a function that generates: here with the cache, elsewhere with a cache of its own."""
 
-from __future__ import annotations
-
-import logging
-from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedModel
@@ -25,12 +18,6 @@ QUESTIONS = ["Who?", "What was it?", "And where, if anywhere?", "Why?", "When?"]
 @pytest.fixture
 def questions() -> Dataset:
     return Dataset.from_dict({"question": [PREAMBLE + question for question in QUESTIONS]})
-
-
-@pytest.fixture(autouse=True)
-def warn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets warns of a function that it cannot hash once a process."""
-    monkeypatch.setattr(datasets.fingerprint, "fingerprint_warnings", {})
 
 
 class Answer:
@@ -80,43 +67,6 @@ def test_batches_of_a_map_reuse_what_they_share(
     assert cache.stats().reused_tokens > len(PREAMBLE) * (2 * len(QUESTIONS) - 2) * 0.7
     zero_blocks(cache)
     assert not are_same_steps(steps, recorder.during(mapped, questions, lambda batch: answer(batch, cache))[1])
-
-
-def test_a_function_that_holds_a_cache_gets_a_random_fingerprint_or_that_given(
-    cache: PagedPrefixCache, questions: Dataset, caplog: pytest.LogCaptureFixture
-) -> None:
-    """datasets hashes what it maps, by pickling; a cache refuses that, and the map runs all the same."""
-
-    def count(batch: dict[str, list[str]]) -> dict[str, list[int]]:
-        return {"calls": [cache.stats().num_calls] * len(batch["question"])}
-
-    monitored = logging.getLogger("datasets")
-    monitored.addHandler(caplog.handler)
-    try:
-        fingerprints = {mapped(questions, count)._fingerprint for _ in range(2)}
-        assert len(fingerprints) == 2
-        assert "couldn't be hashed properly" in caplog.text
-        caplog.clear()
-        assert mapped(questions, count, new_fingerprint="mine")._fingerprint == "mine"
-        assert "hashed" not in caplog.text
-    finally:
-        monitored.removeHandler(caplog.handler)
-
-
-def test_a_fingerprint_of_one_s_own_finds_the_result_on_disk_again(
-    cache: PagedPrefixCache, questions: Dataset, tmp_path: Path
-) -> None:
-    questions.to_json(tmp_path / "questions.jsonl")
-    stored = Dataset.from_json(str(tmp_path / "questions.jsonl"), cache_dir=str(tmp_path / "datasets"))
-    runs: list[PagedPrefixCache] = []
-
-    def count(batch: dict[str, list[str]]) -> dict[str, list[int]]:
-        runs.append(cache)
-        return {"run": [len(runs)] * len(batch["question"])}
-
-    for _ in range(2):
-        assert mapped(stored, count, new_fingerprint="mine")["run"] == [1, 1, 2, 2, 3]
-    assert len(runs) == 3
 
 
 def test_another_process_is_refused_a_cache_that_a_function_holds(cache: PagedPrefixCache, questions: Dataset) -> None:

@@ -3,8 +3,6 @@
 The model is `hf-paged`, and for generation also the harness's own inside `with cache:`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

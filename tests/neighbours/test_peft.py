@@ -1,7 +1,5 @@
 """PEFT: no call ever gets the keys and values of another adapter, and each adapter finds its own again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -54,9 +52,6 @@ def assert_seen(caller: Any, cache: PagedPrefixCache, **arguments: Any) -> None:
     assert not is_same(reference, run(caller, cache, **arguments))
 
 
-# Where the cache is attached.
-
-
 @pytest.mark.parametrize("through_wrapper", [True, False])
 def test_a_cache_of_a_wrapper_is_attached_where_the_forwards_run(
     adapted: peft.PeftModel, through_wrapper: bool
@@ -87,9 +82,6 @@ def test_an_adapter_added_after_the_cache_reuses_nothing(model: PreTrainedModel,
     assert not is_same(before, check(wrapped, cache, 0))
     assert_same(before, run(wrapped.unload(), cache, input_ids=IDS))
     check(model, cache, 49)
-
-
-# Adapters that take turns.
 
 
 def test_each_adapter_has_blocks_of_its_own_and_finds_them_again(adapted: peft.PeftModel) -> None:
@@ -220,9 +212,6 @@ def test_every_kind_of_adapter_that_changes_layers(model: PreTrainedModel, cache
     assert_seen(wrapped, cache)
 
 
-# Adapters of rows.
-
-
 def test_rows_of_several_adapters_in_a_batch_each_reuse_their_own(adapted: peft.PeftModel) -> None:
     cache = PagedPrefixCache(adapted)
     inputs = batch(PROMPT, PROMPT, PROMPT)
@@ -267,9 +256,6 @@ def test_adapter_names_and_the_active_adapter_are_never_confused(adapted: peft.P
         {"adapter_names": ["__base__"]},
     ):
         check(adapted, cache, None, **arguments)
-
-
-# What is computed without reuse, or refused.
 
 
 def test_activated_lora_is_right_and_not_reused(model: PreTrainedModel) -> None:

@@ -1,7 +1,5 @@
 """torchao's quantised linear layers, as far as they run on a CPU: right, reused, and a change of them is seen."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

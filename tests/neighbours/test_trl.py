@@ -1,8 +1,4 @@
-"""TRL's GRPOTrainer: generation on our cache inside a training loop, where every optimizer step makes what was cached
-old.
-"""
-
-from __future__ import annotations
+"""TRL's GRPOTrainer: generation on our cache in a loop where every optimizer step makes what was cached old."""
 
 import functools
 from contextlib import nullcontext

@@ -1,8 +1,4 @@
-"""What TRL's trainers train on in these tests: questions that begin alike, a reward, and the settings of three quick
-steps.
-"""
-
-from __future__ import annotations
+"""What TRL's trainers train on here: questions that begin alike, a reward, and the settings of three quick steps."""
 
 from pathlib import Path
 from typing import Any

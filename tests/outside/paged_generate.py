@@ -19,9 +19,10 @@ import copy
 import functools
 import random
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,9 +32,6 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 FAILS_WITHOUT = "fails without a PagedPrefixCache, too"
 # of the largest number

@@ -1,7 +1,5 @@
 """The plugin for other suites, on its own small suite: what it compares, what it finds, and what it leaves alone."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,8 +15,6 @@ sys.path.insert(0, str(FOLDER))  # as PYTHONPATH does where the plugin is used
 import paged_generate  # noqa: E402
 
 sys.path.remove(str(FOLDER))
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SUITE = """
 import pytest, torch

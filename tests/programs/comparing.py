@@ -1,7 +1,5 @@
 """Programs run in processes of their own, with and without `hf-paged-cache run`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A process in which every `generate` has a cache, in this process for the time of a test."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import GenerationMixin
 

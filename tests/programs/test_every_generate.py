@@ -1,8 +1,4 @@
-"""Models of a process: each gets a store with its first `generate`, each call a cache of its own, and nothing else
-differs.
-"""
-
-from __future__ import annotations
+"""Models of a process: each gets a store with its first `generate`, each call a cache, and nothing else differs."""
 
 import copy
 import gc
@@ -21,8 +17,6 @@ from hf_paged_cache.every_generate import EveryGenerate
 
 from ..reference import IDS, AtStep, assert_same, batch, row, run
 from ..tiny_models import build
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NEXT = [torch.tensor([row((1, 50), (seed, 9))]) for seed in range(2, 6)]
 CALLS: dict[str, dict[str, Any]] = {

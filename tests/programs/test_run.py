@@ -1,7 +1,5 @@
 """`hf-paged-cache run`: which program runs, as what, with which exit code, and what is said at the end."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import sys
@@ -20,7 +18,6 @@ from hf_paged_cache.every_generate import EveryGenerate
 from ..tiny_models import build
 from .comparing import PROGRAMS, run_program
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 Start = Callable[..., Callable[[], str]]
 
 

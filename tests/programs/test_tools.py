@@ -3,13 +3,10 @@
 The trainer itself runs in `test_examples.py`.
 """
 
-from __future__ import annotations
-
 import asyncio
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig
 
@@ -19,8 +16,6 @@ from hf_paged_cache.trainer import PrefixCacheCallback
 
 from ..neighbours.tiny_training import PREAMBLE, QUESTIONS
 from ..tiny_models import build
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_callback_counts_what_is_new_since_the_last_log(every: EveryGenerate) -> None:

@@ -1,7 +1,5 @@
 """What a cache attaches to its model: once, found however it is passed, and taken off again without a trace."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -67,7 +65,7 @@ def test_a_detached_model_can_be_attached_again(tiny_llama: Any) -> None:
     assert again.last_call.reused_tokens == 39
 
 
-@pytest.mark.usefixtures("one_thread", "switching")
+@pytest.mark.usefixtures("switching")
 def test_threads_that_build_the_first_cache_at_once_attach_it_once(tiny_llama: Any) -> None:
     """A model that is attached twice confirms every forward twice."""
     barrier = threading.Barrier(8)
@@ -112,9 +110,6 @@ def test_a_cache_is_found_however_it_is_passed(given: str, tiny_llama: Any) -> N
     assert (type(output), output.past_key_values) == (type(plain), cache)
     assert cache.get_seq_length() == 40
     assert cache.stats().reused_tokens > 0
-
-
-# Copies of the model.
 
 
 def saved_by_torch(model: Any) -> Any:

@@ -1,8 +1,4 @@
-"""What is wrong, unusual or impossible gives the result of `DynamicCache` or a clear error, and the call after it is
-right.
-"""
-
-from __future__ import annotations
+"""What is wrong or unusual gives the result of `DynamicCache` or a clear error, and the call after it is right."""
 
 import re
 from collections.abc import Callable
@@ -22,8 +18,6 @@ from hf_paged_cache import (
 
 from ..reference import assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, character_tokenizer, tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = row((1, 50))
 NO_CACHES: tuple[Any, ...] = ("yes", True, 3, {}, torch.zeros(1))
@@ -45,9 +39,6 @@ def assert_next_call_is_right(cache: PagedPrefixCache, reused: int | None = None
     cache.check()
 
 
-# Models.
-
-
 @pytest.mark.parametrize(
     ("make", "said"),
     [
@@ -66,15 +57,6 @@ def test_what_is_no_model_is_named_with_what_to_pass_instead(make: Callable[[Any
         PagedPrefixCache(make(tiny("llama")))
 
 
-def test_the_same_kind_of_model_as_a_decoder_is_held() -> None:
-    cache = PagedPrefixCache(tiny("bert_decoder"))
-    assert_next_call_is_right(cache)
-    assert_next_call_is_right(cache, reused=49)
-
-
-# Sizes.
-
-
 def test_max_bytes_buys_as_many_blocks_as_it_pays_for() -> None:
     # 2 layers of key and value, 2 heads of 16 numbers of 4 bytes
     bytes_per_block = 2 * 2 * 2 * 16 * 4 * 16
@@ -83,9 +65,6 @@ def test_max_bytes_buys_as_many_blocks_as_it_pays_for() -> None:
     assert PrefixStore(tiny("llama"), max_bytes=10 * bytes_per_block + 1).blocks.budget.num_blocks == 10
     with pytest.raises(CacheArgumentError):
         PrefixStore(tiny("llama"), max_bytes=2 * bytes_per_block - 1)
-
-
-# Prompts.
 
 
 def test_embeddings_without_ids_are_computed_without_reuse_and_never_reused(cache: PagedPrefixCache) -> None:
@@ -135,9 +114,7 @@ def test_an_unusual_mask_gives_what_dynamic_cache_gives(
 @pytest.mark.parametrize("is_used", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
 def test_new_tokens_go_on_from_padded_rows_whose_columns_were_counted(name: str, is_used: bool) -> None:
-    """A plain forward without positions counts columns, `generate` the tokens that the mask shows: as with
-    `DynamicCache`.
-    """
+    """A plain forward without positions counts columns, `generate` the tokens of the mask: as with `DynamicCache`."""
     model = build(name)
     ids = torch.tensor([row((1, 40)), [0] * 8 + row((2, 32))])
     mask = torch.ones_like(ids)
@@ -157,9 +134,6 @@ def test_new_tokens_go_on_from_padded_rows_whose_columns_were_counted(name: str,
     for _ in range(2):  # nothing that was numbered otherwise is found
         assert_right(model, cache, **whole)
         cache.reset()
-
-
-# Layers that are taken out of a model.
 
 
 @pytest.mark.parametrize("is_used", [False, True])
@@ -234,9 +208,6 @@ def test_a_mask_that_is_not_as_long_as_rows_and_ids_is_refused_or_harmless(
     assert_next_call_is_right(cache)
 
 
-# Arguments of generate and of the cache.
-
-
 def test_without_use_cache_the_result_is_right_and_a_warning_says_that_nothing_is_reused(
     cache: PagedPrefixCache,
 ) -> None:
@@ -257,9 +228,6 @@ def test_crop_takes_a_negative_number_as_dynamic_cache_does(cache: PagedPrefixCa
     cache.crop(-5)
     assert cache.get_seq_length() == 50
     assert_next_call_is_right(cache)
-
-
-# Plain forwards.
 
 
 ONES = torch.ones(1, 50, dtype=torch.int64)

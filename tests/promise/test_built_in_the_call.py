@@ -1,8 +1,4 @@
-"""`model.generate(..., past_key_values=PagedPrefixCache(model))`: Python has looked `generate` up before the cache is
-attached.
-"""
-
-from __future__ import annotations
+"""`model.generate(..., past_key_values=PagedPrefixCache(model))`: `generate` is looked up before it is attached."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,8 +11,6 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
 
 from ..reference import AtStep, assert_same, row, run
 from ..tiny_models import build
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.tensor([row((1, 40)), row((1, 30), (2, 10))])
 GIVEN: dict[str, Any] = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "max_new_tokens": 20}

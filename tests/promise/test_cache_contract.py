@@ -1,7 +1,5 @@
 """What transformers asks of a cache and its layers, each question against the installed version's own answer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any
@@ -14,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLaye
 from hf_paged_cache import ForwardMismatchError, PagedPrefixCache
 
 from ..conformance.zoo import build as build_type
+from ..internals import split_everywhere
 
 IDS = torch.arange(1, 41).view(2, 20)
 NEXT = torch.tensor([[50, 51, 52], [60, 61, 62]])
@@ -21,7 +20,7 @@ NEXT = torch.tensor([[50, 51, 52], [60, 61, 62]])
 
 def run(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(ids, past_key_values=cache).logits
+        return model(ids, past_key_values=cache, logits_to_keep=1).logits
 
 
 @pytest.fixture
@@ -38,9 +37,6 @@ def assert_same_content(ours: PagedPrefixCache, theirs: DynamicCache) -> None:
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         torch.testing.assert_close(mine.keys, other.keys, atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(mine.values, other.values, atol=1e-4, rtol=1e-4)
-
-
-# Everything there is
 
 
 ASKED_FOR_OTHER_LAYERS = {  # linear attention, indexed attention, offloading: a DynamicCache of such a model has none
@@ -105,8 +101,6 @@ def test_a_layer_is_initialized_only_if_it_was_written(tiny_llama: Any) -> None:
     assert [layer.get_seq_length() for layer in cache.layers] == [IDS.shape[1], 0]
     assert cache.get_seq_length(1) == 0
 
-
-# Member by member, of each kind of layer
 
 KINDS = {  # type of model -> the kinds of layers that transformers gives it
     "llama": {"DynamicLayer"},
@@ -232,9 +226,6 @@ def test_a_cache_is_true_even_when_it_is_empty(tiny_llama: Any) -> None:
     assert PagedPrefixCache(tiny_llama)
 
 
-# Content
-
-
 CHANGES: dict[str, Any] = {
     "crop": lambda cache: cache.crop(-5),
     "crop of nothing": lambda cache: cache.crop(0),
@@ -249,11 +240,21 @@ CHANGES: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("is_shared", [False, True], ids=["apart", "held once"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_rows_change_as_those_of_a_dynamic_cache_do(change: Any, tiny_llama: Any) -> None:
+def test_rows_change_as_those_of_a_dynamic_cache_do(
+    change: Any, is_shared: bool, tiny_llama: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = PagedPrefixCache(tiny_llama, block_size=4), DynamicCache(config=tiny_llama.config)
+    ids = torch.cat([torch.arange(1, 41).repeat(2, 1), IDS], 1) if is_shared else IDS
+    if is_shared:
+        split_everywhere(monkeypatch)
+        run(tiny_llama, ids, ours)
+        ours.reset()
     for cache in (ours, theirs):
-        run(tiny_llama, IDS, cache)
+        run(tiny_llama, ids, cache)
+    assert ours.last_call.reused_tokens == is_shared * 2 * 59
+    for cache in (ours, theirs):
         change(cache)
     assert_same_content(ours, theirs)
     assert ours.get_seq_length() == theirs.get_seq_length()
@@ -272,9 +273,6 @@ def test_a_layer_does_not_write_and_is_not_made_without_a_forward_of_the_model(f
         ours.update(new, new, layer_idx)
     assert len(ours.layers) == num_layers
     assert_same_content(ours, theirs)
-
-
-# The end of a cache
 
 
 def test_a_copy_shares_all_blocks_and_copies_no_keys(filled: Any, tiny_llama: Any) -> None:

@@ -4,8 +4,6 @@ On a CUDA device of this machine graphs are captured and replayed. Elsewhere `ca
 every test proves logits as everywhere. How many forwards ran so is read from `last_call`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

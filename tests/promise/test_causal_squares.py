@@ -1,7 +1,5 @@
 """Many new tokens after few known ones are attended as one causal square, and give what `DynamicCache` gives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from ..internals import note_served, split_everywhere
 from ..reference import assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KNOWN = (1, 40)
 LONG = row(KNOWN, (2, 90))
 CALLS: dict[str, dict[str, Any]] = {
@@ -30,9 +26,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of each attention that was asked of a square, whether it was served; squares are tried wherever something is
-    known.
-    """
+    """Of each attention that was asked of a square, whether it was served. Squares are tried wherever they can be."""
     split_everywhere(monkeypatch)
     return note_served(monkeypatch, causal)
 

@@ -4,8 +4,6 @@ Each change is one that comes back as it was (a hook that moves a layer's output
 for again; a weight's count of writes never comes back.
 """
 
-from __future__ import annotations
-
 import functools
 import threading
 from typing import Any
@@ -20,11 +18,9 @@ from hf_paged_cache.integration import opening
 from hf_paged_cache.model.fingerprint import Fingerprint
 
 from ..internals import make_forwards_cheap
-from ..reference import IDS, TOLERANCE, AtStep, assert_right, assert_same, batch, is_same, row, run
+from ..reference import IDS, TOLERANCE, AtStep, assert_right, assert_same, at_once, batch, is_same, row, run
 from ..tiny_models import build
 from .test_guards import in_another_thread
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Change:
@@ -164,9 +160,6 @@ def test_frequencies_that_another_thread_has_changed_meanwhile_leave_nothing() -
     assert_same(wanted, run(model, cache, input_ids=ids))
 
 
-# A reset in between.
-
-
 def test_a_reset_while_what_rows_share_is_computed_is_refused_and_changes_nothing(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,30 +193,22 @@ def test_a_reset_while_what_rows_share_is_computed_is_refused_and_changes_nothin
     assert other.last_call.reused_tokens == ended.sequences.shape[1] - 1  # its rows were there, partial block and all
 
 
-# A model with a lock of its own.
-
-
 def test_two_threads_on_a_model_whose_forward_takes_a_lock_both_come_to_an_end(
     model: PreTrainedModel, switching: None
 ) -> None:
     store, lock = PrefixStore(model, block_size=4, trust_hooks=True), threading.RLock()
     model.model.register_forward_pre_hook(lambda *_: lock.acquire() and None)
     model.model.register_forward_hook(lambda *_: lock.release())
-    wanted, ended = run(model, input_ids=IDS), list[bool]()
+    wanted = run(model, input_ids=IDS)
     run(model, PagedPrefixCache(store), input_ids=IDS)
 
     def work() -> None:
         cache = PagedPrefixCache(store)
-        ended.extend(
-            is_same(wanted, run(model, cache, input_ids=IDS)) and not cache.verify(1).differing for _ in range(3)
-        )
+        for _ in range(3):
+            assert_same(wanted, run(model, cache, input_ids=IDS))
+            assert not cache.verify(1).differing
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert ended == [True] * 6
+    at_once(work, work)
 
 
 def test_a_thread_that_ends_during_the_forward_that_it_changes_is_seen(

@@ -4,8 +4,6 @@ a change.
 Each is asked of `cache.lookup`, which says what a call would find. `test_conditions_of_reuse.py` makes the calls.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable
@@ -15,14 +13,13 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.modules import module as everywhere
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
 from hf_paged_cache import PagedPrefixCache
 
 from ..reference import row
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from ..tiny_models import build
 
 Model = Any
 PROMPT = row((1, 32))
@@ -117,6 +114,9 @@ def change_class(model: Model) -> None:
 CHANGES: dict[str, Callable[[Model], Any]] = {
     "p.data = ...": lambda model: setattr(first_weight(model), "data", first_weight(model).data + 1e-3),
     "p.data.copy_": lambda model: first_weight(model).data.copy_(first_weight(model).data * 2),
+    "load_state_dict": lambda model: model.load_state_dict(build("llama", 7).state_dict()),
+    "a norm": lambda model: model.model.layers[0].input_layernorm.weight.data.mul_(1.3),
+    "a module swapped": lambda model: setattr(model.model.layers[0], "mlp", build("llama", 7).model.layers[0].mlp),
     "another attention implementation": lambda model: model.set_attn_implementation("eager"),
     "a row in place": edit_row,
     "a row in inference mode": torch.inference_mode()(edit_row),
@@ -315,6 +315,11 @@ HARMLESS: dict[str, Callable[[Model], Any]] = {
     "output_hidden_states in the config": lambda model: setattr(model.config, "output_hidden_states", True),
     "use_cache in the config": lambda model: setattr(model.config, "use_cache", False),
     "state_dict": lambda model: model.state_dict(),
+    "a new generation config": lambda model: setattr(model, "generation_config", GenerationConfig(pad_token_id=0)),
+    "requires_grad_(False)": lambda model: model.requires_grad_(False).zero_grad(),
+    "a cache of another store": lambda model: PagedPrefixCache(model).prefill(PROMPT),
+    "train mode without dropout": lambda model: model.train(),
+    "a forward in inference mode": torch.inference_mode()(lambda model: model(torch.tensor([PROMPT]))),
     "torch.compile of the forward": lambda model: setattr(
         model, "forward", torch.compile(model.forward, backend="eager")
     ),
@@ -329,9 +334,6 @@ HARMLESS: dict[str, Callable[[Model], Any]] = {
 def test_all_is_found_after(harmless: str, known: Known) -> None:
     HARMLESS[harmless](known.model)
     assert known.finds_all() or "output_hidden_states" in known.stopped  # which a call is told while the config asks
-
-
-# What makes forwards unfit for reuse.
 
 
 @pytest.mark.parametrize("name", ["attention_dropout", "router_jitter_noise", "moe_jitter_eps", "resid_pdrop"])

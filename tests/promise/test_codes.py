@@ -1,8 +1,4 @@
-"""A model that continues with codes of its own in place of token ids, as models of speech do: as `DynamicCache`, and
-without reuse.
-"""
-
-from __future__ import annotations
+"""A model that continues with codes in place of token ids, as models of speech do: as `DynamicCache`, without reuse."""
 
 from typing import Any
 
@@ -15,8 +11,6 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 from ..internals import zero_blocks
 from ..reference import TOLERANCE, assert_same, batch, is_same, row, run
 from ..tiny_models import build
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 ROWS = batch(row((1, 40)), row((1, 24), (2, 7)))
 

@@ -1,7 +1,5 @@
 """`cache.explain`: what a lookup finds, and the very place where the closest cached prompt continues in another way."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 
@@ -12,8 +10,6 @@ from hf_paged_cache import CacheArgumentError, Explanation, PagedPrefixCache
 from ..reference import batch, run
 from ..tiny_models import build, tiny
 from .test_prefixes import all_blocks, model_of
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK = 16
 

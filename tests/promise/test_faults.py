@@ -4,8 +4,6 @@ Faults are put into our own classes and into transformers', not into the model a
 and hide what was committed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable
@@ -22,8 +20,6 @@ from hf_paged_cache.rows import memory
 from ..internals import FAULT_POINTS, layer_write, make_pools_grow, reused_of_chunks
 from ..reference import assert_same, batch, row, run
 from ..tiny_models import build, tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = row((1, 18))
 

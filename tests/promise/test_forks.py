@@ -1,13 +1,7 @@
-"""A child that is forked while another thread is in the middle of a call generates rightly, and holds none of that
-call's blocks.
-"""
-
-from __future__ import annotations
+"""A child that is forked while another thread is in a call generates rightly, and holds none of that call's blocks."""
 
 import os
 import threading
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +10,7 @@ from transformers import LogitsProcessor
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
-from ..reference import assert_same, batch, row, run
+from ..reference import assert_same, batch, exit_code, forked, row, run
 from ..tiny_models import tiny
 
 pytestmark = [
@@ -37,22 +31,6 @@ class Waits(LogitsProcessor):
         return scores
 
 
-def in_a_child(deed: Callable[[], Any]) -> int:
-    """Exit status of a forked child that does this."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            deed()
-            status = 0
-        except BaseException:  # noqa: BLE001  # a child never returns
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("is_reset", [True, False], ids=["all is forgotten", "the thread's cache goes on"])
 def test_a_child_forked_in_the_middle_of_a_call_has_none_of_its_blocks(is_reset: bool) -> None:
     model, waits = tiny("llama"), Waits()
@@ -82,7 +60,7 @@ def test_a_child_forked_in_the_middle_of_a_call_has_none_of_its_blocks(is_reset:
         assert not store.stats().num_blocks_in_use
         store.check()
 
-    status = in_a_child(deed)
+    status = exit_code(forked(deed))
     waits.may_go.set()
     thread.join()
     assert status == 0

@@ -1,7 +1,5 @@
 """A `generate` of the model's class, or put on the model, round transformers'; it may call that several times."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
@@ -16,8 +14,6 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 from ..internals import reused_of_chunks
 from ..reference import AtStep, assert_same, row, run
 from ..tiny_models import build
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 IDS = torch.tensor([row((1, 50))])
 LONGER = torch.tensor([row((2, 90))])

@@ -1,8 +1,4 @@
-"""Gradients through a cached forward are those that a `DynamicCache` gives, through what earlier forwards computed,
-too.
-"""
-
-from __future__ import annotations
+"""Gradients through a cached forward are those that a `DynamicCache` gives, also through what earlier ones computed."""
 
 import copy
 from collections.abc import Callable
@@ -46,13 +42,6 @@ def without_gradients_first(model: PreTrainedModel, cache: Any) -> torch.Tensor:
     return forward(model, cache, 25, 40)
 
 
-def without_gradients_between(model: PreTrainedModel, cache: Any) -> torch.Tensor:
-    forward(model, cache, 0, 10)
-    with torch.no_grad():
-        forward(model, cache, 10, 25)
-    return forward(model, cache, 25, 40)
-
-
 def a_draft_without_gradients_taken_back(model: PreTrainedModel, cache: Any) -> torch.Tensor:
     forward(model, cache, 0, 10)
     cache.activate_past_recording()
@@ -60,19 +49,6 @@ def a_draft_without_gradients_taken_back(model: PreTrainedModel, cache: Any) -> 
         forward(model, cache, 10, 25)
         cache.crop(-15)
     return forward(model, cache, 10, 40)
-
-
-def reordered(model: PreTrainedModel, cache: Any) -> torch.Tensor:
-    forward(model, cache, 0, 25)
-    cache.reorder_cache(torch.tensor([1, 1]))
-    return forward(model, cache, 25, 40)
-
-
-def cropped(model: PreTrainedModel, cache: Any) -> torch.Tensor:
-    cache.activate_past_recording()  # without, a window of `DynamicCache` takes nothing back
-    forward(model, cache, 0, 25)
-    cache.crop(-5)
-    return forward(model, cache, 20, 40)
 
 
 def multiplied(model: PreTrainedModel, cache: Any) -> torch.Tensor:
@@ -84,10 +60,7 @@ def multiplied(model: PreTrainedModel, cache: Any) -> torch.Tensor:
 SCRIPTS = (
     in_two,
     without_gradients_first,
-    without_gradients_between,
     a_draft_without_gradients_taken_back,
-    reordered,
-    cropped,
     multiplied,
 )
 

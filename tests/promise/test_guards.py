@@ -1,7 +1,5 @@
 """Guards that no ordinary call comes to: each test here fails when one line that guards is taken out."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import threading
@@ -20,8 +18,6 @@ from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, 
 from ..tiny_models import build, tiny
 from .test_interrupted_calls import StopError, stop
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def in_another_thread(act: Callable[[], Any]) -> list[BaseException]:
     """Run it to its end there; returns what it raised."""
@@ -38,9 +34,6 @@ def in_another_thread(act: Callable[[], Any]) -> list[BaseException]:
     thread.join(timeout=300)
     assert not thread.is_alive()
     return errors
-
-
-# Other threads.
 
 
 DEEDS: dict[str, Callable[[PagedPrefixCache], Any]] = {
@@ -63,9 +56,6 @@ def test_rows_are_not_changed_by_another_thread_between_steps(deed: str, model: 
     assert [type(error) for error in errors] == wanted
 
 
-# What rows share.
-
-
 def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_known() -> None:
     model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
     run(model, cache, **batch(row((1, 128))))
@@ -75,9 +65,6 @@ def test_nothing_runs_ahead_of_a_short_row_that_is_padding_where_the_others_are_
         output = run(model, cache, **given)
     assert_same(run(model, **given), output)
     assert shapes[0] == (2, 22)
-
-
-# Calls that fail.
 
 
 @pytest.mark.parametrize("pads", [(0,), (3,), (0, 3)], ids=str)
@@ -126,9 +113,6 @@ def test_a_plain_forward_after_a_generate_that_died_in_its_first_one_owes_it_not
     assert (cache.last_call.kind, cache.last_call.prompt_tokens) == ("forward", 50)
     cache.reset()
     assert cache.stats().num_cached_blocks == 12
-
-
-# Masks.
 
 
 def preparing(model: PreTrainedModel, change: Callable[[dict[str, Any]], Any]) -> None:

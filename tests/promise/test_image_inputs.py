@@ -1,9 +1,8 @@
 """Prompts with images: named by what is passed, run once, and right in every way of calling."""
 
-from __future__ import annotations
-
 import functools
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +15,6 @@ from ..conformance.image_zoo import prompt, tiny, tokens
 from ..conformance.images import Towers
 from ..reference import BEFORE_5_23, FROM_5_23, assert_same, is_same, run, zero_blocks
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-
 TEXT, FIRST, SECOND, THIRD = (tokens(seed, 27) for seed in (1, 2, 3, 4))
 START = len(TEXT)  # of the image in most prompts
 KINDS = ("qwen2_vl", "idefics3")  # a grid and positions of three numbers; images nested in rows
@@ -27,6 +22,12 @@ KINDS = ("qwen2_vl", "idefics3")  # a grid and positions of three numbers; image
 
 def ask(name: str, *rows: Any) -> dict[str, Tensor]:
     return prompt(tiny(name)[1], *rows)
+
+
+def begin(name: str, *rows: Any) -> tuple[Any, PagedPrefixCache, dict[str, Tensor]]:
+    """A model, an empty cache, and a prompt."""
+    model, _ = tiny(name)
+    return model, PagedPrefixCache(model, block_size=8), ask(name, *rows)
 
 
 def reused(held: PagedPrefixCache) -> int:
@@ -40,9 +41,7 @@ def assert_reused(held: PagedPrefixCache, more_than: int) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_images_that_differ_in_one_value_of_one_pixel_share_nothing(name: str) -> None:
-    model, _ = tiny(name)
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask(name, [TEXT, 1, FIRST])
+    model, held, given = begin(name, [TEXT, 1, FIRST])
     run(model, held, **given)
     other = {**given, "pixel_values": given["pixel_values"].clone()}
     other["pixel_values"].view(-1)[-1] += 1e-3
@@ -58,9 +57,7 @@ def test_images_that_differ_in_one_value_of_one_pixel_share_nothing(name: str) -
     ],
 )
 def test_the_same_pixels_under_another_grid_are_another_image(name: str, other: dict[str, Tensor]) -> None:
-    model, _ = tiny(name)
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask(name, [TEXT, 1, FIRST])
+    model, held, given = begin(name, [TEXT, 1, FIRST])
     changed = {**given, **other}
     outputs = [run(model, held, **each) for each in (given, changed)]
     assert not is_same(*outputs), "the grid does not matter"
@@ -69,9 +66,7 @@ def test_the_same_pixels_under_another_grid_are_another_image(name: str, other: 
 
 
 def test_the_same_image_at_other_positions_is_another_one() -> None:
-    model, _ = tiny("qwen2_vl")
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    model, held, given = begin("qwen2_vl", [TEXT, 1, FIRST])
     positions, _ = model.model.get_rope_index(
         given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], image_grid_thw=given["image_grid_thw"]
     )
@@ -90,9 +85,7 @@ def test_the_same_image_at_other_positions_is_another_one() -> None:
 
 
 def test_types_beside_an_image_are_said_and_nothing_is_reused() -> None:
-    model, _ = tiny("gemma3")
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask("gemma3", [TEXT, 1, FIRST])
+    model, held, given = begin("gemma3", [TEXT, 1, FIRST])
     types = given["token_type_ids"].clone()
     types[0, 3:9] = 1  # these see each other, too
     for each in (given, {**given, "token_type_ids": types}):
@@ -112,12 +105,10 @@ def test_what_the_model_remembers_of_positions_is_as_after_a_whole_prompt() -> N
     run(model, held, **given)
     assert_reused(held, START)
     assert model.model.rope_deltas.equal(wanted)
-    mask = torch.ones((1, given["input_ids"].shape[1] + 8), dtype=torch.int64)
     with torch.no_grad():  # the call after that, without the cache
         logits = model(**text, use_cache=False).logits
         held.reset()
         torch.testing.assert_close(model(**text, use_cache=False).logits, logits)
-    assert mask.shape[1] > 8
 
 
 @FROM_5_23
@@ -164,9 +155,7 @@ def test_rows_about_one_image_run_it_once(name: str) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_encoder_that_somebody_has_replaced_is_the_one_that_runs_and_nothing_of_before_is_found(name: str) -> None:
-    model, _ = tiny(name)
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask(name, [TEXT, 1, FIRST])
+    model, held, given = begin(name, [TEXT, 1, FIRST])
     before, encode = run(model, held, **given), model.model.get_image_features
 
     @functools.wraps(encode)

@@ -1,13 +1,11 @@
 """The pipeline `image-text-to-text`, with the cache passed and in a block, gives what it gives without."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlavaProcessor, PreTrainedTokenizerFast, pipeline
+from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast, pipeline
 
 from hf_paged_cache import PagedPrefixCache
 
@@ -24,8 +22,6 @@ TEMPLATE = (
 
 def processor(model: Any) -> LlavaProcessor:
     """Words are w0 to w125; pictures are of the model's size."""
-    from transformers import CLIPImageProcessor
-
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<unk>", *(f"w{n}" for n in range(126))])}
     inner = Tokenizer(models.WordLevel({**vocabulary, "<image>": IMAGE_TOKEN}, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -1,7 +1,5 @@
 """Prompts with images, as a processor returns them, where a user names a prompt: what is said is what a call finds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache, UnsupportedMode
 from ..conformance.image_zoo import tiny
 from ..conformance.images import Towers
 from ..reference import assert_same, is_same, run, zero_blocks
-from .test_image_inputs import FIRST, KINDS, SECOND, TEXT, THIRD, ask
+from .test_image_inputs import FIRST, KINDS, SECOND, TEXT, THIRD, ask, begin
 
 
 def state_of(model: Any) -> list[Tensor | None]:
@@ -111,9 +109,7 @@ def test_continuations_of_an_image_are_scored_as_generate_scores_them(name: str)
 
 
 def test_what_cannot_be_asked_is_said() -> None:
-    model, _ = tiny("qwen2_vl")
-    held = PagedPrefixCache(model, block_size=8)
-    given = ask("qwen2_vl", [TEXT, 1, FIRST])
+    _, held, given = begin("qwen2_vl", [TEXT, 1, FIRST])
     with pytest.raises(UnsupportedModelError, match="the prompt ends with an image"):
         held.prefill(ask("qwen2_vl", [TEXT, 1]))
     assert held.lookup(ask("qwen2_vl", [TEXT, 1])).stopped.startswith("the prompt ends with an image")

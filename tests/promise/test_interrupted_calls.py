@@ -26,8 +26,6 @@ from ..reference import AtStep, assert_same, batch, is_same, row, run
 from ..tiny_models import tiny
 
 OURS = str(Path(hf_paged_cache.__file__).parent)
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 PROMPTS = [row((1, 9)), row((1, 9), (2, 6)), row((1, 5), (3, 6)), row((4, 13))]
 
 # name -> arguments of a call
@@ -72,12 +70,16 @@ class Interrupter:
 
     Loops over a model's weights are left out, which change nothing: each would have as many lines as all else. So is
     `where_no_signal_comes`, where a tracer would leave a lock held for ever.
+
+    Args:
+        again: it raises once more so many lines later; 0: it does not.
+        names: of functions, whose lines alone count; empty: of all.
     """
 
-    def __init__(self, at_line: int = 0) -> None:
+    def __init__(self, at_line: int = 0, *, again: int = 0, names: tuple[str, ...] = ()) -> None:
         self.num_lines = 0
         self.place = ""
-        self._at_line = at_line
+        self._at_line, self._again, self._names = at_line, again, names
 
     def __enter__(self) -> Interrupter:
         self._before = sys.gettrace()
@@ -91,13 +93,15 @@ class Interrupter:
         code = frame.f_code
         if code.co_name.startswith("<") and Path(code.co_filename).parent.name == "model":
             return None
-        return self._line if code.co_filename.startswith(OURS) else None
+        is_asked = not self._names or code.co_name in self._names
+        return self._line if is_asked and code.co_filename.startswith(OURS) else None
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         if event == "line" and frame.f_lasti not in where_no_signal_comes(frame.f_code):
             self.num_lines += 1
             if self.num_lines == self._at_line:
                 self.place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+                self._at_line, self._again = (self.num_lines + self._again if self._again else 0), 0
                 raise KeyboardInterrupt
         return self._line
 
@@ -151,18 +155,33 @@ def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrup
 @pytest.mark.parametrize("num_blocks", [4, 26], ids=["no room for it", "room"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # an interrupt inside a finalizer
 def test_a_call_interrupted_at_any_line_leaves_the_cache_right(num_blocks: int, references: dict[str, Any]) -> None:
-    """One cache for all; `tests.interrupts` goes on with that for as long as one likes."""
+    """One cache for all; every other call is interrupted a second time while it is being left."""
     model, rng = tiny("llama"), random.Random(0)
     for name, given in CALLS.items():
         cache = PagedPrefixCache(model, block_size=4, num_blocks=num_blocks)
         with Interrupter() as counter:
             run(model, cache, max_new_tokens=4, **given)
-        for _ in range(2):
-            with Interrupter(rng.randint(1, counter.num_lines)) as interrupter, contextlib.suppress(KeyboardInterrupt):
+        for again in (0, rng.randint(1, 40), 0, rng.randint(1, 40)):
+            at_line = rng.randint(1, counter.num_lines)
+            with Interrupter(at_line, again=again) as interrupter, contextlib.suppress(KeyboardInterrupt):
                 run(model, cache, max_new_tokens=4, **given)
             for after in (rng.choice(list(CALLS)), name):
                 output = run(model, cache, max_new_tokens=4, **CALLS[after])
                 assert is_same(references[after], output), (name, after, interrupter.place)
+        assert_all_accounted_for(cache)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() -> None:
+    model, names = tiny("llama"), ("end", "close")
+    with Interrupter(names=names) as counter:
+        run(model, prepared(), max_new_tokens=2, **CALLS["greedy"])
+    assert counter.num_lines > 10
+    for at_line in range(1, counter.num_lines + 1):
+        cache = prepared()
+        with Interrupter(at_line, names=names), contextlib.suppress(KeyboardInterrupt):
+            run(model, cache, max_new_tokens=2, **CALLS["greedy"])
+        cache.store.reset_prefix_cache()
         assert_all_accounted_for(cache)
 
 
@@ -234,9 +253,6 @@ def test_what_a_user_does_between_calls_may_be_interrupted(deed: str, references
         except BaseException as error:
             error.add_note(f"{deed} interrupted at {interrupter.place}")
             raise
-
-
-# Calls that are never finished.
 
 
 class StopError(Exception):

@@ -1,7 +1,5 @@
 """How much memory blocks may take if nobody says: half of what is free, in a container too, and each store its part."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from weakref import WeakSet
@@ -20,9 +18,7 @@ BYTES_OF_A_BLOCK = 2 * 2 * 2 * 16 * 4 * 16  # 2 layers of keys and values, 2 hea
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """One with memory for 1,000 blocks and without another store; returns the folder in which a container is told its
-    limit.
-    """
+    """One with memory for 1,000 blocks and no other store; its folder in which a container is told its limit."""
     available = SimpleNamespace(available=1000 * BYTES_OF_A_BLOCK)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: available)
     monkeypatch.setattr(memory_budget, "_budgets", WeakSet())

@@ -1,7 +1,5 @@
 """`check_model`: what it reports, and that the model is afterwards what it was."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

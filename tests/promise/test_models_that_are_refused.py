@@ -3,8 +3,6 @@
 What the structure leaves open a trial decides: a forward against the same one continued after cached columns.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable
@@ -68,9 +66,6 @@ def test_an_index_that_takes_its_sizes_from_the_cache_in_the_middle_of_a_forward
 def test_a_model_without_a_head_is_refused(tiny_llama: Model) -> None:
     with pytest.raises(UnsupportedModelError, match="LlamaModel cannot generate; pass the model with a language-model"):
         PagedPrefixCache(LlamaModel(tiny_llama.config))
-
-
-# What a trial sees.
 
 
 def on_call(model: Model, act: Callable[[dict[str, Any], Any], Any]) -> Model:
@@ -202,9 +197,6 @@ def test_memory_that_runs_out_is_no_property_of_the_model() -> None:
         PagedPrefixCache(model)
     handle.remove()
     PagedPrefixCache(model)
-
-
-# States.
 
 
 @FROM_5_23

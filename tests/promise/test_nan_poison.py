@@ -4,8 +4,6 @@ A NaN survives masking: attention multiplies it by zero, which gives NaN. So one
 logits.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -14,22 +12,24 @@ import torch
 
 from hf_paged_cache import PagedPrefixCache
 
+from ..conformance.player import Measured, Player
+from ..conformance.scenes import SCENES
 from ..internals import spoil_room_before_each_write
 from ..reference import batch, is_same, row, run
 from ..tiny_models import build, tiny
-from .test_generate_equivalence import MOVING, Player
+from .test_ways_to_generate import many_turns
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+MOVING = ("padded batch", "known and unknown rows", "batched beams", "chunked prefill", "after eviction")
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("scene", MOVING, ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("scene", [*(SCENES[name] for name in MOVING), many_turns], ids=lambda scene: scene.__name__)
 def test_poison_in_room_that_was_never_written_changes_nothing(
     scene: Callable[[Player], None], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers: list[int] = []
     spoil_room_before_each_write(monkeypatch, torch.nan, numbers)
-    scene(Player(tiny(name), []))
+    scene(Player("", tiny(name), Measured(), [], zeroed=False))
     assert max(numbers) > 0
 
 

@@ -1,7 +1,5 @@
 """On an accelerator of this machine every scene gives what `DynamicCache` gives there: `pytest -m accelerator`."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,13 +11,11 @@ from transformers import DynamicCache, LogitsProcessor
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import backends
 
+from ..conformance import scenes
 from ..internals import capture_everywhere
 from ..reference import assert_same, row, run
-from ..scenes import play
 from ..tiny_models import build
-from . import test_generate_equivalence, test_ways_to_generate
-
-SCENES = (*test_generate_equivalence.SCENES, *test_ways_to_generate.SCENES)
+from .test_ways_to_generate import SCENES, play
 
 pytestmark = [
     pytest.mark.accelerator,
@@ -27,7 +23,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize("scene", [*scenes.SCENES.values(), *SCENES], ids=lambda scene: scene.__name__)
 def test_a_scene_is_the_same_on_an_accelerator(scene: Any) -> None:
     play(scene, build("llama").to(torch.accelerator.current_accelerator()))
 
@@ -35,9 +31,7 @@ def test_a_scene_is_the_same_on_an_accelerator(scene: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 64, 128, 288])
 def test_a_part_is_attended_to_as_by_operators_in_fp32(head_dim: int, dtype: torch.dtype) -> None:
-    """What the device computes parts with, for one token and several, with and without a mask, at any number of
-    columns.
-    """
+    """What the device computes parts with: one token and several, with a mask and without, any number of columns."""
     device = torch.accelerator.current_accelerator()
     torch.manual_seed(0)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2

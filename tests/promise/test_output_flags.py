@@ -1,24 +1,15 @@
-"""Outputs beside logits are a bypass: some models compute otherwise with them, as Falcon with sdpa, which then takes
-another path.
-"""
+"""Outputs beside logits are a bypass: some models compute otherwise with them, as Falcon with sdpa."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
 from ..conformance import zoo
 from ..reference import TOLERANCE, assert_right, assert_same, batch, is_same, row, run
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPT = row((1, 45))
 PARTS = [(0, 24), (24, 32), (32, 33), (33, 40), (40, 45)]
@@ -57,16 +48,6 @@ def test_plain_forwards_with_the_flag_and_without_go_on_from_each_other(
     for kept in (cache, PagedPrefixCache(store)):
         assert_right(falcon, kept, **batch(PROMPT))
         assert_right(falcon, kept, **batch([*PROMPT, 7]))
-
-
-def test_rows_stop_to_be_kept_where_the_flag_comes(falcon: PreTrainedModel) -> None:
-    cache = PagedPrefixCache(store_of(falcon))
-    with torch.no_grad():
-        for (start, stop), flag in zip(PARTS, (False, False, True, False, False), strict=True):
-            ids = torch.tensor([PROMPT[start:stop]])
-            falcon(ids, past_key_values=cache, output_attentions=flag)
-    run(falcon, cache, **batch(row((9, 20))))
-    assert cache.lookup(PROMPT).num_tokens == 32
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["empty", "used"])

@@ -1,10 +1,6 @@
-"""Padding that all rows share is skipped, so columns are there before any layer has written: no layer may be asked
-otherwise.
-"""
+"""Padding that all rows share is skipped: columns are there before any layer has written, and no layer is misled."""
 
-from __future__ import annotations
-
-from tempfile import TemporaryDirectory
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,81 +8,53 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.model import support
 
-from ..reference import TOLERANCE, assert_same, row, run
+from ..conformance.scenes import behind_padding
+from ..reference import TOLERANCE, assert_right, assert_same, row, run
 from ..tiny_models import build
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROMPTS = {"one row": [row((1, 70))], "two rows": [row((1, 70)), row((2, 70))]}
 PADDED = 9  # columns, in front of the longest row, too
+# Layers of two kinds, whichever comes first: masks of the second kind are made before any layer has written.
+MODELS = pytest.mark.parametrize(
+    "kinds", [("sliding", "full"), ("full", "sliding"), ("sliding", "sliding")], ids=" then ".join
+)
+STORES = pytest.mark.parametrize("is_loaded", [False, True], ids=["a new store", "one that was loaded"])
 
 
-def _settings() -> dict[str, dict[str, Any]]:
-    """Layers of two kinds, whichever comes first: masks of the second kind are made before any layer has written."""
-    kinds = ["sliding_attention", "full_attention"]
-    return {
-        "window, then full": {"layer_types": kinds, "num_hidden_layers": 2},
-        "full, then window": {"layer_types": kinds[::-1], "num_hidden_layers": 2},
-        "windows alone": {"layer_types": kinds[:1] * 2, "num_hidden_layers": 2},
-    }
+def build_of(kinds: tuple[str, ...]) -> PreTrainedModel:
+    return build("gemma3", layer_types=[f"{kind}_attention" for kind in kinds], num_hidden_layers=2)
 
 
-MODELS = pytest.mark.parametrize("kinds", _settings())
-ROWS = pytest.mark.parametrize("rows", PROMPTS)
-
-
-def _nothing(cache: PagedPrefixCache) -> None:
-    """The store is new."""
-
-
-def _reset(cache: PagedPrefixCache) -> None:
-    run(cache.store.model, cache, input_ids=torch.tensor([row((3, 30))]))
-    cache.reset()
-    cache.reset_prefix_cache()
-
-
-def _prefilled_with_less_than_a_block(cache: PagedPrefixCache) -> None:
-    cache.prefill(row((1, 3)))
-
-
-def _used(cache: PagedPrefixCache) -> None:
-    run(cache.store.model, cache, input_ids=torch.tensor([row((3, 30))]))
-
-
-def _loaded(cache: PagedPrefixCache) -> None:
-    """The store is new, and knows most of the first row."""
-    teacher = PagedPrefixCache(cache.store.model, block_size=4)
-    run(teacher.store.model, teacher, input_ids=torch.tensor([row((1, 60))]), max_new_tokens=1)
-    with TemporaryDirectory() as folder:
+def new_cache(model: PreTrainedModel, is_loaded: bool, folder: Path) -> PagedPrefixCache:
+    """On a new store; or it knows most of the first row, which another one has computed."""
+    cache = PagedPrefixCache(model, block_size=4)
+    if is_loaded:
+        teacher = PagedPrefixCache(model, block_size=4)
+        run(model, teacher, input_ids=torch.tensor([row((1, 60))]), max_new_tokens=1)
         teacher.store.save(folder)
         cache.store.load(folder)
-
-
-STORES = pytest.mark.parametrize("before", [_nothing, _reset, _prefilled_with_less_than_a_block, _used, _loaded])
-
-
-def padded(prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-    width = PADDED + max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
+    return cache
 
 
 @STORES
-@ROWS
 @MODELS
-def test_generate_gives_the_same_and_so_does_the_bare_prompt_afterwards(kinds: str, rows: str, before: Any) -> None:
-    model = build("gemma3", **_settings()[kinds])
-    cache = PagedPrefixCache(model, block_size=4)
-    before(cache)
-    given = padded(PROMPTS[rows])
-    assert_same(run(model, **given), run(model, cache, **given))
-    bare = {"input_ids": torch.tensor(PROMPTS[rows])}
-    assert_same(run(model, **bare), run(model, cache, **bare))
-    assert cache.last_call.reused_tokens > 0
+def test_generate_gives_the_same_and_so_does_the_bare_prompt_afterwards(
+    kinds: tuple[str, ...], is_loaded: bool, tmp_path: Path
+) -> None:
+    model = build_of(kinds)
+    of_a_prefix = [row((1, 300), (5, 9)), row((1, 300), (6, 12)), row((1, 300), (7, 3))]  # which is computed ahead
+    for rows in (*PROMPTS.values(), of_a_prefix):
+        cache, given = new_cache(model, is_loaded, tmp_path), behind_padding(PADDED, *rows)
+        for _ in range(2):  # unknown, and known
+            assert_right(model, cache, **given)
+            cache.reset()
+        if rows is not of_a_prefix:
+            assert_right(model, cache, input_ids=torch.tensor(rows))
+            assert cache.last_call.reused_tokens > 0
+            assert_right(model, new_cache(model, is_loaded, tmp_path), **given, prefill_chunk_size=5)
 
 
 def logits_of(model: PreTrainedModel, cache: Any, stops: list[int], given: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -106,36 +74,19 @@ def logits_of(model: PreTrainedModel, cache: Any, stops: list[int], given: dict[
     return logits
 
 
-@pytest.mark.parametrize("stops", [[79], [PADDED, 79], [PADDED - 2, PADDED + 3, 79], [PADDED + 1, 78, 79]])
+@pytest.mark.parametrize("stops", [[79], [PADDED, 79], [PADDED - 2, PADDED + 3, 79], [PADDED + 1, 78, 79]], ids=str)
 @STORES
 @MODELS
-def test_plain_forwards_give_the_same_in_whatever_chunks(kinds: str, before: Any, stops: Any) -> None:
-    model = build("gemma3", **_settings()[kinds])
-    cache = PagedPrefixCache(model, block_size=4)
-    before(cache)
-    cache.reset()
-    given = padded(PROMPTS["two rows"])
+def test_plain_forwards_give_the_same_in_whatever_chunks(
+    kinds: tuple[str, ...], is_loaded: bool, stops: list[int], tmp_path: Path
+) -> None:
+    model = build_of(kinds)
+    cache, given = new_cache(model, is_loaded, tmp_path), behind_padding(PADDED, *PROMPTS["two rows"])
     wanted = logits_of(model, DynamicCache(config=model.config), stops, given)
     for _ in range(2):  # unknown, and known
         got = logits_of(model, cache, stops, given)
         cache.reset()
         assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
-
-
-@MODELS
-def test_a_chunked_prompt_gives_the_same(kinds: str) -> None:
-    model = build("gemma3", **_settings()[kinds])
-    given = padded(PROMPTS["two rows"]) | {"prefill_chunk_size": 5}
-    assert_same(run(model, **given), run(model, PagedPrefixCache(model, block_size=4), **given))
-
-
-@MODELS
-def test_rows_that_share_a_prefix_computed_ahead_of_them_give_the_same(kinds: str) -> None:
-    model = build("gemma3", **_settings()[kinds])
-    store = PrefixStore(model, block_size=4)
-    given = padded([row((1, 300), (5, 9)), row((1, 300), (6, 12)), row((1, 300), (7, 3))])
-    for _ in range(2):  # unknown, and known
-        assert_same(run(model, **given), run(model, PagedPrefixCache(store), **given))
 
 
 class _SkippedWhileEmpty(LlamaDecoderLayer):
@@ -157,12 +108,12 @@ def test_a_layer_that_a_model_skips_while_the_cache_has_none_of_it_stays_skipped
     options: dict[str, Any] = {"block_size": 4, "trust_hooks": True}
     cache = PagedPrefixCache(model, **options)
     if is_loaded:
-        run(model, cache, **padded(PROMPTS["one row"]))
+        run(model, cache, **behind_padding(PADDED, *PROMPTS["one row"]))
         cache.store.save(tmp_path)
         cache = PagedPrefixCache(model, **options)
         cache.store.load(tmp_path)
     for is_known, rows in ((is_loaded, "one row"), (True, "two rows")):
-        given = padded(PROMPTS[rows])
+        given = behind_padding(PADDED, *PROMPTS[rows])
         assert_same(run(model, **given), run(model, cache, **given))
         assert bool(cache.last_call.reused_tokens) == is_known
     assert cache.get_seq_length(1) == 0

@@ -1,8 +1,4 @@
-"""Every path by which a call can reach the cache: it gives what a fresh `DynamicCache` gives, or an error that says why
-not.
-"""
-
-from __future__ import annotations
+"""Every path by which a call can reach the cache gives what a fresh `DynamicCache` gives, or an error that says why."""
 
 import copy
 from pathlib import Path
@@ -23,11 +19,6 @@ from ..internals import begin_chunks_at_the_first_column
 from ..reference import IDS, assert_right, assert_same, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-# Resuming.
-
 
 def test_rows_do_not_resume_in_chunks_where_transformers_begins_these_at_the_first_column(
     model: PreTrainedModel, cache: PagedPrefixCache, monkeypatch: pytest.MonkeyPatch
@@ -40,12 +31,6 @@ def test_rows_do_not_resume_in_chunks_where_transformers_begins_these_at_the_fir
         with pytest.raises(CacheArgumentError, match="leave prefill_chunk_size out"):
             run(model, cache, **given, prefill_chunk_size=4)
     assert_same(run(model, input_ids=said), run(model, cache, **given))
-
-
-# Two calls at once.
-
-
-# Round the bracket.
 
 
 def test_resetting_the_store_never_ends_a_conversation_by_hand(model: PreTrainedModel) -> None:
@@ -92,9 +77,6 @@ def test_a_hub_style_custom_generate_works(model: PreTrainedModel, cache: PagedP
     assert cache.last_call.reused_tokens == 49
 
 
-# What generate may be asked for.
-
-
 @pytest.mark.parametrize("takes_logits_to_keep", [True, False])
 def test_prompt_lookup_works_at_every_length_with_and_without_logits_to_keep(
     model: PreTrainedModel, takes_logits_to_keep: bool
@@ -127,12 +109,6 @@ def test_assistant_early_exit_is_right(model: PreTrainedModel, cache: PagedPrefi
         cache.check()
 
 
-# Plain forwards.
-
-
-# Recipes of the documentation.
-
-
 def test_prefill_by_hand_then_deepcopy_then_generate(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
     prefix = torch.tensor([row((1, 43))])
     with torch.no_grad():
@@ -143,12 +119,6 @@ def test_prefill_by_hand_then_deepcopy_then_generate(model: PreTrainedModel, cac
         assert_right(model, twin, reused=43, input_ids=ids)
         assert cache.get_seq_length() == 43
     cache.check()
-
-
-# Copies of the model.
-
-
-# Masks that ask the cache.
 
 
 def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
@@ -163,6 +133,3 @@ def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
     cache.reset()
     other = (generated - 1) // 16 if first_ends not in reference.sequences[1, 20:-1] else None
     assert cache.stats().num_cached_blocks <= 22 // 16 + (other if other is not None else generated // 16)
-
-
-# Several processes.

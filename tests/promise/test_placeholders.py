@@ -1,25 +1,16 @@
-"""Chats about an image, which each turn passes again with the whole conversation, give what they give without a cache;
-so do only new tokens.
-"""
+"""Chats about an image, passed again with the whole conversation each turn, or new tokens alone: as without a cache."""
 
-from __future__ import annotations
-
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, generate_all
 
-from ..conformance.multimodal import IMAGE_TOKEN, build_image_text, example_inputs, image_inputs
+from ..conformance.image_zoo import IMAGE_TOKEN, build, example_inputs, prompt, tiny
 from ..reference import Forwards, assert_same, is_same, row, run
 from ..tiny_models import CHARACTERS, character_tokenizer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NAMES = ("llava", "gemma3", "gemma4", "qwen2_vl", "qwen3_5", "cohere_compass", "idefics3", "qwen2_audio")
 SIMPLE, WITH_DELTAS, WITH_WINDOWS, WITH_STATES = "llava", "qwen2_vl", "gemma3", "qwen3_5"
@@ -30,11 +21,6 @@ TYPES = ("token_type_ids", "mm_token_type_ids")
 PLAIN = {"suppress_tokens": [IMAGE_TOKEN + extra for extra in range(8)]}  # no placeholder is generated
 
 Inputs = dict[str, torch.Tensor]
-
-
-@cache
-def tiny(name: str) -> PreTrainedModel:
-    return build_image_text(name)
 
 
 def without_content(inputs: Inputs) -> Inputs:
@@ -72,7 +58,7 @@ def chat(model: PreTrainedModel, held: Any, inputs: Inputs, num_turns: int = 3, 
 
 def begun(name: str) -> tuple[PreTrainedModel, Inputs, PagedPrefixCache, Any]:
     """A model, a prompt with an image, a cache, and what it answered on that."""
-    model, image = tiny(name), example_inputs(name)[1]
+    model, image = tiny(name)[0], example_inputs(name)[1]
     held = PagedPrefixCache(model, block_size=8)
     return model, image, held, run(model, held, **image, **PLAIN)
 
@@ -93,7 +79,7 @@ def shows_pixels(model: PreTrainedModel, outputs: list[Any]) -> bool:
 @pytest.mark.parametrize("is_used", [False, True], ids=["an empty store", "a used store"])
 @pytest.mark.parametrize("name", NAMES)
 def test_later_turns_of_a_chat_about_an_image_are_those_of_dynamic_cache(name: str, is_used: bool) -> None:
-    model, (text, image) = tiny(name), example_inputs(name)
+    model, (text, image) = tiny(name)[0], example_inputs(name)
     reference = reference_chat(model, image)
     assert shows_pixels(model, reference)
     held = PagedPrefixCache(model, block_size=8)
@@ -109,7 +95,7 @@ def test_later_turns_of_a_chat_about_an_image_are_those_of_dynamic_cache(name: s
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_prompt_without_its_image_is_refused_and_changes_nothing(name: str) -> None:
-    model, image = tiny(name), example_inputs(name)[1]
+    model, image = tiny(name)[0], example_inputs(name)[1]
     reference = reference_chat(model, image, num_turns=2)
     filled_by = FILLED_BY.get(name, "pixel_values")
     refusal = (
@@ -128,26 +114,9 @@ def test_a_prompt_without_its_image_is_refused_and_changes_nothing(name: str) ->
     held.check()
 
 
-@pytest.mark.parametrize("name", [SIMPLE, WITH_DELTAS, "qwen2_5_vl", WITH_STATES])
-def test_another_chat_in_between_does_not_move_positions(name: str) -> None:
-    """Models with positions of three numbers keep in a module how far the last call's image moved what is after it."""
-    model, (text, image) = tiny(name), example_inputs(name)
-    reference = reference_chat(model, image)
-    store = PrefixStore(model, block_size=8)
-    held, other = PagedPrefixCache(store), PagedPrefixCache(store)
-    first = run(model, held, **image, **PLAIN)
-    run(model, other, **text)
-    second_turn = turn(image, first, row((1, 9)))
-    second = run(model, held, **second_turn, **PLAIN)
-    chat(model, other, example_inputs(name, seed=2)[1], num_turns=2)
-    third = run(model, held, **turn(second_turn, second, row((2, 9))), **PLAIN)
-    for wanted, got in zip(reference, (first, second, third), strict=True):
-        assert_same(wanted, got)
-
-
 def same_text(name: str, image_seeds: list[int]) -> Inputs:
     """A row for each image, all of one text."""
-    rows = [image_inputs(name, row((1, 24)), row((2, 12)), image_seed=seed) for seed in image_seeds]
+    rows = [prompt(tiny(name)[1], [row((1, 24)), seed, row((2, 12))]) for seed in image_seeds]
     return {key: torch.cat([inputs[key] for inputs in rows]) for key in rows[0]}
 
 
@@ -159,7 +128,7 @@ def ask_all(model: PreTrainedModel, held: Any, images: Inputs) -> Any:
 @pytest.mark.parametrize("copies", [1, 2])
 @pytest.mark.parametrize("name", [*KINDS, "qwen2_audio"])
 def test_rows_of_one_text_go_on_each_with_its_image(name: str, copies: int) -> None:
-    model, images = tiny(name), same_text(name, [0, 1, 2])
+    model, images = tiny(name)[0], same_text(name, [0, 1, 2])
     held = PagedPrefixCache(model, block_size=8)
     second = turn(images, ask_all(model, held, images), row((1, 9)))
     again = {key: value.repeat_interleave(copies, 0) for key, value in without_content(second).items()}
@@ -173,7 +142,7 @@ def test_rows_of_one_text_go_on_each_with_its_image(name: str, copies: int) -> N
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_plain_forward_of_placeholders_that_nothing_fills_is_refused(name: str) -> None:
-    model, image = tiny(name), example_inputs(name)[1]
+    model, image = tiny(name)[0], example_inputs(name)[1]
     held = PagedPrefixCache(model, block_size=8)
     with (
         torch.no_grad(),
@@ -203,7 +172,7 @@ def test_only_new_tokens_go_on_at_the_positions_of_their_own_image(name: str) ->
 
 @pytest.mark.parametrize("name", KINDS)
 def test_scores_and_prefills_of_placeholders_are_refused(name: str) -> None:
-    model, ids = tiny(name), example_inputs(name)[1]["input_ids"]
+    model, ids = tiny(name)[0], example_inputs(name)[1]["input_ids"]
     held = PagedPrefixCache(model, block_size=8)
     if model.config.get_text_config().vocab_size <= IMAGE_TOKEN:
         pytest.skip("outside of the vocabulary")
@@ -214,7 +183,7 @@ def test_scores_and_prefills_of_placeholders_are_refused(name: str) -> None:
 
 
 def test_a_job_of_prompts_with_placeholders_is_refused_before_anything_runs() -> None:
-    model, tokenizer = build_image_text(SIMPLE), character_tokenizer(CHARACTERS)
+    model, tokenizer = build(SIMPLE), character_tokenizer(CHARACTERS)
     model.config.image_token_index = tokenizer("#").input_ids[0]
     refusal = (
         rf"row 1, counted from 0: its prompt has token {model.config.image_token_index} at position 2, the placeholder"
@@ -229,7 +198,7 @@ def test_a_job_of_prompts_with_placeholders_is_refused_before_anything_runs() ->
 @pytest.mark.parametrize("left_out", [TYPES, (*TYPES, "attention_mask")], ids=["token types", "the mask, too"])
 @pytest.mark.parametrize("name", KINDS)
 def test_a_later_turn_may_leave_out_what_is_not_needed(name: str, left_out: tuple[str, ...]) -> None:
-    model, image = tiny(name), example_inputs(name)[1]
+    model, image = tiny(name)[0], example_inputs(name)[1]
     outputs = []
     for held in (None, PagedPrefixCache(model, block_size=8)):
         cached = {} if held is None else {"past_key_values": held}

@@ -3,8 +3,6 @@
 How often that changes a token is measured on the real model by `benchmarks/precision.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -67,9 +65,6 @@ def distance(reference: Any, output: Any) -> float:
     return largest / scale
 
 
-# What is computed below fp32.
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_hit_is_as_near_as_dynamic_cache_continued(name: str, precision: tuple[torch.dtype, torch.dtype]) -> None:
     weights, lowest = precision
@@ -104,9 +99,7 @@ def test_keys_and_values_are_held_in_the_models_precision(weights: torch.dtype) 
 
 @pytest.mark.parametrize("name", ["bf16", "autocast bf16", "fp32"])
 def test_verify_allows_for_the_rounding_of_what_was_computed_in(name: str) -> None:
-    """Keys of Llama under autocast are held in fp32, having been multiplied in bf16; so are those of a model cast
-    later.
-    """
+    """Keys under autocast are held in fp32, having been multiplied in bf16; so are those of a model cast later."""
     weights, autocast = REGIMES.get(name, (torch.float32, None))
     model = build("llama")
     store = PrefixStore(model)
@@ -121,9 +114,6 @@ def test_verify_allows_for_the_rounding_of_what_was_computed_in(name: str) -> No
         found = cache.verify()
     assert found.num_blocks >= 3
     assert bool(found.differing) == (name == "fp32")
-
-
-# Precision that changes between calls.
 
 
 def test_what_autocast_computed_is_reused_under_the_same_autocast_alone() -> None:

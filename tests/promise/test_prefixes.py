@@ -1,16 +1,13 @@
-"""Prefixes that are named by their token ids: what is computed ahead is what a call would compute, and a look tells
-what a call finds.
-"""
-
-from __future__ import annotations
+"""Prefixes named by their tokens: computed ahead they are what a call computes, and a look tells what a call finds."""
 
 import copy
 import random
 from functools import cache as cached
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from hf_paged_cache import (
     CacheArgumentError,
@@ -31,11 +28,6 @@ from ..internals import tokens_of_rows, zero_states
 from ..reference import AtStep, Forwards, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 from .test_conditions_of_reuse import ROPES
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 WITH_STATES = ("qwen3_next", "lfm2", "zamba2")
 # without, with windows in all or every other layer, states
@@ -71,9 +63,6 @@ def assert_found(cache: PagedPrefixCache, tokens: list[int], **arguments: Any) -
     assert found.num_blocks == found.num_tokens // cache.store.blocks.block_size
     assert found.tier == ("device" if found.num_tokens else None)
     return found
-
-
-# What is computed ahead.
 
 
 @pytest.mark.parametrize(("name", "chunk_size"), [*((name, 32) for name in NAMES), ("llama", 2048), ("lfm2", 2048)])
@@ -177,9 +166,6 @@ def test_where_rotary_frequencies_depend_on_length_a_prompt_runs_whole(name: str
     assert cache.last_call.reused_tokens == 80
 
 
-# What is refused.
-
-
 def test_prompts_that_do_not_fit_together_are_refused_and_nothing_changes() -> None:
     cache = PagedPrefixCache(tiny("llama"), block_size=4, num_blocks=33)
     cache.prefill(row((1, 40)))
@@ -214,6 +200,9 @@ def test_what_nobody_may_reuse_is_not_computed() -> None:
     ("given", "says"),
     [
         ("tokens", "of type str"),
+        ({"text": "a"}, "the prefix has text; give it with its input_ids"),
+        (None, "the prefix is of type NoneType; give a sequence of token ids"),
+        ([1 << 70], f"the prefix has {1 << 70} among its token ids, which is too large for one"),
         ([[1, 2], "tokens"], "prompt 1 is of type str"),
         ([[1, 2], []], "prompt 1 is empty"),
         ([], "the prefix is empty"),
@@ -223,8 +212,10 @@ def test_what_nobody_may_reuse_is_not_computed() -> None:
     ],
 )
 def test_what_is_no_prompt_is_refused(given: Any, says: str) -> None:
-    with pytest.raises(CacheArgumentError, match=says):
-        PagedPrefixCache(tiny("llama")).prefill(given)
+    cache = PagedPrefixCache(tiny("llama"))
+    for ask in (cache.prefill, cache.pin)[: 1 if isinstance(given, list) else 2]:
+        with pytest.raises(CacheArgumentError, match=says):
+            ask(given)
 
 
 @pytest.mark.parametrize("chunk_size", [0, -1, 2.0, True])
@@ -242,9 +233,6 @@ def test_where_a_call_runs_a_look_would_change_frequencies() -> None:
             cache.lookup(PREFIX)
 
     run(model, cache, **batch(row((1, 80))), logits_processor=[AtStep(2, look)])
-
-
-# What a look says.
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])

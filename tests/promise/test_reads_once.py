@@ -1,7 +1,5 @@
 """Rows that share a prefix read it once, and give what `DynamicCache` gives."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +14,6 @@ from hf_paged_cache.rows.shared import CALL_LOOKS, LayerReads
 from ..internals import make_forwards_cheap, note_served, split_everywhere
 from ..reference import PROMPT, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 QUESTIONS = [row((1, 48), (seed, 3 + seed)) for seed in range(2, 10)]
 CALLS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,5 @@
 """Rows of a call, as a cache of transformers: what they answer is what a `DynamicCache` answers."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -11,62 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..internals import failing_forward, split_everywhere
 from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
-from .test_cache_contract import CHANGES
-
-pytestmark = [pytest.mark.usefixtures("one_thread")]
-
-PROMPTS = batch(row((1, 40), (2, 9)), row((1, 40), (3, 9)))
-
-
-@pytest.fixture
-def splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the rows have in common is held once, whatever it costs; `test_cache_contract.py` has each row by itself."""
-    split_everywhere(monkeypatch)
-
-
-def filled(model: PreTrainedModel, cache: Any) -> Any:
-    """A cache that has run the prompts, one of ours twice, so that it has reused."""
-    with torch.no_grad():
-        for _ in range(2 if isinstance(cache, PagedPrefixCache) else 1):
-            cache.reset()
-            model(**PROMPTS, past_key_values=cache, logits_to_keep=1)
-    return cache
-
-
-def next_logits(model: PreTrainedModel, cache: Any) -> torch.Tensor:
-    num_rows = cache.layers[0].keys.shape[0]
-    with torch.no_grad():
-        return model(torch.full((num_rows, 1), 7), past_key_values=cache).logits
-
-
-@pytest.mark.usefixtures("splits")
-@pytest.mark.parametrize("name", [*CHANGES])
-def test_rows_that_were_moved_go_on_as_those_of_a_dynamic_cache(name: str, model: PreTrainedModel) -> None:
-    ours, theirs = filled(model, PagedPrefixCache(model)), filled(model, DynamicCache(config=model.config))
-    assert ours.last_call.reused_tokens >= 90
-    for cache in (ours, theirs):
-        CHANGES[name](cache)
-    assert ours.get_seq_length() == theirs.get_seq_length()
-    for mine, their in zip(ours.layers, theirs.layers, strict=True):
-        torch.testing.assert_close(mine.keys, their.keys, rtol=0, atol=1e-4)
-        torch.testing.assert_close(mine.values, their.values, rtol=0, atol=1e-4)
-    wanted, found = next_logits(model, theirs), next_logits(model, ours)
-    assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-
-
-def test_rows_whose_first_forward_died_begin_again(model: PreTrainedModel) -> None:
-    """Equal rows, of which one was to run for both."""
-    cache, prompts = PagedPrefixCache(model), batch(row((1, 20)), row((1, 20)))
-    with torch.no_grad():
-        wanted = model(**prompts, past_key_values=DynamicCache(config=model.config), logits_to_keep=1).logits
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError), failing_forward(model, 1, ZeroDivisionError()):
-                model(**prompts, past_key_values=cache, logits_to_keep=1)
-            found = model(**prompts, past_key_values=cache, logits_to_keep=1).logits
-            assert (found - wanted).abs().max() <= TOLERANCE * wanted.abs().max()
-            cache.reset()
 
 
 def test_rows_that_go_on_with_new_tokens_are_nobody_elses_meanwhile(model: PreTrainedModel) -> None:

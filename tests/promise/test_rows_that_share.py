@@ -1,8 +1,4 @@
-"""What rows of several prompts hold once, for their copies too: the result is `DynamicCache`'s whatever a further
-launch costs.
-"""
-
-from __future__ import annotations
+"""What rows of several prompts hold once: the result is `DynamicCache`'s whatever a further launch costs."""
 
 from types import MappingProxyType
 from typing import Any
@@ -18,8 +14,6 @@ from ..internals import make_forwards_cheap, score_contexts, split_everywhere
 from ..reference import assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import tiny
 from .test_scoring import log_probs
-
-pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 SHARED = row((1, 64))
 PROMPTS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,5 @@
 """Calls on models whose layers see a window, or chunks: as with `DynamicCache`, from empty, used and small stores."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -16,8 +14,6 @@ from ..internals import failing_forward
 from ..reference import FROM_5_23, TOLERANCE, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build
 from .test_rows_go_on import distance, forward
-
-pytestmark = [pytest.mark.usefixtures("one_thread")]
 
 
 @FROM_5_23

@@ -1,6 +1,4 @@
-"""With `prefill_chunk_size` a call gives the bits that `DynamicCache` gives, whatever is cached, and computes only what
-follows.
-"""
+"""With `prefill_chunk_size` a call gives the bits that `DynamicCache` gives, and computes only what follows."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""The format of saved blocks: what other code has written as docs/save_and_load.md says is loaded, and no damaged byte
-is.
-"""
-
-from __future__ import annotations
+"""The format of saved blocks: what other code writes as docs/save_and_load.md says is loaded, no damaged byte is."""
 
 import hashlib
 import json
@@ -22,8 +18,6 @@ from hf_paged_cache.tiers.folder import saved_paths
 from ..internals import zero_blocks
 from ..reference import assert_same, batch, is_same, row, run
 from ..tiny_models import tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 # two blocks of four tokens of a tiny Llama, saved in the former format
 OLDER = Path(__file__).parent / "saved_earlier"

@@ -1,8 +1,4 @@
-"""What is saved by one store and loaded by another: the same results, and where it is not of this model, nothing, and
-why.
-"""
-
-from __future__ import annotations
+"""What one store saves and another loads: the same results; where it is not of this model, nothing, and why."""
 
 import copy
 import os
@@ -10,6 +6,7 @@ import resource
 import signal
 import stat
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +18,8 @@ from hf_paged_cache import CacheArgumentError, NotPortableError, PagedPrefixCach
 from hf_paged_cache.tiers.folder import saved_paths
 
 from ..internals import zero_blocks, zero_states
-from ..reference import assert_same, batch, is_same, row, run
+from ..reference import assert_same, at_once, batch, is_same, row, run
 from ..tiny_models import tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = ["llama", "gemma3", "mistral", "qwen3_next", "lfm2"]
 BASE = row((1, 64))
@@ -257,33 +252,23 @@ def test_a_disk_that_is_full_leaves_whole_files(tmp_path: Path) -> None:
 
 
 def test_calls_go_on_while_others_save_and_load(tmp_path: Path) -> None:
-    model = tiny("llama")
+    model, is_over = tiny("llama"), threading.Event()
     store = PrefixStore(model, block_size=4, num_blocks=100)
-    errors: list[BaseException] = []
-    is_over = threading.Event()
 
-    def work(what: Any) -> None:
+    def again_and_again(deed: Any) -> None:
+        while not is_over.is_set():
+            deed(tmp_path)
+
+    def ask() -> None:
         try:
-            while not is_over.is_set():
-                what()
-        except BaseException as error:  # noqa: BLE001  # raised below
-            errors.append(error)
+            for number in range(5):
+                prompt = batch([*BASE[: 12 * number], *row((number, 20))])
+                assert_same(run(model, **prompt), run(model, PagedPrefixCache(store), **prompt))
+        finally:
+            is_over.set()
 
-    threads = [
-        threading.Thread(target=work, args=(lambda each=each: each(tmp_path),)) for each in (store.save, store.load)
-    ]  # type: ignore[misc]
     store.save(tmp_path)
-    for thread in threads:
-        thread.start()
-    try:
-        for number in range(5):
-            prompt = batch([*BASE[: 12 * number], *row((number, 20))])
-            assert_same(run(model, **prompt), run(model, PagedPrefixCache(store), **prompt))
-    finally:
-        is_over.set()
-        for thread in threads:
-            thread.join()
-    assert not errors
+    at_once(ask, partial(again_and_again, store.save), partial(again_and_again, store.load))
     store.check()
 
 

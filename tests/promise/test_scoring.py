@@ -1,27 +1,19 @@
 """`cache.score`: what one plain forward of context and continuation says, with the context run once."""
 
-from __future__ import annotations
-
 import copy
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, Score
 
 from ..reference import IDS, PROMPT, Forwards, assert_same, row, run, zero_blocks
 from ..tiny_models import build, tiny, without_logits_to_keep
 from .test_conditions_of_reuse import ROPES
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from transformers import PreTrainedModel
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 MODELS = ("llama", "gpt2", "mistral", "gemma3", "bloom", "bert_decoder")
 SHARED = row((2, 3))  # what all but the last begin with
@@ -287,9 +279,7 @@ def of_rope(kind: str) -> PreTrainedModel:
 def assert_as_plain_forwards(
     model: PreTrainedModel, context: Sequence[int], continuations: Sequence[Sequence[int]], scores: Sequence[Score]
 ) -> None:
-    """Args: the model as it was before these were scored: frequencies stay as a forward left them, until a short one
-    comes.
-    """
+    """Takes the model as it was before: frequencies stay as a forward left them, until a short one comes."""
     for tokens, score in zip(continuations, scores, strict=True):
         wanted = log_probs(copy.deepcopy(model), context, tokens)
         torch.testing.assert_close(torch.tensor(score.log_probs), wanted, rtol=0, atol=1e-4)
@@ -326,6 +316,3 @@ def test_dynamic_frequencies_are_as_they_were_when_scores_are_done() -> None:
         wanted = copy.deepcopy(model)(ids, use_cache=False).logits
         cache.score(PROMPT, [row((2, 3)), row((3, 40))])
         assert torch.equal(model(ids, use_cache=False).logits, wanted)
-
-
-# What runs where.

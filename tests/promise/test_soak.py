@@ -1,7 +1,5 @@
 """Some seconds of `benchmarks/soak`, in a process of its own; half an hour is a command."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

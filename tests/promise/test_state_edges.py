@@ -1,8 +1,4 @@
-"""Models whose layers carry states, where forwards are short, padded, cut back, asked for more than their last logits,
-or refused.
-"""
-
-from __future__ import annotations
+"""Models whose layers carry states, where forwards are short, padded, cut back, refused, or give all logits."""
 
 from typing import Any
 
@@ -17,7 +13,7 @@ from ..internals import SNAPSHOT_COPIES, blocks_of_the_last_row, lose_window_blo
 from ..reference import FROM_5_23, TOLERANCE, assert_same, batch, row, run
 from .test_states import play
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
+pytestmark = FROM_5_23
 
 # A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; beside each other.
 NAMES = pytest.mark.parametrize("name", ["qwen3_next", "lfm2", "falcon_h1", "bamba"])

@@ -1,8 +1,4 @@
-"""States that heed more than tokens: clamped time steps, biases after padding, kernels that compute in chunks, other
-conditions.
-"""
-
-from __future__ import annotations
+"""States that heed more than tokens: clamped steps, biases after padding, kernels in chunks, other conditions."""
 
 import copy
 from typing import Any
@@ -17,7 +13,7 @@ from ..conformance import zoo
 from ..conformance.player import distance_of
 from ..reference import FROM_5_23, assert_right, assert_same, batch, is_same, row, run
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), FROM_5_23]
+pytestmark = FROM_5_23
 
 
 def build(name: str, **settings: Any) -> Any:
@@ -95,9 +91,7 @@ def test_a_hit_at_a_multiple_of_the_chunk_is_within_1e_6(num_tokens: int) -> Non
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_positions_that_weigh_index_keys_are_those_that_were_passed_or_follow_from_the_rows(step: int) -> None:
-    """Qwen4's index keys are weighed by positions that it keeps in the cache's layer; where they jump, nothing is
-    reused.
-    """
+    """Qwen4 keeps the positions that weigh index keys in the cache's layer; where they jump, nothing is reused."""
     model = build("qwen4_exp_text")
     ids = torch.tensor([row((1, 96)), row((2, 96))])
     positions = torch.arange(96).mul(step).expand(2, -1)
@@ -115,9 +109,7 @@ def test_positions_that_weigh_index_keys_are_those_that_were_passed_or_follow_fr
 
 
 def test_copied_rows_take_along_the_positions_that_weigh_index_keys() -> None:
-    """They ran at positions of the caller's own; then they are copied, reordered, and run token by token, and so are
-    the others.
-    """
+    """They ran at positions of the caller's own; then they are copied, reordered and run token by token."""
     model = build("qwen4_exp")
     ids = torch.tensor([row((1, 29)), row((2, 29))])
     positions = torch.arange(24) + torch.tensor([[[0], [7]], [[3], [0]], [[0], [2]]])

@@ -1,8 +1,4 @@
-"""Models whose layers carry states: the same result as `DynamicCache`, and no token computed that a snapshot could
-spare.
-"""
-
-from __future__ import annotations
+"""Models whose layers carry states: the same result as `DynamicCache`, and no token that a snapshot could spare."""
 
 import copy
 from collections.abc import Callable
@@ -18,8 +14,6 @@ from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 from ..conformance import zoo
 from ..internals import failing_forward, held_tensors, zero_states
 from ..reference import TOLERANCE, Forwards, assert_right, assert_same, batch, is_same, row, run
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 # A gated delta net beside attention; convolutions alone; Mamba and attention in one layer; one token otherwise than
 # several.
@@ -127,9 +121,7 @@ def test_beams_and_samples_carry_their_states_along(name: str, how: dict[str, An
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_what_is_computed_again_is_read_as_it_is_now(num_beams: int) -> None:
-    """Behind a snapshot of zeros the first keys are others than those that the pool has, and no later token knows of
-    it.
-    """
+    """Behind a snapshot of zeros the first keys are others than the pool's, and no later token knows of it."""
     model = tiny("lfm2")
     cache, prompt = PagedPrefixCache(model, block_size=8), batch(row((1, 325)))
     reference = run(model, **prompt, num_beams=num_beams)

@@ -1,7 +1,5 @@
 """A pool that holds little keeps what it has room for: calls are right whatever that is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ from hf_paged_cache.store import memory_budget
 
 from ..reference import Forwards, assert_same, batch, row, run
 from ..tiny_models import build
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_NEW = 20
 CALLS = {

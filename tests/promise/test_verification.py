@@ -1,7 +1,5 @@
 """`cache.verify`: which blocks are recomputed, what counts as another, at what cost, and what is forgotten."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -17,8 +15,6 @@ from ..internals import held_tensors
 from ..reference import IDS, PROMPT, AtStep, assert_same, batch, row, run
 from ..tiny_models import build
 from .test_conditions_of_reuse import ROPES
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 BLOCK_SIZE = 16
 ALL_EQUAL = (3, 0, ())  # of a prompt of 50 tokens

@@ -1,15 +1,13 @@
 """Every way to generate gives what it gives with `DynamicCache`, logits included, and reuses.
 
-`OPTIONS` says for every option of `generate` where it is played: in a scene here, in one of
-test_generate_equivalence.py or of conformance/scenes.py, or in a test that shows that transformers itself refuses it.
+`OPTIONS` says for every option of `generate` where it is played: in a scene here, in one of conformance/scenes.py, or
+in a test that shows that transformers itself refuses it.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -29,13 +27,11 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_paged_cache import PagedPrefixCache
 
 from ..conformance import scenes
+from ..conformance.player import Measured, Player, setting
 from ..internals import WRITE_OUTSIDE_GRAPHS
-from ..reference import IDS, PROMPT, assert_right, assert_same, batch, row, run
-from ..scenes import Player, play
+from ..reference import IDS, PROMPT, Forwards, assert_right, assert_same, batch, row, run
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
-from . import test_attaching, test_bad_input, test_core_cases, test_generate_equivalence, test_paths, test_ranks
-
-pytestmark = pytest.mark.usefixtures("one_thread")
+from . import test_attaching, test_bad_input, test_core_cases, test_paths, test_ranks
 
 MODELS = ("llama", "gpt2", "gemma3")
 TEXT = [3 + token % len(CHARACTERS) for token in PROMPT]  # a prompt that the tokenizer can write
@@ -64,7 +60,23 @@ def other_assistant(samples: bool) -> PreTrainedModel:
     return helper
 
 
-# Choosing tokens.
+class WholeResults(Player):
+    """Compares all that a call was asked for: scores, too."""
+
+    always: ClassVar[dict[str, Any]] = {"max_new_tokens": 6}
+
+    def _require_same(self, reference: Any, output: Any, arguments: dict[str, Any]) -> None:
+        assert_same(reference, output)
+
+
+def play(scene: Callable[[Player], None], model: PreTrainedModel) -> None:
+    """Play a scene, again with zeros in place of what each hit reuses, and on a pool of one block."""
+    measured, reused = Measured(), list[int]()
+    for zeroed in (False, True):
+        scene(WholeResults("", model, measured, reused, zeroed=zeroed))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setting, "most_blocks", 2)
+        scene(WholeResults("", model, measured, reused, zeroed=False))
 
 
 def constrained(play: Player) -> None:
@@ -127,9 +139,6 @@ def warpers(play: Player) -> None:
     play.hit(**batch(PROMPT), do_sample=True, top_h=0.5, seed=2, reused=49)
 
 
-# When it ends.
-
-
 class ThreeTokens(StoppingCriteria):
     """A criterion of the user's own."""
 
@@ -159,9 +168,6 @@ def stopping_strings(play: Player) -> None:
     play.hit(**batch(TEXT), suppress_tokens=UNWRITTEN, num_beams=3, **stop, at_least=149)
 
 
-# What is asked for.
-
-
 def scores(play: Player) -> None:
     play.call(**batch(PROMPT), output_scores=True)
     play.hit(**batch(row((1, 45), (2, 5))), output_scores=True, reused=45)
@@ -170,15 +176,13 @@ def scores(play: Player) -> None:
     play.hit(**batch(PROMPT), output_scores=True, num_beams=3, num_return_sequences=2, at_least=140)
 
 
-# Beside the model.
-
-
 def assisted(play: Player) -> None:
     helper = {"assistant_model": tiny("llama", 1), "max_new_tokens": 8, "num_assistant_tokens": 3}
     play.call(**batch(PROMPT), **helper, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0)
     play.hit(**batch(PROMPT), **helper, num_assistant_tokens_schedule="heuristic", at_least=32)
     play.hit(**batch(row((1, 45), (2, 5))), **helper, do_sample=True, at_least=32)
     play.hit(**batch(PROMPT), **helper, assistant_ensemble_weight=0.9, at_least=32)
+    assert "generate" not in vars(helper["assistant_model"])  # it ran on the cache that transformers gives it
 
 
 def universal_assisted(play: Player) -> None:
@@ -209,6 +213,42 @@ def guidance(play: Player) -> None:
 def compile_options(play: Player) -> None:
     play.call(**batch(PROMPT), compile_config=CompileConfig())  # for caches of a fixed size; ours grows
     play.hit(**batch(PROMPT), disable_compile=True, reused=49)
+
+
+def chunks_of_padding(play: Player) -> None:
+    """The first chunks of the second row hold no token of it."""
+    play.call(**batch(row((1, 50)), row((4, 16))), prefill_chunk_size=13)
+    play.call(**batch(row((1, 48), (2, 2)), row((4, 16))), prefill_chunk_size=13)
+    play.call(**batch(row((1, 48), (2, 2)), row((4, 16)), row((4, 16))), prefill_chunk_size=8, num_beams=2)
+
+
+def many_turns(play: Player) -> None:
+    """Rows come and go: what memory holds of earlier rows is never read."""
+    play.call(**batch(PROMPT))
+    play.hit(**batch(row((1, 20)), row((1, 33), (2, 8))), at_least=1)
+    play.hit(**batch(row((1, 33), (2, 3))), num_beams=3, at_least=36)
+    play.call(**batch(row((9, 70))))
+    play.hit(**batch(row((1, 33), (2, 8), (3, 5))), at_least=32)
+
+
+class Listener:
+    """A streamer that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, tokens: torch.Tensor) -> None:
+        self.tokens += tokens.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+def streamer(play: Player) -> None:
+    play.call(**batch(PROMPT))
+    listener = Listener()
+    output = play.hit(**batch(row((1, 40), (2, 9))), streamer=listener, reused=40)
+    assert play.zeroed or listener.tokens[-55:] == output.sequences[0].tolist()
 
 
 # A loop of the user's own: group beams are one of those that transformers moved to repositories.
@@ -256,6 +296,9 @@ SCENES = (
     universal_assisted,
     guidance,
     group_beams,
+    chunks_of_padding,
+    many_turns,
+    streamer,
 )
 
 
@@ -267,6 +310,16 @@ def test_every_way_gives_what_it_gives_with_dynamic_cache(scene: Callable[[Playe
 
 def test_options_about_compiling_change_nothing() -> None:
     play(compile_options, tiny("llama"))
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 4}, {"do_sample": True, "num_return_sequences": 4}, {}])
+def test_equal_rows_of_a_prompt_are_computed_once(how: dict[str, Any], model: PreTrainedModel) -> None:
+    rows = [PROMPT] if how else [PROMPT] * 4
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as shapes:
+        output = run(model, cache, **batch(*rows), **how)
+    assert shapes == [(1, 50), *[(4, 1)] * 5]
+    assert_same(run(model, **batch(*rows), **how), output)
 
 
 @pytest.mark.parametrize(("length", "in_block"), [(1, False), (16, True), (47, False)])
@@ -333,9 +386,6 @@ def test_what_transformers_moved_to_repositories_or_the_model_lacks_it_refuses_i
     assert_right(model, cache, reused=49, input_ids=IDS)
 
 
-# Compiled models.
-
-
 @pytest.mark.slow
 def test_a_compiled_model_meets_nothing_of_ours_but_the_writes_and_reuses() -> None:
     two = ["sliding_attention", "full_attention"]  # compiling takes as long as there are layers
@@ -386,8 +436,6 @@ def test_what_torch_compile_returns_is_run_as_the_model_inside() -> None:
     cache.check()
 
 
-# The list is complete.
-
 # The scene or test that plays options of `generate` -> their names.
 PLAYED = {
     "ends": (
@@ -409,12 +457,11 @@ PLAYED = {
     ),
     "guidance": "guidance_scale negative_prompt_ids negative_prompt_attention_mask",
     "test_token_healing_runs_a_call_of_its_own": "token_healing",
-    "scores": "output_scores output_logits",
+    "scores": "output_scores output_logits return_dict_in_generate",
     "outputs_then_none": "output_attentions output_hidden_states",
-    "going_on_with_new_tokens_only": "return_dict_in_generate",
-    "assistant": "assistant_model is_assistant",
     "assisted": (
-        "num_assistant_tokens num_assistant_tokens_schedule assistant_confidence_threshold assistant_ensemble_weight"
+        "assistant_model is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+        "assistant_confidence_threshold assistant_ensemble_weight"
     ),
     "test_assistant_early_exit_is_right": "assistant_early_exit",
     "universal_assisted": "assistant_lookbehind target_lookbehind",
@@ -448,7 +495,6 @@ def test_no_option_of_generate_is_forgotten() -> None:
         test_attaching,
         test_bad_input,
         test_core_cases,
-        test_generate_equivalence,
         test_paths,
         test_ranks,
         scenes,

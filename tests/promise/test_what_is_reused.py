@@ -1,8 +1,4 @@
-"""Each row of the table in docs/what_is_reused.md is a call that is made here, and what it quotes is what the call
-says.
-"""
-
-from __future__ import annotations
+"""Each row of the table in docs/what_is_reused.md is a call that is made here, and says what the page quotes."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -22,8 +18,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "what_is_reused.md"
 REASONS = PAGE.with_name("troubleshooting.md")  # its table has each way in which a match ends
 if not PAGE.exists():
     pytest.skip("the docs are not beside the tests", allow_module_level=True)
-pytestmark = [pytest.mark.usefixtures("one_thread")]
-
 LENGTH = 48
 IDS = torch.arange(2, 2 + LENGTH)[None] % 60
 MASK = torch.ones_like(IDS)

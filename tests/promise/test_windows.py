@@ -1,8 +1,4 @@
-"""Layers whose attention sees a window hand over what `DynamicCache` does there, whatever the call and wherever the
-window ends.
-"""
-
-from __future__ import annotations
+"""Layers whose attention sees a window hand over what `DynamicCache` does there, wherever the window ends."""
 
 import math
 from collections.abc import Callable
@@ -20,8 +16,6 @@ from ..internals import make_forwards_cheap, zero_blocks
 from ..reference import PROMPT, TOLERANCE, assert_right, assert_same, batch, is_same, row, run
 from ..tiny_models import WINDOW, build, tiny
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MODELS = ("mistral", "gemma3")  # each layer has a window, or every other
 NAMES = pytest.mark.parametrize("name", MODELS)
 IDS = torch.tensor([row((1, 150))])
@@ -35,9 +29,6 @@ def forward(model: PreTrainedModel, cache: Any, start: int, stop: int) -> torch.
 def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     assert got.shape == wanted.shape
     assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
-
-
-# What transformers sees of a layer.
 
 
 @NAMES
@@ -64,9 +55,6 @@ def test_a_layer_is_to_transformers_what_that_of_a_dynamic_cache_is(stops: tuple
             assert mine.get_seq_length() == layer.get_seq_length() == stop
             for got, wanted in ((mine.keys, layer.keys), (mine.values, layer.values)):
                 assert_close(got, wanted)
-
-
-# A config that changes between calls.
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
@@ -117,18 +105,10 @@ def test_a_window_that_a_config_gets_later_is_in_the_mask() -> None:
         assert_same(wanted, run(model, cache, **batch(PROMPT), max_new_tokens=30))
 
 
-# Rows that are cut, copied, multiplied.
-
-
-# What else a call may be.
-
-
 @NAMES
 @pytest.mark.parametrize(("window", "block_size"), [(WINDOW, 7), (5, 16)])
 def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: int, name: str) -> None:
-    """Every step's window begins elsewhere in a block, in rows of different padding; what it leaves in the pool is
-    whole.
-    """
+    """Every step's window begins elsewhere in a block, in rows of different padding; what it leaves is whole."""
     model = build(name, sliding_window=window)
     store = PrefixStore(model, block_size=block_size)
     cache = PagedPrefixCache(store)
@@ -139,9 +119,6 @@ def test_a_long_generation_is_that_of_a_dynamic_cache(window: int, block_size: i
     going_on = batch([*wanted.sequences[0].tolist(), 5, 6])
     assert_right(model, other, **going_on)
     assert other.last_call.reused_tokens >= 110 - block_size
-
-
-# What is held, and what is kept.
 
 
 @NAMES
@@ -162,9 +139,6 @@ def test_a_row_holds_its_windows_and_a_fixed_number_of_columns_beside_them_howev
         least = sum(min(num_tokens, window - 1) if each else num_tokens for each in has_window)
         allowed = sum(min(num_tokens, window - 1 + 16 + 32 + 64) if each else num_tokens for each in has_window)
         assert least * token_bytes <= held <= most <= allowed * token_bytes
-
-
-# Pools that hold little.
 
 
 @pytest.mark.parametrize("num_blocks", [2, 5, 8])
@@ -197,6 +171,3 @@ def test_a_call_is_right_in_a_pool_of_any_size(
             for cache in caches:
                 assert_same(reference, run(model, cache, **arguments))
                 cache.check()
-
-
-# What others may take.

@@ -1,8 +1,4 @@
-"""`with cache:`: calls of `generate` that bring no cache run on it, in this context or in all threads, and nothing else
-does.
-"""
-
-from __future__ import annotations
+"""`with cache:`: calls of `generate` that bring no cache run on it, here or in all threads, and nothing else does."""
 
 import asyncio
 import contextvars
@@ -24,7 +20,7 @@ from ..internals import ran_on
 from ..reference import IDS, AtStep, assert_same, row, run
 from ..tiny_models import build
 
-pytestmark = pytest.mark.usefixtures("one_thread", "switching")
+pytestmark = pytest.mark.usefixtures("switching")
 
 
 def questions(*seeds: int) -> list[torch.Tensor]:
@@ -152,9 +148,6 @@ def test_an_interrupted_entry_holds_no_cache_for_ever(model: PreTrainedModel) ->
     assert not isinstance(run(model, input_ids=IDS).past_key_values, PagedPrefixCache)
 
 
-# Threads, tasks and other contexts
-
-
 def in_a_thread(work: Callable[[], Any]) -> Any:
     """What `work` gives in a thread of its own, which has an empty context."""
     with ThreadPoolExecutor(1) as pool:
@@ -266,9 +259,6 @@ def test_a_generator_closed_in_another_thread_closes_a_block(model: PreTrainedMo
         pool.submit(cache.__exit__, None, None, None).result(timeout=60)
         assert not ran_on(run(model, input_ids=IDS), cache)
         assert not ran_on(pool.submit(run, model, input_ids=IDS).result(timeout=60), cache)
-
-
-# The model
 
 
 def test_a_model_copied_inside_a_block_takes_no_cache_along(model: PreTrainedModel, cache: PagedPrefixCache) -> None:

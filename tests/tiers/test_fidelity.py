@@ -4,11 +4,8 @@ Chats take turns on a pool that holds fewer of them, so that each is evicted bef
 to fail with zeros in place of what the tier has.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,13 +17,12 @@ from transformers import PreTrainedModel
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.errors import CacheArgumentError
+from hf_paged_cache.model.fingerprint import Fingerprint
 
 from ..conformance import zoo
 from ..internals import fail_to_bring_up, num_waiting, tiers_of, zero_tiers
-from ..reference import assert_same, is_same, run
+from ..reference import assert_same, at_once, exit_code, forked, is_same, run
 from ..tiny_models import tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 NUM_CHATS, NUM_TOKENS, NUM_NEW = 5, 70, 4
 BLOCKS_OF_A_CHAT = 19  # of 4 tokens, with what is generated
@@ -198,24 +194,15 @@ def test_calls_at_once_in_two_threads_are_right(tmp_path: Path) -> None:
     model, prompts = tiny("llama"), chats()
     references = [call(model, ids) for ids in prompts]
     store = PrefixStore(model, block_size=4, num_blocks=3 * BLOCKS_OF_A_CHAT + 1, disk_folder=tmp_path)
-    wrong: list[BaseException] = []
 
     def turns(first: int) -> None:
-        try:
-            cache = PagedPrefixCache(store)
-            for number in range(10):
-                which = (first + number) % NUM_CHATS
-                assert_same(references[which], call(model, prompts[which], cache))
-                cache.reset()
-        except BaseException as error:  # noqa: BLE001  # told to the test
-            wrong.append(error)
+        cache = PagedPrefixCache(store)
+        for number in range(first, first + 10):
+            which = number % NUM_CHATS
+            assert_same(references[which], call(model, prompts[which], cache))
+            cache.reset()
 
-    threads = [threading.Thread(target=turns, args=(first,)) for first in (0, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    at_once(lambda: turns(0), lambda: turns(2))
     store.check()
     assert store.stats().tiers[0].num_up > 0
 
@@ -231,22 +218,18 @@ def test_a_forked_child_begins_with_no_files_and_leaves_its_parents(tmp_path: Pa
     files = {file: file.read_bytes() for file in tmp_path.rglob("*.safetensors")}
     assert files
     references = [call(model, ids) for ids in prompts]
+
+    def begin() -> None:
+        for ids, reference in zip(prompts + prompts, references + references, strict=True):
+            assert_same(reference, call(model, ids, cache))
+        cache.check()
+        assert cache.last_call.rows[0].disk_tokens > 0
+        cache.reset()
+        cache.store.reset_prefix_cache()  # removes its files
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        child = os.fork()
-    if not child:
-        try:
-            for ids, reference in zip(prompts + prompts, references + references, strict=True):
-                assert_same(reference, call(model, ids, cache))
-            cache.check()
-            has_hit = cache.last_call.rows[0].disk_tokens > 0
-            cache.reset()
-            cache.store.reset_prefix_cache()  # removes its files
-            os._exit(0 if has_hit else 2)
-        except BaseException:  # noqa: BLE001  # its exit status says so
-            os._exit(1)
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 0
+        assert exit_code(forked(begin)) == 0
     assert {file: file.read_bytes() for file in files} == files, "the child has changed its parent's files"
     for ids, reference in zip(prompts, references, strict=True):
         assert_same(reference, call(model, ids, cache))
@@ -274,8 +257,6 @@ def test_what_cannot_be_is_refused_with_a_sentence(given: dict[str, Any], said: 
 def test_tiers_are_refused_where_other_processes_share_the_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hf_paged_cache.model.fingerprint import Fingerprint
-
     monkeypatch.setattr(f"{Fingerprint.__module__}.rank_groups", lambda model: (object(),))
     with pytest.raises(CacheArgumentError, match="other processes share this model"):
         PrefixStore(tiny("llama"), disk_folder=tmp_path)

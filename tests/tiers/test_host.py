@@ -1,8 +1,4 @@
-"""Host memory below the pool by itself, on a CPU: what it keeps, in which order it gives it up, and that it never takes
-more than it may.
-"""
-
-from __future__ import annotations
+"""Host memory below the pool by itself, on a CPU: what it keeps, gives up first, and never takes beyond its limit."""
 
 import random
 from collections import OrderedDict

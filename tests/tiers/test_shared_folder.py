@@ -1,19 +1,22 @@
 """A disk folder that several stores have: what one evicts the others find, as if they had computed it, and nothing of
 another model.
 
-Stores of copies of a model stand for processes; `tests.shared_folders` has real ones.
+Stores of copies of a model stand for processes, of which the last tests have real ones.
 """
 
-from __future__ import annotations
-
+import contextlib
 import copy
 import gc
 import logging
 import os
+import random
 import shutil
+import signal
 import stat
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +25,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache
+from hf_paged_cache import PagedPrefixCache, saved_report
 from hf_paged_cache.tiers import folder as folders
 from hf_paged_cache.tiers.folder import saved_paths
 from hf_paged_cache.tiers.saved_file import read_saved_file
 
-from .. import shared_folders
 from ..internals import tiers_of, zero_tiers
-from ..reference import assert_same, is_same, run
-from ..shared_folders import new_cache
+from ..reference import assert_same, batch, exit_code, forked, is_same, row, run
 from ..tiny_models import tiny
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 KINDS = ("llama", "gemma3", "mistral", "qwen3_next", "lfm2")
 
@@ -48,6 +47,13 @@ def _quiet() -> Iterator[None]:
 def prompts(number: int = 5) -> list[torch.Tensor]:
     made = torch.Generator().manual_seed(7)
     return [torch.randint(3, 120, (1, 70), generator=made) for _ in range(number)]
+
+
+def new_cache(model: PreTrainedModel, folder: Path, **sizes: Any) -> PagedPrefixCache:
+    """On a pool for less than three prompts, whose tier writes often."""
+    cache = PagedPrefixCache(model, **{"block_size": 4, "num_blocks": 40, "disk_folder": folder, **sizes})
+    tiers_of(cache).run_bytes = 2**14
+    return cache
 
 
 def call(model: PreTrainedModel, ids: torch.Tensor, cache: PagedPrefixCache | None = None) -> Any:
@@ -354,17 +360,83 @@ def test_where_a_look_shows_that_weights_changed_unseen_what_was_written_goes(tm
     assert_same(call(model, prompts()[0]), call(model, prompts()[0], cache))
 
 
+def prompt(number: int) -> dict[str, torch.Tensor]:
+    """One of few that begin alike."""
+    return batch(row((number % 3, 24), (100 + number, 16)))
+
+
 def test_killed_while_it_evicts_and_saves_a_process_leaves_whole_files(tmp_path: Path) -> None:
-    done = shared_folders.kill(8, 1, tmp_path)
-    assert done["files"] > 0
-    assert done["tokens from files"] > 0
+    """At random moments; the next process reads whole files alone."""
+    random_numbers, num_files, num_tokens = random.Random(1), 0, 0
+    models = {kind: tiny(kind) for kind in ("llama", "gemma3", "lfm2")}
+    for number in range(8):
+        kind = random_numbers.choice([*models])
+
+        def compute(kind: str = kind, first: int = 10 * number) -> None:
+            cache = new_cache(models[kind], tmp_path / kind)
+            for each in range(first, first + 1000):
+                run(models[kind], cache, **prompt(each), max_new_tokens=1)
+                if each % 3 == 0:
+                    cache.store.save(tmp_path / kind)
+
+        child, latest = forked(compute), time.monotonic() + 60
+        while not list((tmp_path / kind).glob("[!.]*.safetensors")) and time.monotonic() < latest:
+            time.sleep(0.01)  # on a busy machine it has not begun yet
+        time.sleep(random_numbers.uniform(0.02, 0.3))
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+        reports = saved_report(tmp_path / kind)
+        assert all(report.problem is None for report in reports), reports
+        num_files += len(reports)
+    for kind, model in models.items():
+        cache = new_cache(model, tmp_path / kind)
+        for number in range(0, 80, 10):
+            assert_same(run(model, **prompt(number)), run(model, cache, **prompt(number)))
+            num_tokens += cache.last_call.rows[0].disk_tokens
+        cache.check()
+        cache.store.save(tmp_path / kind)
+        assert not list((tmp_path / kind).glob(".*.unfinished"))
+    assert num_files > 0 < num_tokens
 
 
-def test_a_flipped_bit_is_a_miss_and_never_another_result(tmp_path: Path) -> None:
-    done = shared_folders.flip(24, 2, tmp_path)
-    assert done["tokens from files"] > 0
-    assert done["seen"] > done["loaded"] / 2 > 2
+def damage(path: Path, random_numbers: random.Random) -> None:
+    """Flip a bit of a file, cut it off, or remove it; a reader that has it open has the whole one."""
+    with contextlib.suppress(FileNotFoundError):
+        data = bytearray(path.read_bytes())
+        place = random_numbers.randrange(len(data))
+        data[place] ^= 1 << random_numbers.randrange(8)
+        damaged = path.with_name(f".{os.getpid()}.damaged")
+        damaged.write_bytes(data[:place] if random_numbers.random() < 0.3 else data)
+        damaged.replace(path)
+        if random_numbers.random() < 0.3:
+            path.unlink()
 
 
-def test_processes_on_one_folder_get_right_results(tmp_path: Path) -> None:
-    assert shared_folders.share(90, 3, tmp_path, processes=3) == {"right": 3, "wrong": 0}
+def test_processes_on_one_folder_that_save_load_reset_and_damage_files_get_right_results(tmp_path: Path) -> None:
+    def work(number: int) -> None:
+        random_numbers, model, num_tokens = random.Random(3 + number), tiny(("llama", "lfm2")[number % 2]), 0
+        cache = new_cache(model, tmp_path, disk_bytes=2**20)
+        for _ in range(30):
+            match random_numbers.random():
+                case chance if chance < 0.06:
+                    cache.store.save(tmp_path)
+                case chance if chance < 0.12:
+                    cache.store.load(tmp_path)
+                case chance if chance < 0.15:
+                    cache.reset()
+                    cache.store.reset_prefix_cache()
+                case chance if chance < 0.2:
+                    for path in saved_paths(tmp_path)[:1]:
+                        damage(path, random_numbers)
+                case chance if chance < 0.22:
+                    del cache
+                    gc.collect()
+                    cache = new_cache(model, tmp_path, disk_bytes=2**20)
+            given = prompt(random_numbers.randrange(40))
+            assert_same(run(model, **given, max_new_tokens=1), run(model, cache, **given, max_new_tokens=1))
+            num_tokens += cache.last_call.rows[0].disk_tokens
+            cache.check()
+        assert num_tokens > 0
+
+    children = [forked(partial(work, number)) for number in range(3)]
+    assert [exit_code(child) for child in children] == [0] * 3
