@@ -197,9 +197,8 @@ CONTROL = "zeros"
 
 def serve_zeros(store: PrefixStore) -> None:
     """Put zeros in place of all keys and values held. Caches made from here on reuse zeros."""
-    for layer in store.blocks.pool.all.layers.values():
-        for tensor in layer.values():
-            tensor.zero_()
+    for tensor in store.blocks.pool.all.named().values():
+        tensor.zero_()
 
 
 def compare(reference: Any, output: Any, num_prompt: int) -> list[Outcome]:

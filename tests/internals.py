@@ -18,7 +18,6 @@ from hf_paged_cache.attention import backends, causal
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
 from hf_paged_cache.integration import ambient, asking, chunked_prompt, keeping, opening, shared_prefill
 from hf_paged_cache.integration.calls import Calls
-from hf_paged_cache.kv import states as kv_states
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
 from hf_paged_cache.rows import states as rows_states
@@ -61,10 +60,9 @@ def held_tensors(
     cache_or_store: PagedPrefixCache | PrefixStore, layers: Collection[int] | None = None
 ) -> Iterator[Tensor]:
     """The tensors of the pool: of each layer, or of some, its keys and its values."""
-    pool = _blocks(cache_or_store).pool
-    for layer_idx in pool.layer_indices:
+    for (layer_idx, _), held in _blocks(cache_or_store).pool.named().items():
         if layers is None or layer_idx in layers:
-            yield from pool.layer(layer_idx).values()
+            yield held
 
 
 def split_everywhere(patch: pytest.MonkeyPatch) -> None:
@@ -120,7 +118,7 @@ def zero_blocks(cache_or_store: PagedPrefixCache | PrefixStore, layers: Collecti
 def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[int]:
     """As `zero_blocks`, in the tensors of the windows' groups alone; the layers that these hold."""
     groups = _blocks(cache_or_store).pool.groups
-    layers = {layer_idx for window, group in groups.items() if window is not None for layer_idx in group.layers}
+    layers = {layer_idx for name, group in groups.items() if name != "blocks" for layer_idx, _ in group.named()}
     zero_blocks(cache_or_store, layers)
     return layers
 
@@ -218,7 +216,6 @@ FAULT_POINTS: list[tuple[Any, str]] = [
 SNAPSHOT_COPIES = [
     (groups, "copied"),
     (rows_states, "copied"),
-    (kv_states, "to_device"),
     (rows_states, "to_device"),
 ]
 

@@ -55,6 +55,7 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "cli.command",
     "integration.chunked_prompt",
     "integration.generate_arguments",
+    "kv.states",
     "rows.states",
     "model.layers",
     "model.placeholders",

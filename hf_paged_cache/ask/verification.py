@@ -19,7 +19,7 @@ from ..errors import UnsupportedModelError
 from ..integration.asking import why_in_general
 from ..integration.side_rows import row_of
 from ..kv.states import read_states
-from ..kv.tensors import read_together
+from ..kv.tensors import read_arrays
 from ..model.layers import has_state, streams_of
 from ..model.support import takes
 from ..model.trial import dynamic_cache, eps_computed_in, input_device, run_columns
@@ -164,7 +164,7 @@ def _look(cache: AskedCache, sequence: Sequence[BlockHash]) -> list[bool]:
     eps, least = eps_computed_in(cache.store.model), _MIN_TOLERANCE if rows.states is None else _MIN_TOLERANCE_OF_STATES
     answers = [_differ(*pair, eps, least) for pair in pairs]
     differ = [False] * (num_found // size)
-    for answer in read_together(answers):
+    for answer in read_arrays(answers):
         for number, is_other in enumerate(answer, len(differ) - len(answer)):
             differ[number] = differ[number] or bool(is_other)
     return differ

@@ -4,18 +4,18 @@ A row has all layers of one block, so that many blocks are copied at once, whate
 of hashes or tokens. Where a model lies on several devices, a block has a row in each *part*.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .block_pool import BlockPool, GroupTensors
+from .block_pool import BlockPool
 from .states import StateKey, States
 from .tensors import UNPINNED
 from .tensors import to_device as numbers_on
 
-BLOCKS, STATES = "blocks", "states"
+STATES = "states"
 Kind = str | int
 """Kind of content: BLOCKS of layers that see all tokens, a window of those that see it, STATES at a block's end."""
 
@@ -43,18 +43,12 @@ class Part(NamedTuple):
 
 def parts_of_pool(pool: BlockPool) -> dict[Kind, list[Part]]:
     """Return kind -> parts of a pool's blocks and window blocks, as far as layers were written."""
-    parts = {}
-    for name, group in pool.groups.items():
-        kind = BLOCKS if name is None else name
-        shapes = [(key, tensor.device, tuple(tensor.shape[1:]), tensor.dtype) for key, tensor in group.named().items()]
-        if shapes:
-            parts[kind] = laid_out(kind, shapes)
-    return parts
+    return {kind: parts_of(kind, group.named()) for kind, group in pool.groups.items() if group.slabs}
 
 
-def parts_of_states(states: States) -> list[Part]:
-    """Return the parts of the states of one row."""
-    return laid_out(STATES, ((key, held.device, tuple(held.shape[1:]), held.dtype) for key, held in states.items()))
+def parts_of(kind: Kind, tensors: Mapping[Any, Tensor]) -> list[Part]:
+    """Return the parts of tensors of which each first index is a block, or a row."""
+    return laid_out(kind, ((key, held.device, tuple(held.shape[1:]), held.dtype) for key, held in tensors.items()))
 
 
 def laid_out(kind: Kind, shapes: Iterable[tuple[Any, torch.device, tuple[int, ...], torch.dtype]]) -> list[Part]:
@@ -77,25 +71,16 @@ def lay_out_pool(pool: BlockPool, parts: Iterable[Part]) -> None:
     pool.lay_out_together(streams)
 
 
-def host_rows(part: Part, num_rows: int) -> Tensor:
-    """Return rows of host memory that this part's device copies to and from without a wait, with unspecified values.
-
-    Raises:
-        torch.OutOfMemoryError, RuntimeError: there is no such memory.
-    """
+def new_rows(part: Part, num_rows: int, *, on_host: bool = False) -> Tensor:
+    """Return rows of any values, on the part's device or where it copies to and from a host without a wait."""
+    device, is_pinned = "cpu" if on_host else part.device, on_host and part.device.type not in UNPINNED
     with torch.inference_mode(False), torch.no_grad():
-        is_pinned = part.device.type not in UNPINNED
-        return torch.empty((num_rows, part.num_bytes), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
-
-
-def _new_rows(part: Part, num_rows: int) -> Tensor:
-    with torch.inference_mode(False), torch.no_grad():
-        return torch.empty((num_rows, part.num_bytes), dtype=torch.uint8, device=part.device)
+        return torch.empty((num_rows, part.num_bytes), dtype=torch.uint8, device=device, pin_memory=is_pinned)
 
 
 def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int]) -> Tensor:
     """Return what these blocks, or window blocks, hold: [N, part.num_bytes] uint8 on the part's device."""
-    held, rows = _group(pool, part).named(), _new_rows(part, len(ids))
+    held, rows = pool.groups[part.kind].named(), new_rows(part, len(ids))
     index = numbers_on(ids, part.device)
     for piece in part.pieces:
         _field(rows, piece).copy_(held[piece.key].index_select(0, index).flatten(1))
@@ -104,20 +89,16 @@ def rows_of_blocks(pool: BlockPool, part: Part, ids: Sequence[int]) -> Tensor:
 
 def write_blocks(pool: BlockPool, part: Part, ids: Sequence[int], rows: Tensor) -> None:
     """Write `rows`, [N, part.num_bytes] on the part's device, into these blocks or window blocks. No id comes twice."""
-    held = _group(pool, part).named()
-    _group(pool, part).use(1 + max(ids, default=-1))
+    held = pool.groups[part.kind].named()
+    pool.groups[part.kind].use(1 + max(ids, default=-1))
     index = numbers_on(ids, part.device)
     for piece in part.pieces:
         held[piece.key].index_copy_(0, index, _field(rows, piece).view(-1, *piece.shape))
 
 
-def _group(pool: BlockPool, part: Part) -> GroupTensors:
-    return pool.groups[None if part.kind == BLOCKS else part.kind]
-
-
 def rows_of_states(part: Part, states: Sequence[States]) -> Tensor:
     """Return the states of single rows as rows of bytes, on the part's device."""
-    rows = _new_rows(part, len(states))
+    rows = new_rows(part, len(states))
     for number, held in enumerate(states):
         for piece in part.pieces:
             _field(rows[number : number + 1], piece).copy_(held[piece.key].flatten(1))
@@ -138,7 +119,7 @@ def to_device(part: Part, fragments: Sequence[Tensor]) -> Tensor:
     """Copy rows of the host, in some number of tensors, to the part's device: one transfer for each tensor."""
     if part.device.type == "cpu":
         return fragments[0] if len(fragments) == 1 else torch.cat([*fragments])
-    rows, start = _new_rows(part, sum(map(len, fragments))), 0
+    rows, start = new_rows(part, sum(map(len, fragments))), 0
     for fragment in fragments:
         rows[start : start + len(fragment)].copy_(fragment, non_blocking=True)
         start += len(fragment)

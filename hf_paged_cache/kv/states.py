@@ -4,12 +4,11 @@ They lie in the layers, as transformers keeps them, and a forward overwrites the
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from .tensors import to_device
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 
 class StateKey(NamedTuple):
@@ -22,24 +21,11 @@ class StateKey(NamedTuple):
 
 States = Mapping[StateKey, Tensor]
 """States that layers carry of some rows: tensors [R, ...], never written once made, except for those in the layers."""
+StateLayers = Mapping[int, LinearAttentionCacheLayerMixin]
+"""Layers of transformers with states, each by its index; a state that is not there yet is None."""
 
 
-class StateLayer(Protocol):
-    """`StateLayer` is a layer of transformers with states, each by its index; one that is not there yet is None."""
-
-    number_of_states: int
-    conv_states: dict[int, Tensor | None]
-    recurrent_states: dict[int, Tensor | None]
-    is_conv_states_initialized: dict[int, bool]
-    is_recurrent_states_initialized: dict[int, bool]
-    has_previous_state: dict[int, bool]
-    conv_kernel_size: dict[int, int | None]
-    device: Any
-    dtype: Any
-    record_past: bool
-
-
-def held_states(layers: Mapping[int, StateLayer]) -> Iterator[tuple[StateKey, Tensor]]:
+def held_states(layers: StateLayers) -> Iterator[tuple[StateKey, Tensor]]:
     """Yield the tensors that layers carry, with the inputs that convolutions keep for taking columns back."""
     for layer_idx, layer in layers.items():
         for state_idx in range(layer.number_of_states):
@@ -51,12 +37,12 @@ def held_states(layers: Mapping[int, StateLayer]) -> Iterator[tuple[StateKey, Te
                     yield StateKey(layer_idx, name, state_idx), held
 
 
-def read_states(layers: Mapping[int, StateLayer]) -> dict[StateKey, Tensor]:
+def read_states(layers: StateLayers) -> dict[StateKey, Tensor]:
     """Return the states that layers carry now, uncopied."""
     return {key: without_past(layers, key, held) for key, held in held_states(layers)}
 
 
-def without_past(layers: Mapping[int, StateLayer], key: StateKey, held: Tensor) -> Tensor:
+def without_past(layers: StateLayers, key: StateKey, held: Tensor) -> Tensor:
     """Return a state as the next forward needs it: of a convolution's inputs those that fill its kernel."""
     width = layers[key.layer_idx].conv_kernel_size[key.state_idx] if key.name == "conv" else None
     if width is None or held.shape[-1] == width:
@@ -66,13 +52,13 @@ def without_past(layers: Mapping[int, StateLayer], key: StateKey, held: Tensor) 
     return torch.nn.functional.pad(held, (width - held.shape[-1], 0))
 
 
-def put_states(layers: Mapping[int, StateLayer], states: States) -> None:
+def put_states(layers: StateLayers, states: States) -> None:
     """Let layers carry these states, which nobody else has, and no others."""
     clear_states(layers)
     for (layer_idx, name, state_idx), tensor in states.items():
         layer = layers[layer_idx]
         if layer.device is None:
-            layer.device, layer.dtype = tensor.device, tensor.dtype
+            layer.device, layer.dtype = tensor.device, tensor.dtype  # type: ignore[assignment]
         if name == "conv":
             layer.conv_states[state_idx] = tensor
             layer.conv_kernel_size[state_idx] = tensor.shape[-1]
@@ -83,26 +69,17 @@ def put_states(layers: Mapping[int, StateLayer], states: States) -> None:
         layer.has_previous_state[state_idx] = True
 
 
-def clear_states(layers: Mapping[int, StateLayer]) -> None:
+def clear_states(layers: StateLayers) -> None:
     """Drop all states: the next forward begins rows."""
     for layer in layers.values():
-        numbers = range(layer.number_of_states)
-        layer.has_previous_state = dict.fromkeys(numbers, False)
-        layer.is_conv_states_initialized = dict.fromkeys(numbers, False)
-        layer.is_recurrent_states_initialized = dict.fromkeys(numbers, False)
-        layer.conv_states, layer.recurrent_states = dict.fromkeys(numbers), dict.fromkeys(numbers)
-        layer.device = layer.dtype = None
+        record_past = layer.record_past
+        LinearAttentionCacheLayerMixin.__init__(layer, layer.number_of_states)
+        layer.record_past = record_past
 
 
-def select_rows(states: States, sources: Sequence[int]) -> dict[StateKey, Tensor]:
-    """Return copies of the states of rows `sources`."""
-    on: dict[torch.device, Tensor] = {}
-    selected = {}
-    for key, held in states.items():
-        if held.device not in on:
-            on[held.device] = to_device(list(sources), held.device)
-        selected[key] = held.index_select(0, on[held.device])
-    return selected
+def select_rows(states: States, index: Tensor) -> dict[StateKey, Tensor]:
+    """Return copies of the states of the rows of an index."""
+    return {key: held.index_select(0, index.to(held.device)) for key, held in states.items()}
 
 
 def row_of(states: States, row: int) -> dict[StateKey, Tensor]:

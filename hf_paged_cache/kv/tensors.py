@@ -19,12 +19,9 @@ _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeroed memory that any later forward may write in place, in or out of inference mode.
+    """Return zeroed memory that any later forward may write in place, or raise torch.OutOfMemoryError.
 
     On a host, large memory is mapped, not written: a page costs nothing until it is used.
-
-    Raises:
-        torch.OutOfMemoryError: memory runs out, also where torch raises another error for that.
     """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False):
@@ -48,16 +45,8 @@ def _mapped(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def read_together(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the integers of each tensor, in order, whatever its shape; see `read_arrays`."""
-    return [values.ravel().tolist() for values in read_arrays(tensors)]
-
-
 def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the values of tensors of integers or booleans, as int64 of their shapes; floats are cut.
-
-    Cost: one wait for each accelerator.
-    """
+    """Return the values of tensors as int64 of their shapes; floats are cut.  Cost: one wait for each accelerator."""
     found = [np.empty(0, np.int64)] * len(tensors)
     together: dict[torch.device, list[int]] = {}
     for number, tensor in enumerate(tensors):

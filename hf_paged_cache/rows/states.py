@@ -4,7 +4,7 @@ What layers carry are the last inputs of convolutions, and recurrent states. The
 states of the rows count only between forwards, and no longer count after a forward has died.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from transformers.cache_utils import (
 from ..blocks import Window
 from ..kv.states import (
     StateKey,
-    StateLayer,
+    StateLayers,
     States,
     clear_states,
     copied,
@@ -87,7 +87,7 @@ class StatesAndWindowLayer(_InitializesStates, WindowLayer, LinearAttentionAndSl
 class RowStates:
     """`RowStates` has the states of one call's rows, which lie in these layers, by index."""
 
-    def __init__(self, layers: Mapping[int, StateLayer], places: StatePlaces) -> None:
+    def __init__(self, layers: StateLayers, places: StatePlaces) -> None:
         self._layers, self._places = layers, places
         # For each row, number of tokens -> what layers carried after these, where that is to be kept with its blocks.
         self.taken: list[dict[int, States]] = []
@@ -186,7 +186,7 @@ class RowStates:
         """Let row `i` continue as row `index[i]`."""
         sources, held = index.tolist(), dict(held_states(self._layers))
         if held and sources != [*range(len(next(iter(held.values()))))]:
-            self._replace(select_rows(held, sources))
+            self._replace(select_rows(held, index))
         self.taken = [{**self.taken[source]} for source in sources] if self.taken else []
 
     def _replace(self, states: States) -> None:
@@ -226,5 +226,5 @@ class RowStates:
         """Give row `i` of other rows the states of row `index[i]`, in memory of its own."""
         sources = index.tolist()
         other.begin(len(sources))
-        other.put(select_rows(self.read(), sources))
+        other.put(select_rows(self.read(), index))
         other.taken = [{**self.taken[source]} for source in sources]

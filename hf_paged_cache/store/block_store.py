@@ -203,7 +203,7 @@ class BlockStore:
             num_evictions=None if salt else num_evictions,
             kv_bytes=self.kv_bytes_in_use(salt) + bytes_of_rows,
             peak_kv_bytes=peak_kv_bytes,
-            pool_bytes=None if salt else self.pool.pool_bytes,
+            pool_bytes=None if salt else self.pool.bytes_on().total(),
             num_snapshots=num_snapshots,
             snapshot_bytes=num_snapshots * self.states.rules.num_bytes,
             static_bytes=None if salt else static.num_bytes,

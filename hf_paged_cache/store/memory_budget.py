@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from ..blocks import PrefixCachingBlockAllocator
-from ..kv.block_pool import BlockPool, GroupTensors
+from ..kv.block_pool import BLOCKS, BlockPool, GroupTensors
 from ..locks import new_lock
 from .groups import StateSnapshots, WindowGroups
 
@@ -200,9 +200,9 @@ class MemoryBudget:
         if self._states and not self._windows.layers:
             return {self._pool.first_device(): self._states.bytes_beside_a_block}
         total: dict[torch.device, float] = {}
-        for window, tensors in self._pool.groups.items():
-            share = (1 if window is None else self._windows.share) * (2 if self._states else 1)
-            for device, num_bytes in tensors.bytes_per_block_on().items():
+        for name, tensors in self._pool.groups.items():
+            share = (1 if name == BLOCKS else self._windows.share) * (2 if self._states else 1)
+            for device, num_bytes in tensors.bytes_per_block_on.items():
                 total[device] = total.get(device, 0) + num_bytes * share
         return total
 
@@ -210,12 +210,12 @@ class MemoryBudget:
         """Return the bytes of `device` that the most blocks take beyond what the pool has taken.  Takes the lock."""
         with self._lock:
             most, num_bytes = self.num_blocks, self._bytes_per_block_on().get(device, 0)
-            return 0 if most is None else int(most * num_bytes) - self._pool.bytes_on().get(device, 0)
+            return 0 if most is None else int(most * num_bytes) - self._pool.bytes_on()[device]
 
     def bytes_left_of(self, num_bytes: int) -> int:
         """Return how many of these bytes blocks have not taken.  Takes the lock."""
         with self._lock:
-            return max(0, num_bytes - self._pool.pool_bytes)
+            return max(0, num_bytes - self._pool.bytes_on().total())
 
     def settle(self) -> None:
         """Fix the most blocks there can be, once it is known how large a block is.

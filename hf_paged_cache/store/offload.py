@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockHash, PrefixCachingBlockAllocator
-from ..kv.block_pool import BlockPool
+from ..kv.block_pool import BLOCKS, BlockPool
 from ..kv.contents import (
-    BLOCKS,
     STATES,
     Kind,
     Part,
     lay_out_pool,
+    parts_of,
     parts_of_pool,
-    parts_of_states,
     rows_of_blocks,
     rows_of_states,
 )
@@ -48,7 +47,7 @@ class ContentLayout:
     @property
     def has_all_layers(self) -> bool:
         """True if the pool has the tensors of all layers that have keys and values."""
-        return {*self._windows.layers} <= {*self._pool.layer_indices}
+        return {*self._windows.layers} <= {layer_idx for layer_idx, _ in self._pool.named()}
 
     def parts(self) -> dict[Kind, list[Part]]:
         """Return kind -> parts of its rows now.
@@ -77,7 +76,7 @@ class ContentLayout:
         """Copy contents of a kind; return for each part [N, bytes] on its device. Without parts, there are none."""
         self._pool.join_streams()
         if kind == STATES:
-            self.parts()[STATES] = parts_of_states(contents[0])
+            self.parts()[STATES] = parts_of(STATES, contents[0])
             return [rows_of_states(part, contents) for part in self.parts()[kind]]
         return [rows_of_blocks(self._pool, part, contents) for part in self.parts().get(kind, [])]
 

@@ -17,7 +17,8 @@ import torch
 from ..blocks import Allocation, Changing, Group, HashChain, resumable_where
 from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
-from ..kv.contents import BLOCKS, STATES, Kind, states_of_row, to_device, write_blocks
+from ..kv.block_pool import BLOCKS
+from ..kv.contents import STATES, Kind, states_of_row, to_device, write_blocks
 from ..tiers.run import Run
 from ..tiers.saved_file import ModelIdentity
 from ..tiers.tiers import Name, Place, Tiers
@@ -122,7 +123,7 @@ def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
     """Return the longest prefix of a row after which all layers can resume with what tiers have, as far as there is
     room; None if they have no more than is cached.
     """
-    if not tiers.entries or (store.windows.layers and not store.pool.layer_indices):
+    if not tiers.entries or (store.windows.layers and not store.pool.named()):
         return None
     tiers.lay_out(store.layout.parts())
     match, size = store.allocator.match_prefix, store.block_size

@@ -20,7 +20,7 @@ from torch import Tensor
 from ..blocks.hashing import BlockHash, digest_behind
 from ..blocks.roots import RootFacts, Roots
 from ..errors import SavedBlocksError
-from ..kv.contents import Kind, Part, host_rows
+from ..kv.contents import Kind, Part, new_rows
 from ..stats import TierStats
 from .folder import Folder, remove, saved_paths, use
 from .run import Run, Tier
@@ -311,7 +311,7 @@ def _on_host(part: Part, rows: Tensor) -> Tensor:
     if rows.device.type == "cpu":
         return rows
     try:
-        return host_rows(part, len(rows)).copy_(rows)
+        return new_rows(part, len(rows), on_host=True).copy_(rows)
     except RuntimeError:  # no memory can be pinned
         return rows.cpu()
 

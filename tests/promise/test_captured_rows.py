@@ -186,11 +186,11 @@ def test_static_rows_count_in_the_budget_of_the_blocks() -> None:
         reference = run(model, input_ids=ids, max_new_tokens=4)
         for each in (cache, plain):
             assert_same(reference, run(model, each, input_ids=ids, max_new_tokens=4))
-        assert cache.store.blocks.pool.pool_bytes + cache.store.arena.num_bytes <= budget
+        assert cache.store.blocks.pool.bytes_on().total() + cache.store.arena.num_bytes <= budget
     assert num_captured(cache) >= 3
     assert cache.store.arena.num_bytes == row_bytes
     assert plain.stats().num_cached_blocks > 1.5 * cache.stats().num_cached_blocks > 0
-    assert cache.store.blocks.pool.pool_bytes > 0.9 * row_bytes
+    assert cache.store.blocks.pool.bytes_on().total() > 0.9 * row_bytes
     pair = torch.tensor([row((1, 200)), row((2, 200))])
     assert_right(model, cache, input_ids=pair, max_new_tokens=4)
     assert cache.last_call.captured == "2 rows of 512 columns are more than the arena may take"

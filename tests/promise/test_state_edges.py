@@ -127,7 +127,7 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
             assert stats.pool_bytes is not None
             assert stats.snapshot_bytes + stats.pool_bytes <= budget
         most = blocks.states.kept.most * blocks.states.rules.num_bytes
-        held = sum(num_bytes for num_bytes in blocks.pool.all.bytes_per_block_on().values()) * (
+        held = sum(num_bytes for num_bytes in blocks.pool.all.bytes_per_block_on.values()) * (
             blocks.budget.num_blocks or 0
         )
         assert most + held <= budget

@@ -10,7 +10,8 @@ import torch
 from hf_paged_cache.blocks import BlockHash
 from hf_paged_cache.blocks.hashing import digest_behind
 from hf_paged_cache.blocks.roots import RootFacts, Roots
-from hf_paged_cache.kv.contents import BLOCKS, STATES, Part, Piece
+from hf_paged_cache.kv.block_pool import BLOCKS
+from hf_paged_cache.kv.contents import STATES, Part, Piece
 from hf_paged_cache.tiers.folder import Folder
 from hf_paged_cache.tiers.saved_file import ModelIdentity
 from hf_paged_cache.tiers.tiers import Name, Tiers
