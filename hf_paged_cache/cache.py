@@ -157,7 +157,7 @@ class PagedPrefixCache(Cache):
             self._calls.close(rows)
             if rows.is_open and rows.state is not None and rows.state.counts:
                 with self.store.blocks.lock:
-                    self._counters.end_call(rows.state)
+                    self._counters.last = rows.state
             # where no forward has run, the rows of the call before are still there, or there are none
             kept = rows if rows.num_forwards else previous
             if kept is not None:
@@ -295,8 +295,8 @@ class PagedPrefixCache(Cache):
             blocks.settle()
             running = [each for each in [*blocks.running] if each.handle() is self]
             of_rows, backend = bytes_of_rows([self._current.rows], running), name_of(blocks.pool.first_device().type)
-            of_caches = (self.store.arena, of_rows, counters.peak_kv_bytes, backend)
-            return blocks.stats(counters.totals, self.cache_salt, *of_caches)
+            of_caches = (self.store.arena, of_rows, counters.last.peak_kv_bytes, backend)
+            return blocks.stats(counters, self.cache_salt, *of_caches)
 
     @property
     def last_call(self) -> CallStats:

@@ -4,18 +4,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..rows.request import CallState, ForwardRequest
+from ..rows.shared import Seen
 from ..stats import CallStats, RowStats
 from ..store.totals import CallTotals
 from .find import Known
 
 
-class PromptCounters:
-    """`PromptCounters` counts the rows of the last call one by one, and the rows of all calls together."""
+class PromptCounters(CallTotals):
+    """`PromptCounters` counts the rows of the last call of a cache one by one, and the rows of all calls together."""
 
     def __init__(self, of_all: CallTotals | None = None) -> None:
-        self.totals = CallTotals()
-        self._of_all = CallTotals() if of_all is None else of_all  # of all caches of the store
-        self._last = CallState("none")
+        super().__init__()
+        self._all = (self,) if of_all is None else (self, of_all)  # the latter are of all caches of the store
+        self.last = CallState("none")
 
     def add_call(self, kind: str, rows: Sequence[RowStats], peak_kv_bytes: int, *, bypassed: bool) -> None:
         """Count a call that ran elsewhere; it is the last call from here on."""
@@ -26,37 +27,22 @@ class PromptCounters:
         """Count a forward of prompts, which is in the call's state already; its call is the last call from here on."""
         if begins and bypassed:
             self.note_bypass()
-        prompt = computed = reused = 0
-        reasons = []
-        for row, more in zip(state.counts, new, strict=True):
-            prompt += more.prompt_tokens
-            computed += more.computed_tokens
-            reused += more.reused_tokens
-            reasons.append((row.stopped, more.computed_tokens))
-        for totals in (self.totals, self._of_all):
-            totals.record(prompt, computed, reused, num_calls=int(begins))
-            totals.record_reasons(reasons)
-        self._last = state
+        reasons = [row.stopped for row in state.counts]
+        for totals in self._all:
+            totals.record(new, reasons, num_calls=int(begins))
+        self.last = state
 
     def note_bypass(self) -> None:
         """Count a call as bypassed: it reuses and keeps nothing more."""
-        for totals in (self.totals, self._of_all):
+        for totals in self._all:
             totals.num_bypassed_calls += 1
-
-    def end_call(self, state: CallState) -> None:
-        """End a call: it is the last call from here on, also where others ran inside of it."""
-        self._last = state
-
-    @property
-    def peak_kv_bytes(self) -> int:
-        """Most bytes that the last call took."""
-        return self._last.peak_kv_bytes
 
     def last_call(self) -> CallStats:
         """Return what was confirmed of the last call."""
-        state = self._last
+        state = self.last
         rows = tuple(replace(row) for row in state.counts)
         prompt, reused = sum(row.prompt_tokens for row in rows), sum(row.reused_tokens for row in rows)
+        seen = state.seen or Seen()
         return CallStats(
             kind=state.kind,
             prompt_tokens=prompt,
@@ -66,9 +52,9 @@ class PromptCounters:
             hit_rate=reused / prompt if prompt else 0.0,
             peak_kv_bytes=state.peak_kv_bytes,
             rows=rows,
-            read_once_tokens=0 if state.seen is None else state.seen.tokens,
-            read_once_rows=0 if state.seen is None else state.seen.rows,
-            dense="" if state.seen is None else state.seen.dense,
+            read_once_tokens=seen.tokens,
+            read_once_rows=seen.rows,
+            dense=seen.dense,
             captured=str(state.captured),
         )
 
@@ -82,15 +68,9 @@ def count_prompt(
     start: int,
     ahead: Mapping[int, int],
 ) -> list[RowStats]:
-    """Count the tokens of each row of the batch.
+    """Count the tokens of each row of the batch, for which the row `copies[i]` runs, that is its row `members[..]`.
 
-    Args:
-        known: what is known of each row that runs.
-        num_found: for each row that runs, number of tokens that were there before the call.
-        members: row that runs -> the row of the batch that it is.
-        copies: row of the batch -> the row that runs for it.
-        start: column from which on the rows run.
-        ahead: row that runs -> number of tokens that were computed for it first.
+    Of a row that runs, `num_found` tokens were there before the call, and `ahead` tokens were computed first.
     """
     counts = []
     for member, number in enumerate(copies):

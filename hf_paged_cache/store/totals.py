@@ -2,7 +2,9 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
+
+from ..stats import RowStats
 
 _MOST_REASONS = 64  # most reasons that are counted; there are about twenty
 _NUMBER = re.compile(r"\d+")
@@ -25,24 +27,22 @@ class CallTotals:
         # reason, with {} in place of its numbers -> tokens computed, and the least and most values of its numbers
         self._because: dict[str, tuple[int, list[int], list[int]]] = {}
 
-    def record(self, num_tokens: int, num_computed: int, num_reused: int, *, num_calls: int) -> None:
-        """Count a forward of prompts, which begins `num_calls` calls: 0 or 1."""
+    def record(self, rows: Sequence[RowStats], reasons: Sequence[str], *, num_calls: int) -> None:
+        """Count a forward of prompts, and why each row matched no further; it begins `num_calls` calls: 0 or 1."""
         self.num_calls += num_calls
-        self.num_tokens += num_tokens
-        self.num_reused += num_reused
-        self.num_shared += num_tokens - num_computed - num_reused
-
-    def record_reasons(self, reasons: Iterable[tuple[str, int]]) -> None:
-        """Count why each row of a forward matched no further, and how many tokens it computed."""
-        for stopped, num_computed in reasons:
-            if num_computed:
-                said = stopped.partition(";")[0]
-                numbers = [int(number) for number in _NUMBER.findall(said)]
-                why = _NUMBER.sub("{}", said.replace("{", "{{").replace("}", "}}"))
-                if why in self._because or len(self._because) < _MOST_REASONS:
-                    before, least, most = self._because.get(why, (0, numbers, numbers))
-                    at_once = before + num_computed, [*map(min, least, numbers)], [*map(max, most, numbers)]
-                    self._because[why] = at_once  # an interrupt comes before all of it or after
+        for row, stopped in zip(rows, reasons, strict=True):
+            self.num_tokens += row.prompt_tokens
+            self.num_reused += row.reused_tokens
+            self.num_shared += row.prompt_tokens - row.computed_tokens - row.reused_tokens
+            if not row.computed_tokens:
+                continue
+            said = stopped.partition(";")[0]
+            numbers = [int(number) for number in _NUMBER.findall(said)]
+            why = _NUMBER.sub("{}", said.replace("{", "{{").replace("}", "}}"))
+            if why in self._because or len(self._because) < _MOST_REASONS:
+                before, least, most = self._because.get(why, (0, numbers, numbers))
+                at_once = before + row.computed_tokens, [*map(min, least, numbers)], [*map(max, most, numbers)]
+                self._because[why] = at_once  # an interrupt comes before all of it or after
 
     @property
     def computed_because(self) -> Counter[str]:
