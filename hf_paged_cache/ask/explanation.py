@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..blocks.hashing import bytes_of
+from ..blocks.hashing import HashChain, bytes_of
 from ..blocks.image_tokens import num_common, said_image, shown_ids
-from ..call.find import Found, PreviousRow, continuation, look_up, previous_rows
+from ..call.find import PreviousRow, continuation, known_of, previous_rows, why_stopped
 from ..errors import CacheArgumentError
+from ..store import tier_load
 from ..wording import counted
 from .prompts import AskedCache, AskedPrompt, asked_prompt
 
@@ -122,15 +123,22 @@ def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]
 
 
 def _look_up(cache: AskedCache, asked: AskedPrompt, last: Sequence[PreviousRow]) -> Lookup:
-    blocks = cache.store.blocks
-    num_needed = 2 if blocks.states.rules.clamps_one_token and len(asked.row.token_ids) > 1 else 1
+    if asked.why_whole:
+        return Lookup(0, 0, asked.why_whole, None)
+    blocks, row = cache.store.blocks, asked.row
+    size = blocks.block_size
+    num_needed = 2 if blocks.states.rules.clamps_one_token and len(row.token_ids) > 1 else 1
+    most = max(0, len(row.token_ids) - num_needed)  # the last tokens run in any case
     with blocks.lock:
         blocks.settle()
-        found = Found(0, asked.why_whole or "")
-        if not asked.why_whole:
-            found = look_up(blocks, asked.row, last, num_needed)
-    tier = found.tier or ("device" if found.num_tokens else None)
-    return Lookup(found.num_tokens, found.num_tokens // blocks.block_size, found.stopped, tier)
+        chain = HashChain(row.root, size, row.token_ids)
+        known = known_of(blocks, row, chain, last, most if blocks.groups else None, leases=False)
+        below = tier_load.look_up(blocks, tier_load.Wanted(row.root, row.salt, row.token_ids, most))
+    num_tokens, stopped, tier = known.num_found, known.stopped, "device" if known.num_found else None
+    if below is not None and below[0] > num_tokens:
+        num_tokens, tier = below
+        stopped = why_stopped(num_tokens, row.token_ids, size, None)
+    return Lookup(num_tokens, num_tokens // size, stopped, tier)
 
 
 def explain(

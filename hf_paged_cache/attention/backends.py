@@ -120,9 +120,7 @@ _OTHER_LAUNCH_BYTES, _OTHER_FUSED_BYTES = 2**28, 2**32
 def launch_tokens(tensors: Sequence[Tensor], *, are_padded: bool) -> float:
     """Return how many tokens of one row are read in the time that one more launch, and the merge after it, take.
 
-    Args:
-        tensors: streams of all layers, [S, H, .., D] each.
-        are_padded: True if rows have padding, so that attention has a mask.
+    Tensors are streams of all layers, [S, H, .., D] each; rows that are padded have a mask.
     """
     num_bytes = sum(tensor.shape[0] * tensor.shape[1] * tensor.shape[-1] * tensor.dtype.itemsize for tensor in tensors)
     num_layers = max(1, sum(tensor.shape[0] for tensor in tensors) // 2)

@@ -32,14 +32,10 @@ def pays(start: int, stop: int) -> bool:
 
 
 class CausalSquare:
-    """`CausalSquare` attends one forward of the columns `[start, stop)`, for the layers that see all columns.
-
-    Args:
-        looks: `Looks`, told where the model does something else with what it reads.
-    """
+    """`CausalSquare` attends one forward of the columns `[start, stop)`, for the layers that see all columns."""
 
     def __init__(self, start: int, stop: int, looks: Any) -> None:
-        self.start, self.stop, self.looks = start, stop, looks
+        self.start, self.stop, self.looks = start, stop, looks  # `Looks`: told where the model does something else
         self._masks = KnownMasks()
 
     def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

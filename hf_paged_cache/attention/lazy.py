@@ -15,22 +15,17 @@ from torch.utils._pytree import tree_map_only
 
 
 class LazyReads(Protocol):
-    """`LazyReads` provides what a layer reads, by name: "key" and "value", [R, H, columns, D].
+    """`LazyReads` provides what a layer reads, by name: "key" and "value", [R, H, columns, D]."""
 
-    `attend` returns None where dense tensors must be asked. It is the call that asks where attention does, which says
-    nothing of the model.
-    """
+    def dense(self, name: str, *, is_call: bool) -> Tensor: ...  # `is_call`: attention asks, which is not the model's
 
-    def dense(self, name: str, *, is_call: bool) -> Tensor: ...
-
-    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None: ...
+    def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None: ...  # None: ask `dense`
 
 
 class LazyStates(Tensor):
-    """`LazyStates` stands for what a layer reads under one name, [R, H, columns, D].
+    """`LazyStates` stands for what a layer reads under one name, [R, H, columns, D], with heads that may be repeated.
 
-    Its heads may be repeated: the copies of a head lie next to one another. While heads are being repeated, the shape
-    is [R, H, repeats, columns, D].
+    The copies of a head lie next to one another. While heads are being repeated, it is [R, H, repeats, columns, D].
     """
 
     _reads: LazyReads

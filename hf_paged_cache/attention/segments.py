@@ -11,15 +11,7 @@ block have the same tokens in the block, and the same before it.
 """
 
 from collections.abc import Sequence
-from itertools import takewhile
 from typing import NamedTuple
-
-
-class BlockRow(NamedTuple):
-    """`BlockRow` describes a row by where its tokens lie."""
-
-    pad: int  # columns of left padding
-    block_ids: Sequence[int]  # ids of its full blocks, from the first token on; equal ids hold equal tokens
 
 
 class Segment(NamedTuple):
@@ -39,51 +31,53 @@ class Plan(NamedTuple):
     first_own: int  # first column of any tail; all tails are read from there on
 
 
-def find_segments(rows: Sequence[BlockRow], start: int, block_size: int, launch_tokens: float) -> Plan | None:
+def find_segments(
+    pads: Sequence[int], tables: Sequence[Sequence[int]], start: int, block_size: int, launch_tokens: float
+) -> Plan | None:
     """Return the plan that reads least before column `start`; None if none reads less than each row by itself.
 
-    A plan costs the tokens that it reads, and `launch_tokens` for each segment. Rows have the blocks of at least their
-    tokens before `start`.
+    A plan costs the tokens that it reads, and `launch_tokens` for each segment.
+
+    Args:
+        pads: row -> columns of left padding.
+        tables: row -> ids of its full blocks, from the first token on; equal ids hold equal tokens.
 
     Examples:
-        >>> rows = [BlockRow(0, [7, 3, 4]), BlockRow(0, [7, 3, 5])]
-        >>> find_segments(rows, 11, block_size=4, launch_tokens=2).segments
+        >>> tables = [7, 3, 4], [7, 3, 5]
+        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=2).segments
         (Segment(rows=(0, 1), start=0, block_ids=(7, 3)),)
-        >>> find_segments(rows, 11, block_size=4, launch_tokens=20) is None
+        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=20) is None
         True
     """
-    limits = [min(len(row.block_ids), max(0, start - row.pad) // block_size) for row in rows]
-    pads = tuple(row.pad for row in rows)
-    ends, segments = [*pads], list[Segment]()
-    waiting = [([*range(len(rows))], 0, 0)]  # rows, number of common blocks, number of these in segments
+    limits = [min(len(table), max(0, start - pad) // block_size) for pad, table in zip(pads, tables, strict=True)]
+    ends, segments, num_rows = [*pads], list[Segment](), len(pads)
+    waiting = [([*range(num_rows)], 0, 0)]  # rows, number of common blocks, number of these in segments
     while waiting:
         members, depth, begin = waiting.pop()
         at: dict[int, list[int]] = {}
         for row in members:
             if limits[row] > depth:
-                at.setdefault(rows[row].block_ids[depth], []).append(row)
+                at.setdefault(tables[row][depth], []).append(row)
         for sharing in at.values():
             if len(sharing) < 2 or not follow(sharing):
                 continue
-            tables = [rows[row].block_ids[: limits[row]] for row in sharing]
-            common, done = sum(1 for _ in takewhile(_are_one, zip(*tables, strict=False))), begin
+            common, done = depth, begin
+            for blocks in zip(*(tables[row][depth : limits[row]] for row in sharing), strict=False):
+                if len({*blocks}) > 1:
+                    break
+                common += 1
             if (len(sharing) - 1) * (common - begin) * block_size > launch_tokens:
-                blocks = tuple(rows[sharing[0]].block_ids[begin:common])
-                segments.append(Segment(tuple(sharing), begin * block_size, blocks))
+                segments.append(Segment(tuple(sharing), begin * block_size, tuple(tables[sharing[0]][begin:common])))
                 done = common
                 for row in sharing:
                     ends[row] = pads[row] + common * block_size
             waiting.append((sharing, common, done))
     cost = sum(len(segment.block_ids) * block_size + launch_tokens for segment in segments)
-    if not segments or cost + len(rows) * (start - min(ends)) >= len(rows) * (start - min(pads)):
+    if not segments or cost + num_rows * (start - min(ends)) >= num_rows * (start - min(pads)):
         return None
-    return Plan(tuple(segments), pads, tuple(ends), min(ends))
+    return Plan(tuple(segments), tuple(pads), tuple(ends), min(ends))
 
 
 def follow(rows: Sequence[int]) -> bool:
     """Return whether rows, in ascending order, follow one another."""
     return rows[-1] - rows[0] == len(rows) - 1
-
-
-def _are_one(block_ids: Sequence[int]) -> bool:
-    return len({*block_ids}) == 1

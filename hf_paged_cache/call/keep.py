@@ -5,19 +5,17 @@ before anybody can find it.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from ..blocks import Allocation, BlockHash, Changing, HashChain, Window, WindowBlocks
 from ..blocks.image_tokens import filled_up
-from ..blocks.tokens import TokenIds
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import Slab
-from ..kv.states import States
 from ..rows import memory
 from ..rows.groups import Group
-from ..rows.memory import Stream
 from ..rows.request import CallState
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
@@ -31,51 +29,35 @@ def keep(store: BlockStore, rows: Rows, state: CallState, salt: bytes) -> None:
     """
     if not rows.is_source:
         return
-    stop, limits, chains = rows.num_true_columns, state.limits, state.chains
-    prompt_columns = 0 if math.isinf(limits.num_prompt_columns) else int(limits.num_prompt_columns)
-    size, done = store.block_size, set[bytes]()
-    taken = rows.states.taken if rows.states is not None else ()
-    for row in rows.prompts:
-        if max(0, stop - row.pad) // size * size > row.kept or row.image_end is not None:
-            break
-    else:
-        if not any(taken):
-            return
+    stop, size, chains, todo = rows.num_true_columns, store.block_size, state.chains, list[int]()
+    taken = rows.states.taken if rows.states is not None else [{}] * len(rows.prompts)
+    for number, prompt in enumerate(rows.prompts):
+        num_full = max(0, stop - prompt.pad) // size * size
+        if num_full > prompt.kept or (num_full and taken[number]) or prompt.image_end is not None:
+            todo.append(number)
     try:
-        layout = lay_out(store, rows)
+        layout = lay_out(store, rows) if todo else None
     except torch.OutOfMemoryError:
         return
     if layout is None:
         return
-
-    def may_write() -> bool:
-        return store.pool.num_layouts == layout and store.resets_of(salt) == state.resets
-
-    for number, (prompt, tokens) in enumerate(zip(rows.prompts, rows.ids.rows(rows.prompts, stop), strict=True)):
-        if limits.end_of_sequence:
-            tokens = _until_end(tokens, limits.end_of_sequence, max(0, prompt_columns - prompt.pad))
+    token_ids, ends = rows.ids.rows(rows.prompts, stop), state.limits.end_of_sequence
+    for number in todo:
+        prompt, tokens = rows.prompts[number], token_ids[number]
+        if ends and not math.isinf(state.limits.num_prompt_columns):
+            first = max(0, int(state.limits.num_prompt_columns) - prompt.pad)
+            tokens = tokens[: 1 + next((at for at in range(first, len(tokens)) if tokens[at] in ends), len(tokens))]
         if prompt.most_kept is not None:
             tokens = tokens[: prompt.most_kept]
         num_blocks = len(tokens) // size
-        has_more = (taken and taken[number]) or prompt.image_end is not None
-        if num_blocks * size <= prompt.kept and not (num_blocks and has_more):
-            continue
-        key = prompt.root + tokens[: num_blocks * size].tobytes()
-        if key not in done:
-            done.add(key)
+        if num_blocks * size > prompt.kept or (num_blocks and taken[number]):
             chains[prompt.root] = chain_of(prompt.root, size, tokens, chains)
-            _keep_row(store, rows, number, chains[prompt.root], num_blocks, salt, may_write)
-        prompt.kept = max(prompt.kept, num_blocks * size)
+            _keep_row(store, rows, number, chains[prompt.root], num_blocks, state, salt, layout)
+            prompt.kept = max(prompt.kept, num_blocks * size)
         if prompt.image_end is not None and len(tokens) >= prompt.image_end:
             ended, prompt.image_end = filled_up(tokens, prompt.image_end, size), None
             filled = chain_of(prompt.root, size, ended, chains)
-            _keep_row(store, rows, number, filled, len(ended) // size, salt, may_write)
-
-
-def _until_end(tokens: TokenIds, ends: Collection[int], first: int) -> TokenIds:
-    """Return the tokens up to the first end of a sequence from token `first` on, the end included."""
-    at = next((at for at in range(first, len(tokens)) if tokens[at] in ends), None)
-    return tokens if at is None else tokens[: at + 1]
+            _keep_row(store, rows, number, filled, len(ended) // size, state, salt, layout)
 
 
 def _keep_row(
@@ -84,14 +66,15 @@ def _keep_row(
     number: int,
     chain: HashChain,
     num_blocks: int,
+    state: CallState,
     salt: bytes,
-    may_write: Callable[[], bool],
+    layout: int,
 ) -> None:
     hashes, size, pad = chain.hashes_of(0, num_blocks), store.block_size, rows.prompts[number].pad
     held: Allocation | None = None
     try:
         with store.lock:
-            if not may_write():
+            if store.pool.num_layouts != layout or store.resets_of(salt) != state.resets:
                 return
             held = store.leases.take(hashes, salt)
             first = held.num_prefix_blocks
@@ -108,9 +91,11 @@ def _keep_row(
                 _write(rows, number, start, fresh, store.pool.all.slabs, size)
             store.allocator.mark_computed(fresh)
             if rows.states is not None:
-                _keep_states(store, rows.states.taken[number], held)
+                taken, num_tokens = rows.states.taken[number], len(held.block_ids) * size
+                for place in sorted(each for each in taken if each <= num_tokens):
+                    store.states.keep(held.block_ids, place, taken.pop(place))
             if rows.windows:
-                _keep_windows(store, rows.windows, rows.prompts[number].pad, rows.n, number, held)
+                _keep_windows(store, rows.windows, pad, rows.n, number, held)
     except (OutOfBlocksError, torch.OutOfMemoryError):
         pass
     finally:
@@ -123,13 +108,6 @@ def _write(rows: Rows, number: int, start: int, block_ids: Sequence[int], slabs:
     """Write the columns of a row from `start` on into blocks."""
     if block_ids:
         memory.write_blocks(rows.columns(number, start, start + len(block_ids) * size), slabs, block_ids)
-
-
-def _keep_states(store: BlockStore, taken: dict[int, States], held: Allocation) -> None:
-    """Keep what layers carried after some of the tokens that the blocks hold. The store's lock is held."""
-    num_tokens = len(held.block_ids) * store.block_size
-    for place in sorted(each for each in taken if each <= num_tokens):
-        store.states.keep(held.block_ids, place, taken.pop(place))
 
 
 def _keep_windows(
@@ -180,22 +158,20 @@ def _keep_windows(
 
 
 def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> list[int]:
-    """Take blocks for as many of these hashes as fit, behind the blocks that are held; return those that are fresh.
+    """Take blocks for as many of these hashes as fit, behind the blocks that are held, and return them.
 
-    The fresh ones are one run, up to a hash that is known again. Those before it another call is writing.
+    They end before a hash that is known: another call is writing its block, or has written it.
     """
     allocator, before = store.allocator, len(held.block_ids)
-    known = [allocator.hash_of_digest(each.digest) is not None for each in hashes]
-    first = known.index(False) if False in known else len(known)
-    stop = known.index(True, first) if True in known[first:] else len(known)
-    store.budget.make_room(stop - first)
-    left = min(store.budget.num_obtainable_blocks(), allocator.num_available_blocks - first)
-    num = first + int(max(0, min(stop - first, left)))
-    if not num:
+    known = (at for at, each in enumerate(hashes) if allocator.hash_of_digest(each.digest) is not None)
+    num = next(known, len(hashes))
+    store.budget.make_room(num)
+    num = int(min(num, store.budget.num_obtainable_blocks(), allocator.num_available_blocks))
+    if num <= 0:
         return []
     allocator.allocate_immutable(held, hashes[:num])
-    fresh = held.block_ids[before + first :]
-    store.pool.all.use(1 + max(held.block_ids[before:]))
+    fresh = held.block_ids[before:]
+    store.pool.all.use(1 + max(fresh))
     store.offload()
     for group in store.windows.groups:  # window blocks of what these blocks held before are given up
         group.drop(fresh)
@@ -217,7 +193,7 @@ def lay_out(store: BlockStore, rows: Rows) -> int | None:
             if layer.held is not None
             for name, states in layer.named()
         }
-        if any(name not in pool.layer(layer_idx) for layer_idx, name in streams):
+        if streams.keys() - pool.named().keys():
             store.budget.make_room(1)  # tensors are made as large as the pool is
             if not pool.all.capacity:
                 return None  # there was no memory for a block
@@ -225,7 +201,9 @@ def lay_out(store: BlockStore, rows: Rows) -> int | None:
     if not store.budget.is_settled:
         store.budget.settle()
     with store.lock:
-        if all(_can_hold(store, stream, states) for stream, states in streams.items()) and store.budget.fits():
+        held = pool.named()
+        can_hold = all(_can_hold(held.get(stream), states) for stream, states in streams.items())
+        if can_hold and store.budget.fits():
             return pool.num_layouts
         is_empty = store.begin_anew()
     return lay_out(store, rows) if is_empty else None
@@ -236,17 +214,20 @@ def _lies_alike(store: BlockStore, rows: Rows) -> bool:
 
     They do so only in the same dtype and on the same device. The store's lock is held.
     """
-    groups = store.pool.groups.values()
-    slabs = {names: (held.dtype, held.device) for group in groups for held, names in group.slabs}
-    lie = [*rows.all.memory]
-    for group in rows.windows.values():
-        lie += group.memory
-    return bool(lie) and all(slabs.get(names) == (held.dtype, held.device) for held, names in lie)
+    slabs, is_held = {}, False
+    for tensors in store.pool.groups.values():
+        for held, names in tensors.slabs:
+            slabs[names] = held.dtype, held.device
+    for group in (rows.all, *rows.windows.values()):
+        for held, names in group.memory:
+            if slabs.get(names) != (held.dtype, held.device):
+                return False
+            is_held = True
+    return is_held
 
 
-def _can_hold(store: BlockStore, stream: Stream, states: torch.Tensor) -> bool:
-    """Return whether the pool can hold such numbers: there, of this shape, and in this dtype or a wider one."""
-    held = store.pool.layer(stream[0]).get(stream[1])
+def _can_hold(held: Tensor | None, states: Tensor) -> bool:
+    """Return whether a tensor of the pool can hold such numbers: there, of this shape, in this dtype or a wider one."""
     if held is None or held.device != states.device or held.shape[1::2] != states.shape[1::2]:
         return False
     return torch.promote_types(held.dtype, states.dtype) == held.dtype

@@ -82,11 +82,8 @@ class Plan(NamedTuple):
     cost: int  # cost in tokens, with that of the forward over all rows
 
 
-def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan:
+def plan(rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:
     """Find the forwards after which all rows together cost least, in tokens.
-
-    Args:
-        may_run_ahead: forwards may run ahead; if not, none does.
 
     Examples:
         >>> from array import array
@@ -98,11 +95,7 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = Tr
         >>> plan(rows, Bounds(stop=140, latest=139, forward_cost=10)).steps
         (Step(rows=(0,), start=100, stop=120),)
     """
-    best = _catch_up(rows, bounds, may_run_ahead=may_run_ahead)
-    if not may_run_ahead:
-        return best
-    prefixes: list[Prefix] = []
-    ahead = 0  # cost of the prefixes, in tokens
+    best, prefixes, ahead = _catch_up(rows, bounds), list[Prefix](), 0  # the latter: cost of the prefixes, in tokens
     for members, length in _shared(rows, bounds):
         limits = {number: bounds.latest - rows[number].pad for number in members}
         if not bounds.is_exact:
@@ -148,7 +141,7 @@ def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int,
     return sorted(found.items(), key=lambda item: (item[1], item[0]))
 
 
-def _catch_up(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool = True) -> Plan:
+def _catch_up(rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:
     """Plan without prefixes: find the column up to which the rows that know less run ahead at the least cost."""
     latest = bounds.latest
     starts = [None if row.start is None or (row.start > latest and bounds.is_exact) else row.start for row in rows]
@@ -161,7 +154,7 @@ def _catch_up(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool
     if bounds.is_exact:  # rows can join where they are known, and nowhere before
         columns = [max((start for start in starts if start is not None), default=0)]
     for column in columns[:: -(-len(columns) // _MAX_WEIGHED)]:
-        steps = list[Step]()
+        steps, cost, may_run = list[Step](), len(rows) * (bounds.stop - column), True
         for number in sorted(range(len(rows)), key=ends.__getitem__):
             start, is_fixed = ends[number], bounds.is_exact and starts[number] is not None
             if start >= column:
@@ -171,20 +164,15 @@ def _catch_up(rows: Sequence[PlannedRow], bounds: Bounds, *, may_run_ahead: bool
                 steps[-1] = last._replace(rows=tuple(sorted((*last.rows, number))))
             else:
                 steps.append(Step((number,), start, column))
-        cost = sum(len(each.rows) * (column - each.start) + bounds.forward_cost for each in steps)
-        cost += len(rows) * (bounds.stop - column)
-        may_run = all(_may_run(each, rows, bounds) for each in steps) and (may_run_ahead or not steps)
+        for step in steps:
+            cost += len(step.rows) * (column - step.start) + bounds.forward_cost
+            if column - step.start == 1:  # it must compute what a forward of more columns does
+                no_padding = all(rows[number].pad <= step.start for number in step.rows)
+                may_run = may_run and no_padding and (bounds.least < 2 or not step.start)
         if may_run and cost <= best.cost:
             cold = frozenset(at for at, start in enumerate(starts) if start is None and bounds.is_exact)
             best = Plan((), tuple(steps), column, cold, cost)
     return best
-
-
-def _may_run(step: Step, rows: Sequence[PlannedRow], bounds: Bounds) -> bool:
-    """Return whether a forward of these columns computes what one of more columns does."""
-    if step.stop - step.start > 1:
-        return True
-    return (bounds.least < 2 or not step.start) and all(rows[number].pad <= step.start for number in step.rows)
 
 
 def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:

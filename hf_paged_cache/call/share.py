@@ -6,7 +6,7 @@ Rows share blocks that are known when they begin, and the whole prompt where one
 from collections.abc import Sequence
 
 from ..attention.backends import launch_tokens
-from ..attention.segments import BlockRow, Plan, Segment, find_segments, follow
+from ..attention.segments import Plan, Segment, find_segments, follow
 from ..blocks import Allocation
 from ..kv.block_pool import Slab
 from ..rows import memory
@@ -19,51 +19,34 @@ from .find import Known
 
 
 def share_known(
-    store: BlockStore,
-    inputs: Sequence[RowInput],
-    known: Sequence[Known],
-    start: int,
-    looks: Looks,
-    copies: Sequence[int],
+    store: BlockStore, inputs: Sequence[RowInput], known: Sequence[Known], start: int, looks: Looks
 ) -> SharedColumns | None:
     """Find what rows have in common of the blocks that hold their columns before `start`.
 
-    None where it does not pay to hold that once, for all rows that go on: row `i` from the row `copies[i]` that runs.
+    None where it does not pay to hold that once, for all rows.
     """
     size, numbers = store.block_size, dict[bytes, int]()  # a block's digest -> a number for the block
     with store.lock:
         slabs, num_pool_blocks = store.pool.all.slabs, store.pool.all.capacity
     if not slabs:
         return None
-    layouts = []
+    pads, tables = [row.pad for row in inputs], list[list[int]]()
     for row, of_row in zip(inputs, known, strict=True):
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
         digests = [each.digest for each in of_row.chain.hashes_of(0, num_blocks)]
-        layouts.append(BlockRow(row.pad, [numbers.setdefault(each, len(numbers)) for each in digests]))
-    launch = 0.0
-    if looks.weighs_launches:
-        launch = launch_tokens([slab for slab, _ in slabs], are_padded=any(row.pad for row in layouts))
-    plan = find_segments([layouts[source] for source in copies], start, size, launch)
-    plan = None if plan is None else _of_sources(plan, copies)
-    if plan is None or all(len(segment.rows) < 2 for segment in plan.segments):
+        tables.append([numbers.setdefault(each, len(numbers)) for each in digests])
+    launch = launch_tokens([slab for slab, _ in slabs], are_padded=any(pads)) if looks.weighs_launches else 0.0
+    plan = find_segments(pads, tables, start, size, launch)
+    if plan is None:
         return None
-    if not all(follow(segment.rows) for segment in plan.segments):
-        return None
-    found = [_where(store, slabs, segment, known, size) for segment in plan.segments]
-    if None in found:
-        return None
-    leases = [each[1] for each in found if each is not None and each[1] is not None]
-    return SharedColumns(plan, [each[0] for each in found if each is not None], leases, looks, num_pool_blocks)
-
-
-def _of_sources(plan: Plan, copies: Sequence[int]) -> Plan:
-    """Turn the plan of rows into that of the rows which run for them."""
-    firsts = [copies.index(source) for source in range(1 + max(copies))]
-    segments = dict.fromkeys(  # equal rows may each have got a segment of their own
-        segment._replace(rows=tuple(sorted({copies[row] for row in segment.rows}))) for segment in plan.segments
-    )
-    pads, ends = tuple(plan.pads[row] for row in firsts), tuple(plan.ends[row] for row in firsts)
-    return plan._replace(segments=tuple(segments), pads=pads, ends=ends)
+    segments, leases = list[Sequence[Streams]](), list[Allocation]()
+    for segment in plan.segments:
+        found = _where(store, slabs, segment, known, size)
+        if found is None:
+            return None
+        segments.append(found[0])
+        leases += found[1:]
+    return SharedColumns(plan, segments, leases, looks, num_pool_blocks)
 
 
 def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColumns | None:
@@ -107,33 +90,31 @@ def share_prompt(rows: Rows, copies: Sequence[int], looks: Looks) -> SharedColum
 
 def _where(
     store: BlockStore, slabs: Sequence[Slab], segment: Segment, known: Sequence[Known], size: int
-) -> tuple[list[Streams], Allocation | None] | None:
+) -> tuple[list[Streams]] | tuple[list[Streams], Allocation] | None:
     """Find memory of one row that holds the tokens of a segment, and the lease that keeps the memory, if it needs one.
 
     None where no row has the segment's tokens in one place.
     """
     first, num = segment.start // size, len(segment.block_ids)
+    stop = segment.start + num * size
     for row in segment.rows:
-        of_row = known[row]
-        if of_row.lease is not None and of_row.num_in_blocks >= segment.start + num * size:
-            block_ids = of_row.lease.block_ids[first : first + num]
+        lease = known[row].lease
+        if lease is not None and known[row].num_in_blocks >= stop:
+            block_ids = lease.block_ids[first : first + num]
             if [*memory.runs(block_ids)] == [(block_ids[0], num)]:
                 with store.lock:
-                    lease = store.leases.fork(of_row.lease, first + num)
+                    forked = store.leases.fork(lease, first + num)
                 at = slice(block_ids[0], block_ids[0] + num)
-                return [Streams(held[:, :, at].flatten(2, 3).unsqueeze(1), names) for held, names in slabs], lease
+                return [Streams(held[:, :, at].flatten(2, 3).unsqueeze(1), names) for held, names in slabs], forked
             made = memory.make(memory.shapes_of_slabs(slabs), 1, num * size)
             memory.load_blocks(made, slabs, 0, 0, block_ids, num * size)
-            return made, None
+            return (made,)
     for row in segment.rows:
         ahead = known[row].ahead
-        if ahead is not None and ahead[2] >= segment.start + num * size:
+        if ahead is not None and ahead.num_tokens >= stop:
             source, number, _ = ahead
-            column = source.prompts[number].pad + segment.start
-            base = source.all.base
+            column, base = source.prompts[number].pad + segment.start, source.all.base
             if column >= (base if source.shared is None else source.shared.plan.ends[number]):
-                part = slice(column - base, column - base + num * size)
-                return [
-                    Streams(held[:, number : number + 1, :, part], names) for held, names in source.all.memory
-                ], None
+                part, held_by = slice(column - base, column - base + num * size), slice(number, number + 1)
+                return ([Streams(held[:, held_by, :, part], names) for held, names in source.all.memory],)
     return None

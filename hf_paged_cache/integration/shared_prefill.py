@@ -46,10 +46,10 @@ def run_ahead(
     are_cut = are_cut and (bool(calls.store.states) or any(row.num_matched > row.num_tokens for row in known))
     if len(inputs) == 1 and not are_cut:
         return Ahead(min(inputs[0].pad + known[0].num_tokens, latest) if known[0].num_tokens else 0)
-    if not (may_share or is_exact):
-        return Ahead(_least(inputs, known, latest))
+    if not may_share:
+        return Ahead(finding.look_together(latest) if is_exact else _least(inputs, known, latest))
     bounds, rows = _bounds(calls, request, latest, is_exact), _planned(inputs, known, latest)
-    found = plan(rows, bounds, may_run_ahead=may_share)
+    found = plan(rows, bounds)
     if is_exact and (found.prefixes or found.steps or not found.column) and any(row.known for row in rows):
         start = finding.look_together(latest)  # they may start side by side further left, without a forward ahead
         if start and (not found.column or len(inputs) * (bounds.stop - start) <= found.cost):
