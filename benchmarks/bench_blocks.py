@@ -180,13 +180,13 @@ def bench_tokens(num_tokens: int, num_rounds: int, gc_enabled: bool) -> dict[str
 
     def hashing() -> HashChain:
         chain = new_chain()
-        for _ in chain.hashes():
+        for _ in chain.hashes_of():
             pass
         return chain
 
     def matching() -> HashChain:
         chain = new_chain()
-        assert len(allocator.match_prefix(chain.hashes())) == num_tokens // BLOCK_SIZE
+        assert len(allocator.match_prefix(chain.hashes_of())) == num_tokens // BLOCK_SIZE
         return chain
 
     wide = PrefixCachingBlockAllocator(2, num_tokens + 1)

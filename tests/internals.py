@@ -150,7 +150,7 @@ def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
     assert cache._current.rows is not None
     (tokens,), (prompt,) = cache._current.rows.token_ids(), cache._current.rows.prompts
     chain = HashChain(prompt.root, cache.store.blocks.block_size, tokens)
-    return cache.store.blocks.allocator.match_prefix(chain.hashes(), cache.cache_salt)
+    return cache.store.blocks.allocator.match_prefix(chain.hashes_of(), cache.cache_salt)
 
 
 def state_rules(store: PrefixStore) -> StateRules | None:

@@ -81,7 +81,7 @@ def play() -> Iterator[Drawn]:
         rows = []
         for number, (tokens, prompt) in enumerate(zip(held.token_ids(), held.prompts, strict=True)):
             chain = HashChain(prompt.root, BLOCK_SIZE, tokens)
-            blocks = cache.store.blocks.allocator.match_prefix(chain.hashes())
+            blocks = cache.store.blocks.allocator.match_prefix(chain.hashes_of())
             num_known = len(given) - cache.last_call.rows[number].computed_tokens
             rows.append(([words[token] for token in tokens], blocks, num_known, len(given)))
         yield Drawn(title, rows, _kinds(cache.store.blocks.allocator))

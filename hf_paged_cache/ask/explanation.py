@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..blocks.hashing import HashChain, bytes_of
+from ..blocks import HashChain
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..call.find import PreviousRow, continuation, known_of, previous_rows, why_stopped
 from ..errors import CacheArgumentError
@@ -181,7 +181,7 @@ def explain(
         hashes = blocks.allocator.hashes(cache.cache_salt).values()
     num_agreed = num_common(goes_on, tokens[found.num_tokens :])
     parts_at = found.num_tokens + num_agreed
-    advice, first = "", bytes_of(tokens[: blocks.block_size])
+    advice, first = "", tokens[: blocks.block_size].tobytes()
     if not found.num_tokens and any(block_hash.token_bytes == first for block_hash in hashes):
         advice = _ELSEWHERE
     elif image := said_image(tokens, parts_at, parts_at + 1):

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..blocks import BlockHash, HashChain
+from ..blocks import BlockHash, HashChain, TokenIds
 from ..blocks.arguments import int_of_at_least
 from ..blocks.image_tokens import end_of_image, filled_up
-from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError, UnsupportedModelError
 from ..integration.token_input import are_several, one_sequence
 from ..rows.request import RowInput

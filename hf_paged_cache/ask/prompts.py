@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from ..blocks.roots import RootFacts
+from ..blocks import RootFacts
 from ..call.counters import PromptCounters
 from ..errors import CacheArgumentError, CacheBusyError
 from ..integration.asking import why_in_general

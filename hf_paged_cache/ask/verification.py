@@ -3,6 +3,7 @@
 What is cached is read as a call reads it: rows of our own begin with it.
 """
 
+from array import array
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -10,11 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..blocks import BlockHash
+from ..blocks import BlockHash, RootFacts
 from ..blocks.arguments import int_of_at_least
-from ..blocks.hashing import tokens_of
 from ..blocks.image_tokens import hold_images
-from ..blocks.roots import RootFacts
 from ..errors import UnsupportedModelError
 from ..integration.asking import why_in_general
 from ..integration.side_rows import row_of
@@ -110,7 +109,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
         for number, is_other in enumerate(_look(cache, sequence)):
             block = sequence[number]
             if is_other and block.digest not in seen:
-                differing.append((number * store.blocks.block_size, tuple(tokens_of(block.token_bytes))))
+                differing.append((number * store.blocks.block_size, tuple(array("q", block.token_bytes))))
             seen.add(block.digest)
     if differing:
         store.fingerprint.suspect()
@@ -121,7 +120,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
 
 def _sequences(hashes: Sequence[BlockHash], root: bytes) -> list[list[BlockHash]]:
     """Return the longest cached sequences of text that begin with this root, as their blocks."""
-    known = {block.digest: block for block in hashes if not hold_images(tokens_of(block.token_bytes))}
+    known = {block.digest: block for block in hashes if not hold_images(array("q", block.token_bytes))}
     parents = {block.parent for block in known.values()}
     sequences = []
     for digest in known.keys() - parents:
@@ -136,7 +135,7 @@ def _sequences(hashes: Sequence[BlockHash], root: bytes) -> list[list[BlockHash]
 @torch.no_grad()
 def _look(cache: AskedCache, sequence: Sequence[BlockHash]) -> list[bool]:
     """Return for each block of a sequence, up to the last one that a call finds, whether it differs."""
-    tokens = tokens_of(b"".join(block.token_bytes for block in sequence))
+    tokens = array("q", b"".join(block.token_bytes for block in sequence))
     tokens.extend(tokens[-1:] * _NUM_ADDED)
     side, size = cache._side_rows, cache.store.blocks.block_size
     rows = side.begin("verify")

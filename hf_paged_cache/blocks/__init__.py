@@ -6,12 +6,23 @@ package holds blocks by leases; tables, copies on write and all of `for_engines`
 
 from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
 from .block_table import BlockTable
-from .groups import Group, Window, resumable, resumable_where
-from .hashing import BlockHash, HashChain, root_hash
-from .snapshots import Snapshots
-from .window_blocks import Changing, WindowBlocks
+from .groups import Changing, Group, Snapshots, Window, WindowBlocks, resumable, resumable_where
+from .hashing import (
+    OF_WEIGHTS,
+    TOKEN_BYTES,
+    BlockHash,
+    HashChain,
+    RootFacts,
+    Roots,
+    TokenIds,
+    common_prefix_length,
+    digest_behind,
+    root_hash,
+)
 
 __all__ = [
+    "OF_WEIGHTS",
+    "TOKEN_BYTES",
     "Allocation",
     "BlockHash",
     "BlockTable",
@@ -20,9 +31,14 @@ __all__ = [
     "HashChain",
     "PrefixCachingBlockAllocator",
     "Resumption",
+    "RootFacts",
+    "Roots",
     "Snapshots",
+    "TokenIds",
     "Window",
     "WindowBlocks",
+    "common_prefix_length",
+    "digest_behind",
     "resumable",
     "resumable_where",
     "root_hash",

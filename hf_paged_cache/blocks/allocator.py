@@ -83,11 +83,7 @@ class Allocation:
         size, block_ids = self.allocator.block_size, self.block_ids
         if not 0 <= start <= stop <= len(block_ids) * size:
             raise CacheArgumentError(f"no slots for positions [{start}, {stop}); there are {len(block_ids) * size}")
-        first = start // size
-        slots: list[int] = []
-        for block_id in block_ids[first : -(-stop // size)]:
-            slots.extend(range(block_id * size, (block_id + 1) * size))
-        return slots[start - first * size : stop - first * size]
+        return [block_ids[position // size] * size + position % size for position in range(start, stop)]
 
     def free(self) -> None:
         """Give all blocks back, the last one first. Raises BlockStateError the second time."""
@@ -208,15 +204,14 @@ class PrefixCachingBlockAllocator:
 
     def hash_of_digest(self, digest: bytes) -> tuple[BlockHash, bytes] | None:
         """Return the hash and the namespace of the block with this digest; None if no block has the digest."""
-        states = self._states
-        block_id = states.blocks.get(digest)
-        block_hash = None if block_id is None else states.hashes[block_id]
-        return None if block_id is None or block_hash is None else (block_hash, states.namespaces[block_id])
+        block_id = self._states.blocks.get(digest)
+        if block_id is None or (block_hash := self._states.hashes[block_id]) is None:
+            return None
+        return block_hash, self._states.namespaces[block_id]
 
     def is_writable(self, block_id: int) -> bool:
         """Return whether a block may be written: it has no hash, and one holder."""
-        if self._dirty or self.collected:
-            self._settle()
+        self._settle()
         return self._states.ref_counts[block_id] == 1 and self._states.hashes[block_id] is None
 
     def hashes(self, namespace: bytes = b"") -> dict[int, BlockHash]:
@@ -228,17 +223,14 @@ class PrefixCachingBlockAllocator:
         return {i: block_hash for i, block_hash in found.items() if block_hash is not None}
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
-        """Return the blocks of the longest leading run of hashes whose content is here, in this namespace.
-
-        Effects: none. Asks `block_hashes` for nothing after the first miss.
-        """
+        """Return the blocks of the longest leading run of hashes whose content is here, in this namespace."""
         self._settle()
         return self._states.match(block_hashes, namespace)
 
     def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
         """Raise OutOfBlocksError unless `num_blocks` fresh blocks can be had beside `hits`.
 
-        A namespace is told no numbers, which would tell what others hold.
+        A namespace is told no numbers: these would tell what others hold.
         """
         states, num_available = self._states, self.num_available_blocks
         num_cached_hits = [states.ref_counts[block_id] for block_id in hits].count(0)
@@ -258,32 +250,19 @@ class PrefixCachingBlockAllocator:
         return tuple(self._copies)
 
     def check(self) -> None:
-        """Prove the invariants, O(num_blocks):
+        """Raise BlockStateError, with the whole state, unless these hold, in O(num_blocks):
 
-        1. each block but the null block is in exactly one state;
-        2. a block's ref_count is the number of live allocations that hold it;
-        3. no allocation holds a block twice;
-        4. blocks and hashes are inverse; cached blocks are computed, and wait in the order of their times;
-        5. all blocks of an allocation are of its namespace.
-
-        Raises:
-            BlockStateError: an invariant does not hold; the message has the whole state.
+        1. no allocation holds a block twice, or one of another namespace;
+        2. all that is known of blocks is what the allocations' lists and the blocks' hashes and times say.
         """
-        self._settle()
-        states, lists = self._states, list(self._held.values())
+        allocations, states = self.allocations(), self._states
         try:
-            states.check(lists)
-            for key, block_ids in self._held.items():
-                allocation = key()
-                if allocation and any(states.namespaces[i] != allocation.namespace for i in block_ids):
-                    raise BlockStateError(f"{allocation!r} has blocks of another namespace: {block_ids}")
+            states.check(list(self._held.values()))
+            for each in allocations:
+                if any(states.namespaces[block_id] != each.namespace for block_id in each.block_ids):
+                    raise BlockStateError(f"{each!r} has blocks of another namespace: {each.block_ids}")
         except BlockStateError as error:
-            hashes = {i: each.digest.hex()[:8] for i, each in enumerate(states.hashes) if each is not None}
-            raise BlockStateError(
-                f"{error}\nallocations: {lists}\nref counts: {states.ref_counts}\nfree: {states.free}, "
-                f"cached: {[*states.once]} once, {[*states.again]} again\nhashes: {hashes}\n"
-                f"uncomputed: {sorted(states.uncomputed)}"
-            ) from error
+            raise BlockStateError(f"{error}\nallocations: {[*self._held.values()]}\n{vars(states)}") from error
 
     # Blocks are taken and given back.
 
@@ -405,15 +384,12 @@ class PrefixCachingBlockAllocator:
 
     # Who may hit the content of blocks, and who may write it.
 
-    def commit_many(self, allocation: Allocation, start: int, block_hashes: Iterable[BlockHash]) -> int:
+    def commit_many(self, allocation: Allocation, start: int, block_hashes: Iterable[BlockHash]) -> None:
         """Make full, written blocks immutable from logical index `start` on: give them their hashes, to be hit by.
 
         Another block may have a block's digest already. If it has the same tokens and is computed, it replaces the
-        block; if it is uncomputed, it gives the block its hash. If it has other tokens, is of another namespace, or
-        belongs to the same allocation, the block stays without a hash.
-
-        Returns:
-            Number of blocks that were replaced; `block_ids` has the new ids.
+        block in `block_ids`. If it is uncomputed, has other tokens, is of another namespace, or belongs to the same
+        allocation, the block stays without a hash.
 
         Raises:
             CacheArgumentError: more hashes than there are blocks from `start`.
@@ -435,12 +411,7 @@ class PrefixCachingBlockAllocator:
                 states.set_hash(own, block_hash)
             elif other == own:
                 states.uncomputed.discard(own)
-            elif states.find(block_hash, allocation.namespace) is None:
-                continue
-            elif other in states.uncomputed:
-                states.remove_hash(other)
-                states.set_hash(own, block_hash)
-            elif other not in (held := held or set(block_ids)):
+            elif states.match((block_hash,), allocation.namespace) and other not in (held := held or set(block_ids)):
                 held.add(other)
                 replaced.append(own)
                 new_ids[index] = other
@@ -449,7 +420,6 @@ class PrefixCachingBlockAllocator:
             states.drop(reversed(replaced))
             block_ids[start : start + len(new_ids)] = new_ids
         self._dirty = False
-        return len(replaced)
 
     def mark_computed(self, block_ids: Iterable[int]) -> None:
         """Let blocks of `allocate_immutable`, which are in use, be hit: their content is there."""
@@ -480,8 +450,9 @@ class PrefixCachingBlockAllocator:
         del self._copies[:num_copies]
 
     def watch_evictions(self, on_evict: OnEvict) -> None:
-        """Call `on_evict` from now on for each cached block that is handed out anew; its content is there until the
-        next write. If the change is interrupted, that may have been called for a block that stays.
+        """Call `on_evict` from now on for each cached block that is handed out anew.
+
+        Its content is there until the next write. If the change is interrupted, the block may stay.
         """
         self._states.on_evict = on_evict
 
@@ -505,8 +476,6 @@ class PrefixCachingBlockAllocator:
     def forget_cached_blocks(self, namespace: bytes | None = None) -> None:
         """Free every cached block, of all namespaces or of one; blocks in use keep their hashes."""
         self._settle()
-        if namespace is None:
-            self._states.forget_evicted()
         self._forget(self._states.cached_blocks(namespace))
 
     def _forget(self, block_ids: list[int]) -> None:

@@ -11,7 +11,7 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for unit, base in (("B", 1000), ("IB", 1024))
 }
-_OCTAL = re.compile("(0o?)?[0-7]{3}")
+_OCTAL = re.compile("(0o?)?6[0246]{2}")  # permissions of files that the owner reads and writes
 _SIZE = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
@@ -65,22 +65,16 @@ def file_mode(name: str, mode: object) -> int:
     Raises:
         CacheArgumentError: `mode` is no such permissions, or would not let the owner read and write.
     """
-    return OWNERS_ALONE if mode is None else _permissions(name, mode, mode)
-
-
-def file_mode_of_text(name: str, text: str | None) -> int | None:
-    """Return the permissions of files that a text such as "660" gives, as for `chmod`; None if there is no text.
-
-    Raises:
-        CacheArgumentError: see `file_mode`.
-    """
-    return None if text is None else _permissions(name, int(text, 8) if _OCTAL.fullmatch(text) else text, text)
-
-
-def _permissions(name: str, mode: object, given: object) -> int:
+    if mode is None:
+        return OWNERS_ALONE
     if isinstance(mode, int) and not isinstance(mode, bool) and mode & 0o600 == 0o600 and not mode & ~0o666:
         return mode
     raise CacheArgumentError(
-        f"{name} is {given!r}; give permissions of files that their owner reads and writes, as an octal number: 0o600 "
+        f"{name} is {mode!r}; give permissions of files that their owner reads and writes, as an octal number: 0o600 "
         "(the owner's alone), 0o640 (a group reads), 0o660 (a group reads and writes)"
     )
+
+
+def file_mode_of_text(name: str, text: str | None) -> int | None:
+    """Return the permissions that a text such as "660" gives, or None for no text; raise as `file_mode` does."""
+    return None if text is None else file_mode(name, int(text, 8) if _OCTAL.fullmatch(text) else text)

@@ -1,14 +1,13 @@
-"""Owns the state of each block, and which block is handed out next. Refuses to drop a block that nobody holds.
+"""Owns the state of each block, and which block is handed out next; `PrefixCachingBlockAllocator` alone calls it.
 
 free (no holder, no hash) | in use (has holders) | cached (no holder, and its hash finds its content)
-
-This module does not know who holds what: `PrefixCachingBlockAllocator` does, and it alone calls this module.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from copy import copy
 from itertools import chain
 
 from ..errors import BlockStateError, CacheArgumentError
@@ -27,30 +26,21 @@ class BlockStates:
     no more than half of the pool (segmented LRU; 2Q, Johnson and Shasha, VLDB 1994). A block was used again if it was
     held while it was cached, or if its hash came back soon after it was evicted.
 
-    Attributes (read by the allocator):
-        ref_counts: block id -> number of holders.
-        hashes: block id -> hash, or None.
-        blocks: digest -> block id.
-        namespaces: block id -> namespace that the block was taken for; anything for a free block.
-        uncomputed: ids of blocks that have a hash but not yet their content.
-        free: free blocks, the next to be handed out last.
-        once, again: cached blocks that were used once, and again; the least recently used first.
-        on_evict: function called for each cached block just before it loses its hash; None: no function.
     """
 
     def __init__(self, num_blocks: int) -> None:
         if num_blocks < 2:
             raise CacheArgumentError(f"num_blocks is {num_blocks}; give at least 2, as block 0 is never handed out")
         self.num_blocks = num_blocks
-        self.ref_counts = [0] * num_blocks
+        self.ref_counts = [0] * num_blocks  # block id -> number of holders
         self.hashes: list[BlockHash | None] = [None] * num_blocks
-        self.blocks: dict[bytes, int] = {}
-        self.namespaces = [b""] * num_blocks
-        self.uncomputed: set[int] = set()
-        self.free = list(range(num_blocks - 1, 0, -1))
-        self.once: OrderedDict[int, None] = OrderedDict()
-        self.again: OrderedDict[int, None] = OrderedDict()
-        self.on_evict: OnEvict | None = None
+        self.blocks: dict[bytes, int] = {}  # digest -> block id
+        self.namespaces = [b""] * num_blocks  # that blocks were taken for; anything for a free block
+        self.uncomputed: set[int] = set()  # blocks that have a hash but not yet their content
+        self.free = list(range(num_blocks - 1, 0, -1))  # the next to be handed out last
+        self.once: OrderedDict[int, None] = OrderedDict()  # cached blocks that were used once, least recently first
+        self.again: OrderedDict[int, None] = OrderedDict()  # and those that were used again
+        self.on_evict: OnEvict | None = None  # called for each cached block just before it loses its hash
         self.num_evictions = 0
         self._reused: set[int] = set()  # blocks in use or cached that were used again
         self._last_used = [0] * num_blocks  # block id -> time of its last drop
@@ -148,12 +138,9 @@ class BlockStates:
             ref_counts[block_id] += 1
 
     def drop(self, block_ids: Iterable[int]) -> None:
-        """Take one holder from each block, in the order given.
+        """Take one holder from each block, in the order given; BlockStateError if one has none.
 
         A block without a holder is cached if it has a hash and is computed; otherwise it becomes free, without a hash.
-
-        Raises:
-            BlockStateError: a block has no holder.
         """
         ref_counts, hashes, uncomputed, reused = self.ref_counts, self.hashes, self.uncomputed, self._reused
         for block_id in block_ids:
@@ -185,10 +172,6 @@ class BlockStates:
                 del (self.again if block_id in self._reused else self.once)[block_id]
                 self.free.append(block_id)
 
-    def forget_evicted(self) -> None:
-        """Forget which hashes were evicted lately."""
-        self._evicted, self._evicted_before = set(), set()
-
     def grow(self, num_blocks: int) -> None:
         """Add free blocks, which are handed out first, the lowest of them first."""
         added = num_blocks - self.num_blocks
@@ -218,29 +201,14 @@ class BlockStates:
         self.again = OrderedDict.fromkeys(block_id for block_id in cached if block_id in self._reused)
 
     def check(self, holders: list[list[int]]) -> None:
-        """Raise BlockStateError unless invariants (1) to (4) of `PrefixCachingBlockAllocator.check` hold."""
+        """Raise BlockStateError unless everything here is what `holders` and the blocks' hashes and times say."""
         for block_ids in holders:
-            if len(set(block_ids)) != len(block_ids):
-                raise BlockStateError(f"a holder has a block twice: {block_ids}")
-            for block_id in block_ids:
-                if not 0 < block_id < self.num_blocks:
-                    raise BlockStateError(f"block {block_id} is held; blocks are 1 to {self.num_blocks - 1}")
-        counted = Counter(chain.from_iterable(holders))
-        if self.ref_counts != (counts := [counted[block_id] for block_id in range(self.num_blocks)]):
-            raise BlockStateError(f"ref counts are {self.ref_counts}, by what holders have {counts}")
-        states = sorted([*counted, *self.free, *self.once, *self.again])
-        if states != list(range(1, self.num_blocks)):
-            raise BlockStateError(f"each block must be in use {sorted(counted)}, free or cached, and once: {states}")
-        if any(self.hashes[block_id] is not None for block_id in self.free):
-            raise BlockStateError(f"free blocks {self.free} must have no hash")
-        if not self._reused.issuperset(self.again) or not self._reused.isdisjoint(self.once):
-            raise BlockStateError(f"cached blocks must wait where they belong; used again: {sorted(self._reused)}")
-        for line in (self.once, self.again):
-            times = [self._last_used[block_id] for block_id in line]
-            if times != sorted(times):
-                raise BlockStateError(f"cached blocks {[*line]} are not in the order of their times {times}")
-        inverse = {each.digest: block_id for block_id, each in enumerate(self.hashes) if each is not None}
-        if inverse != self.blocks or not {*self.once, *self.again} <= set(inverse.values()):
-            raise BlockStateError("blocks and their hashes are not inverse, or a cached block has none")
-        if not self.uncomputed <= set(inverse.values()) & set(counted):
-            raise BlockStateError(f"uncomputed blocks {sorted(self.uncomputed)} must be in use and have a hash")
+            if len(set(block_ids)) < len(block_ids) or not all(0 < each < self.num_blocks for each in block_ids):
+                raise BlockStateError(f"a holder has a block twice, or one that there is not: {block_ids}")
+        derived = copy(self)
+        derived.hashes = [*self.hashes]
+        derived.rebuild(holders)
+        for name in ("ref_counts", "hashes", "blocks", "uncomputed", "once", "again", "free"):
+            found, expected = getattr(self, name), getattr(derived, name)
+            if found != expected and (name != "free" or sorted(found) != sorted(expected)):
+                raise BlockStateError(f"{name}: {found}\nby what holders have, it is: {expected}")

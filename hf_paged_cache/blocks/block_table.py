@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from ..errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 from .allocator import Allocation, PrefixCachingBlockAllocator, Resumption
 from .arguments import negative
-from .groups import resumable
+from .groups import Changing, WindowBlocks, resumable
 from .hashing import BlockHash, HashChain, token_array
-from .window_blocks import Changing, WindowBlocks
 
 
 class BlockTable:
@@ -125,12 +124,12 @@ class BlockTable:
         chain = HashChain(self._chain.root, self._block_size, token_array(token_ids), self._chain.extra_keys)
         if self._chain.token_ids or self.block_ids or self.allocation.is_freed:
             raise BlockStateError(f"{self!r} is not empty, or was freed; only a fresh table is filled")
-        hashes: Iterable[BlockHash] = chain.hashes()
+        hashes = chain.hashes_of()
         with Changing(self.groups):
             if self.groups:
                 matched = self._allocator.match_prefix(hashes, self.namespace)
                 num_tokens = resumable(self.groups, matched, len(matched) * self._block_size)
-                hashes = chain.hashes_of(0, num_tokens // self._block_size)
+                hashes = hashes[: num_tokens // self._block_size]
             allocation = self._allocator.allocate(hashes, namespace=self.namespace)
             num_hit = allocation.num_prefix_tokens
             chain.truncate(num_hit)
@@ -150,14 +149,39 @@ class BlockTable:
 
         Raises:
             OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a token that is no 64-bit integer, or a negative lookahead.
+            CacheArgumentError: a token that is no 64-bit integer, a negative lookahead, or a window lacks what
+                it needs to go on.
         """
         if num_lookahead_slots < 0:
             raise negative("num_lookahead_slots", num_lookahead_slots)
         tokens = token_array(token_ids)
-        if len(tokens) or num_lookahead_slots:
-            self._take(len(tokens), num_lookahead_slots)
-            self._chain.token_ids.extend(tokens)
+        if not tokens and not num_lookahead_slots:
+            return
+        shared, num_fresh = self._blocks_to_take(len(tokens) + num_lookahead_slots)
+        if shared:
+            self._allocator.require(len(shared) + num_fresh, (), self.namespace)
+        first, stop = self.num_tokens // self._block_size, self.num_tokens + len(tokens)
+        end, num_held, start = -(-stop // self._block_size), len(self.block_ids), self._resumption.start
+        with Changing(self.groups):
+            self._check_windows(self.num_tokens)
+            sources = [(self.block_ids[index], index) for index in shared]
+            written = self.block_ids[first + len(shared) : end]
+            for group in self.groups:
+                num_needed = group.num_to_take(written) + len(shared) + max(0, end - num_held)
+                group.require(num_needed, self.namespace)
+            if self.groups and shared:  # until its window blocks are copied, too, nobody resumes from a block
+                self.allocation.resumption = Resumption(start, shared[0] * self._block_size)
+            for index in shared:
+                self._allocator.make_writable(self.allocation, index)
+            if num_fresh:
+                self._allocator.allocate_mutable(self.allocation, num_fresh)
+            for group in self.groups:
+                for source, index in sources:
+                    group.copy(source, self.block_ids[index])
+                group.attach(self.block_ids[first:end])
+            if self.groups:
+                self.allocation.resumption = Resumption(start, stop)
+        self._chain.token_ids.extend(tokens)
 
     def append_token(self, token_id: int) -> int:
         """Append one token, as `append_tokens` does, and return its slot."""
@@ -299,37 +323,6 @@ class BlockTable:
         held = range(start // self._block_size, min(stop, num_held))
         return [i for i in held if not self._allocator.is_writable(block_ids[i])], max(0, stop - num_held)
 
-    def _take(self, num_tokens: int, num_lookahead_slots: int) -> None:
-        """Have slots that may be written for more tokens and a lookahead, and window blocks for the tokens.
-
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a window lacks what it needs to go on.
-        """
-        shared, num_fresh = self._blocks_to_take(num_tokens + num_lookahead_slots)
-        if shared:
-            self._allocator.require(len(shared) + num_fresh, (), self.namespace)
-        if not self.groups:
-            self._take_blocks(shared, num_fresh)
-            return
-        first, stop = self.num_tokens // self._block_size, self.num_tokens + num_tokens
-        end, num_held, start = -(-stop // self._block_size), len(self.block_ids), self._resumption.start
-        with Changing(self.groups):
-            self._check_windows(self.num_tokens)
-            sources = [(self.block_ids[index], index) for index in shared]
-            written = self.block_ids[first + len(shared) : end]
-            for group in self.groups:
-                num_needed = group.num_to_take(written) + len(shared) + max(0, end - num_held)
-                group.require(num_needed, self.namespace)
-            if shared:  # until its window blocks are copied, too, nobody resumes from a block
-                self.allocation.resumption = Resumption(start, shared[0] * self._block_size)
-            self._take_blocks(shared, num_fresh)
-            for group in self.groups:
-                for source, index in sources:
-                    group.copy(source, self.block_ids[index])
-                group.attach(self.block_ids[first:end])
-            self.allocation.resumption = Resumption(start, stop)
-
     def _check_windows(self, num_tokens: int) -> None:
         """Raise CacheArgumentError unless each window has what it needs to resume after `num_tokens` tokens."""
         most = resumable(self.groups, self.block_ids, num_tokens)
@@ -337,12 +330,6 @@ class BlockTable:
             raise CacheArgumentError(
                 f"{self!r} cannot resume after {num_tokens} tokens, which a window has passed; truncate it to {most}"
             )
-
-    def _take_blocks(self, shared: Sequence[int], num_fresh: int) -> None:
-        for block_index in shared:
-            self._allocator.make_writable(self.allocation, block_index)
-        if num_fresh:
-            self._allocator.allocate_mutable(self.allocation, num_fresh)
 
     def _need(self, new: Resumption, before: Sequence[int]) -> None:
         """Hold the window blocks that `new` needs, and release those that are needed no more.

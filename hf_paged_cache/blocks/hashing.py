@@ -1,24 +1,47 @@
-"""Owns what a block hash covers, and the hashes of one sequence. Refuses to hash a block that is not full.
+"""Owns what a block hash covers, the hashes of one sequence, and what the roots of sequences stand for.
 
-digest(i) = SHA-256(digest(i - 1) + token ids of block i as int64 little-endian + extra keys of block i)
+digest(i) = SHA-256(digest(i - 1) + token ids of block i as int64 + extra keys of block i)
 digest(-1) = root: everything besides tokens that shapes a sequence's keys and values
 So a digest names the whole prefix up to the end of its block, and is the same in every process.
 """
 
 from __future__ import annotations
 
-import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from hashlib import sha256
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from ..errors import CacheArgumentError
-from .tokens import TokenIds, common_prefix_length
+
+TokenIds: TypeAlias = "array[int]"  # typecode "q"
 
 TOKEN_BYTES = 8  # bytes of one token id, in a hash and in `array('q')`
-_PORTION_BYTES = 32 * 1024
-_HOST_IS_BIG_ENDIAN = sys.byteorder == "big"
+OF_WEIGHTS = 16  # first bytes of a digest of a model, which depend on weights alone
+_FIRST_COMPARED = 1024  # tokens compared at first, then four times as many each time: most sequences differ soon
+_MOST_ROOTS = 2**14  # roots remembered; where frequencies depend on length, every length has its own root
+
+
+def common_prefix_length(left: TokenIds, right: TokenIds) -> int:
+    """Return how many leading tokens are equal.
+
+    Examples:
+        >>> common_prefix_length(array("q", [7, 8, 9]), array("q", [7, 8, 1, 1]))
+        2
+    """
+    longest = min(len(left), len(right))
+    known, end = 0, min(_FIRST_COMPARED, longest)  # the first `known` tokens are equal
+    while known < longest and left[known:end] == right[known:end]:
+        known, end = end, min(4 * end, longest)
+    # the first difference, if any, lies in [known, end)
+    while end - known > 1:
+        middle = (known + end) // 2
+        if left[known:middle] == right[known:middle]:
+            known = middle
+        else:
+            end = middle
+    return known
 
 
 class BlockHash(NamedTuple):
@@ -28,7 +51,7 @@ class BlockHash(NamedTuple):
     """
 
     digest: bytes  # 32 bytes; covers root, all tokens up to the block's end, and extra keys
-    token_bytes: bytes  # the block's own token ids, int64 little-endian
+    token_bytes: bytes  # the block's own token ids, int64
     parent: bytes = b""  # digest of the block before, or the root
 
 
@@ -36,26 +59,8 @@ def root_hash(*parts: bytes) -> bytes:
     """Return the digest of `parts`, 32 bytes: the parent of a sequence's first block.
 
     The parts `("ab", "c")` and `("a", "bc")` give different digests.
-
-    Effects: none.  Example: `root_hash(model_digest, b"salt of one tenant")`.
     """
     return sha256(b"".join([field for part in parts for field in (len(part).to_bytes(8, "little"), part)])).digest()
-
-
-def tokens_of(token_bytes: bytes) -> array[int]:
-    """Return the token ids that a block's `token_bytes` hold."""
-    token_ids = array("q", token_bytes)
-    if _HOST_IS_BIG_ENDIAN:
-        token_ids.byteswap()
-    return token_ids
-
-
-def bytes_of(token_ids: array[int]) -> bytes:
-    """Return the `token_bytes` of a block with these tokens."""
-    if _HOST_IS_BIG_ENDIAN:
-        token_ids = token_ids[:]
-        token_ids.byteswap()
-    return token_ids.tobytes()
 
 
 def digest_behind(parent: bytes, token_bytes: bytes) -> bytes:
@@ -64,11 +69,7 @@ def digest_behind(parent: bytes, token_bytes: bytes) -> bytes:
 
 
 def token_array(token_ids: Iterable[int]) -> array[int]:
-    """Return token ids as `array('q')`, which may be `token_ids` itself.
-
-    Raises:
-        CacheArgumentError: a token id is no integer of 64 bits.
-    """
+    """Return token ids as `array('q')`, or as they are; raise CacheArgumentError for what is no int of 64 bits."""
     if isinstance(token_ids, array) and token_ids.typecode == "q":
         return token_ids
     try:
@@ -95,7 +96,7 @@ class HashChain:
 
     Examples:
         >>> chain = HashChain(root_hash(b"model"), 2, [1, 2, 3])
-        >>> [len(block_hash.digest) for block_hash in chain.hashes()]
+        >>> [len(block_hash.digest) for block_hash in chain.hashes_of()]
         [32]
     """
 
@@ -125,46 +126,63 @@ class HashChain:
         del self._hashes[num_tokens // self.block_size :]
         del self.token_ids[num_tokens:]
 
-    def hashes(self, start: int = 0, stop: int | None = None) -> Iterator[BlockHash]:
-        """Iterate over the hashes of full blocks `[start, stop)`, which are computed as they are asked for, and kept.
-
-        At most as many are computed ahead as were asked for.
-        """
-        known, ahead = self._hashes, 1
-        num_full = len(self.token_ids) // self.block_size
-        stop = num_full if stop is None else min(stop, num_full)
-        for index in range(start, stop):
-            if len(known) <= index:
-                self._hash_until(min(stop, index + ahead))
-                ahead *= 2
-            yield known[index]
-
     def hashes_of(self, start: int = 0, stop: int | None = None) -> list[BlockHash]:
-        """Return the hashes of full blocks `[start, stop)`, all computed at once."""
-        stop = len(self.token_ids) // self.block_size if stop is None else stop
-        if len(self._hashes) < stop:
-            self._hash_until(stop)
-        return self._hashes[start:stop]
-
-    def _hash_until(self, stop: int) -> None:
-        """Hash all blocks before `stop` that have no hash yet."""
-        # Hot: most of the time should be SHA-256's. Hence local names and tuple.__new__; tokens are copied in portions
-        # that malloc keeps at hand, since a copy of all of them costs a page fault every 4 KiB.
-        known, extra_keys, new_tuple = self._hashes, self.extra_keys, tuple.__new__
-        remember = known.append
-        width = self.block_size * TOKEN_BYTES
-        portion = max(1, _PORTION_BYTES // width)
+        """Return the hashes of full blocks `[start, stop)`; without `stop` up to the last full block."""
+        # Hot: most of the time should be SHA-256's. Hence local names and tuple.__new__.
+        known, extra_keys, size, new_tuple = self._hashes, self.extra_keys, self.block_size, tuple.__new__
+        stop = len(self.token_ids) // size if stop is None else stop
+        data, width = self.token_ids[len(known) * size : stop * size].tobytes(), size * TOKEN_BYTES
         parent = known[-1].digest if known else self.root
-        for first in range(len(known), stop, portion):
-            tokens = self.token_ids[first * self.block_size : min(stop, first + portion) * self.block_size]
-            if _HOST_IS_BIG_ENDIAN:
-                tokens.byteswap()
-            data = tokens.tobytes()
-            for index, offset in enumerate(range(0, len(data), width), start=first):
-                token_bytes = data[offset : offset + width]
-                covered = parent + token_bytes
-                if extra_keys is not None and (extra := extra_keys(index)):
-                    covered += len(extra).to_bytes(8, "little") + extra
-                digest = sha256(covered).digest()
-                remember(new_tuple(BlockHash, (digest, token_bytes, parent)))
-                parent = digest
+        for offset in range(0, len(data), width):
+            token_bytes = data[offset : offset + width]
+            covered = parent + token_bytes
+            if extra_keys is not None and (extra := extra_keys(len(known))):
+                covered += len(extra).to_bytes(8, "little") + extra
+            digest = sha256(covered).digest()
+            known.append(new_tuple(BlockHash, (digest, token_bytes, parent)))
+            parent = digest
+        return known[start:stop]
+
+
+class RootFacts(NamedTuple):
+    """`RootFacts` says what conditions the keys and values of a row besides its tokens."""
+
+    digest: bytes  # of the model, as of the last look at it
+    salt: bytes = b""
+    regime: bytes = b""  # what the row's forwards keep to: rotary frequencies that depend on length, and shapes
+    adapter: str = ""  # name of the adapter that the row was given
+    counted_from: int = 0  # columns of padding, where padding shows in keys and values
+    first_position: int = 0  # position of the row's first token
+
+    def root(self) -> bytes:
+        """Return the root of a row with these facts."""
+        of_row = f"{self.counted_from} {self.first_position}".encode()
+        return root_hash(self.digest, self.salt, self.regime, self.adapter.encode(), of_row)
+
+
+class Roots:
+    """`Roots` maps the latest roots to the facts that they stand for."""
+
+    def __init__(self) -> None:
+        self._facts: OrderedDict[bytes, RootFacts] = OrderedDict()
+        self._roots: dict[RootFacts, bytes] = {}
+
+    def of(self, facts: RootFacts) -> bytes:
+        """Return the root of these facts, and remember it."""
+        root = self._roots.get(facts)
+        if root is None:
+            root = facts.root()
+            self._facts[root] = facts
+            self._roots[facts] = root
+            if len(self._facts) > _MOST_ROOTS:
+                _, forgotten = self._facts.popitem(last=False)
+                self._roots.pop(forgotten, None)
+        return root
+
+    def facts_of(self, root: bytes) -> RootFacts | None:
+        """Return the facts that a root stands for; None if the root is too old to be remembered."""
+        return self._facts.get(root)
+
+    def all(self) -> list[RootFacts]:
+        """Return the facts of all roots remembered."""
+        return list(self._facts.values())

@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import shake_256
 
-from .tokens import TokenIds, common_prefix_length
+from .hashing import TokenIds, common_prefix_length
 
 _NO_TOKEN = -1  # id of an embedding that was passed without ids
 _FILLER = -2  # stands in place of the text after an image; every image token is below it

@@ -3,15 +3,14 @@
 This changes nothing but who holds which block: a lease keeps the blocks that it names from being evicted or written.
 """
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ..blocks import Allocation, BlockHash, HashChain
-from ..blocks.hashing import tokens_of
+from ..blocks import Allocation, BlockHash, HashChain, TokenIds, common_prefix_length
 from ..blocks.image_tokens import end_of_image, filled_up, hold_images, said_image, whole_images
-from ..blocks.tokens import TokenIds, common_prefix_length
 from ..kv.states import States
 from ..rows.request import RowInput
 from ..rows.rows import Rows
@@ -273,6 +272,6 @@ def continuation(store: BlockStore, new: RowInput, num_tokens: int, last: Sequen
         chain = HashChain(new.root, store.block_size, new.token_ids[:num_tokens])
         parent = chain.hashes_of()[-1].digest if num_tokens else new.root
         known = store.allocator.hashes(new.salt).values()
-        found += [tokens_of(block_hash.token_bytes) for block_hash in known if block_hash.parent == parent]
+        found += [array("q", block_hash.token_bytes) for block_hash in known if block_hash.parent == parent]
     rest = new.token_ids[num_tokens:]
     return max(found, key=lambda tokens: common_prefix_length(tokens, rest), default=rest[:0])

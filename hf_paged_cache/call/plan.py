@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from ..blocks.tokens import TokenIds, common_prefix_length
+from ..blocks import TokenIds, common_prefix_length
 
 # What a forward costs beside its tokens, in tokens: reading all weights, launching all kernels. For SmolLM2-135M on two
 # cores that is some 45 (`python benchmarks/bench_generate.py --scenes forward_cost`). The number here is larger,

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..blocks.roots import RootFacts
+from ..blocks import RootFacts
 from ..errors import CacheArgumentError
 from ..rows.request import CallState, ForwardRequest, RequestRead, RowInput
 from ..rows.rows import Rows

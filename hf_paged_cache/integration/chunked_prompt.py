@@ -15,7 +15,7 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin
 
-from ..blocks.hashing import root_hash
+from ..blocks import root_hash
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..model.support import has_experts
 from ..rows.request import Chunks, ForwardRequest

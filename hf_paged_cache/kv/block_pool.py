@@ -147,7 +147,7 @@ class BlockPool:
         # name of a group -> tensors of its layers; BLOCKS -> those of the layers without a window
         self.groups: dict[int | str, GroupTensors] = {BLOCKS: self.all}
         self.groups |= {blocks.name: GroupTensors(self._streams) for blocks in windows}
-        self._group_of = {layer_idx: self.groups[window.name] for layer_idx, window in window_of.items()}
+        self._group_of = {layer_idx: self.groups[window.size] for layer_idx, window in window_of.items()}
 
     def named(self) -> dict[tuple[int, str], Tensor]:
         """Return (layer index, name) -> tensor, for the layers written so far."""

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import Window, root_hash
-from ..blocks.roots import OF_WEIGHTS, Roots
+from ..blocks import OF_WEIGHTS, Roots, Window, root_hash
 from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
 from .distributed import rank_groups

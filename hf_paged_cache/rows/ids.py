@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..blocks.tokens import TokenIds
+from ..blocks import TokenIds
 
 
 class IdsStream:

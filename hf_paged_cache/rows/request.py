@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..blocks import HashChain
-from ..blocks.tokens import TokenIds
+from ..blocks import HashChain, TokenIds
 from ..stats import RowStats
 from .shared import Seen
 

@@ -20,9 +20,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention import causal
-from ..blocks import Window
+from ..blocks import TokenIds, Window
 from ..blocks.image_tokens import end_of_image, hold_images
-from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, ForwardMismatchError
 from ..kv.states import put_states, read_states
 from ..model.layers import cache_layers, has_keys, streams_of

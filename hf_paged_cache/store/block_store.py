@@ -11,8 +11,7 @@ from weakref import WeakSet
 
 import torch
 
-from ..blocks import Group, PrefixCachingBlockAllocator, Window
-from ..blocks.roots import OF_WEIGHTS
+from ..blocks import OF_WEIGHTS, Group, PrefixCachingBlockAllocator, Window
 from ..errors import CacheBusyError
 from ..kv.block_pool import BlockPool
 from ..locks import new_lock

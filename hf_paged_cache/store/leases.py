@@ -20,10 +20,10 @@ from ..blocks import (
     HashChain,
     PrefixCachingBlockAllocator,
     Resumption,
+    TokenIds,
     resumable,
 )
 from ..blocks.image_tokens import whole_images
-from ..blocks.tokens import TokenIds
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..wording import counted
 from .groups import StateSnapshots, WindowGroups

@@ -5,6 +5,7 @@ and blocks are loaded from it as from any other; whatever holds for cached block
 """
 
 import logging
+from array import array
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -14,10 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..blocks import BlockHash, HashChain
-from ..blocks.hashing import digest_behind, tokens_of
-from ..blocks.roots import RootFacts, Roots
-from ..blocks.tokens import TokenIds
+from ..blocks import BlockHash, HashChain, RootFacts, Roots, TokenIds, digest_behind
 from ..errors import SavedBlocksError
 from ..kv.contents import STATES, Kind, Part
 from ..tiers.folder import Folder, remove, saved_paths
@@ -186,7 +184,7 @@ def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterab
     for facts in model.roots.all():
         if facts.digest == model.digest and not facts.salt:
             hashes = HashChain(model.roots.of(facts), blocks.block_size, token_ids)
-            yield from (block_hash.digest for block_hash in hashes.hashes())
+            yield from (block_hash.digest for block_hash in hashes.hashes_of())
 
 
 def _copy_out(
@@ -290,7 +288,7 @@ def _load_path(blocks: BlockStore, tiers: Tiers, path: Sequence[BlockHash], num_
     length = bisect_right([*accumulate(new)], num_left)
     if not length:
         return 0
-    tokens = tokens_of(b"".join(block_hash.token_bytes for block_hash in path[:length]))
+    tokens = array("q", b"".join(block_hash.token_bytes for block_hash in path[:length]))
     return len(load_row(blocks, tiers, Wanted(path[0].parent, b"", tokens, len(tokens))))
 
 

@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..blocks import Allocation, Changing, Group, HashChain, resumable_where
-from ..blocks.tokens import TokenIds
+from ..blocks import Allocation, Changing, Group, HashChain, TokenIds, resumable_where
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import BLOCKS
 from ..kv.contents import STATES, Kind, states_of_row, to_device, write_blocks
@@ -127,10 +126,10 @@ def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
         return None
     tiers.lay_out(store.layout.parts())
     match, size = store.allocator.match_prefix, store.block_size
-    chain = HashChain(row.root, size, row.token_ids)
+    hashes = HashChain(row.root, size, row.token_ids).hashes_of()
     has_tensors = BLOCKS in store.layout.parts()
-    ids: list[int | None] = [*match(chain.hashes(0), row.namespace)]
-    for block_hash in chain.hashes(len(ids)):
+    ids: list[int | None] = [*match(hashes, row.namespace)]
+    for block_hash in hashes[len(ids) :]:
         at = match((block_hash,), row.namespace)
         if not at and has_tensors and tiers.place_of(BLOCKS, (block_hash, row.namespace)) is None:
             break
@@ -138,7 +137,7 @@ def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
     # cached blocks that nobody holds take room, too: they could be evicted for the others
     num_taken = accumulate(at is None or not store.allocator.ref_count(at) for at in ids)
     ids = ids[: bisect_right([*num_taken], store.budget.num_obtainable_blocks())]
-    names = [(block_hash, row.namespace) for block_hash in chain.hashes_of(0, len(ids))]
+    names = [(block_hash, row.namespace) for block_hash in hashes[: len(ids)]]
 
     def is_held(group: Group, index: int) -> bool:
         return (at := ids[index]) is not None and group.has(at)

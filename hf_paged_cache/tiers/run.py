@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..blocks.hashing import BlockHash
-from ..blocks.roots import RootFacts
+from ..blocks import BlockHash, RootFacts
 from ..kv.contents import Kind, Part
 from .folder import Folder, remove
 from .saved_file import ModelIdentity, SavedFile, encoded, read_rows

@@ -19,8 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..blocks.hashing import TOKEN_BYTES, BlockHash, bytes_of, digest_behind, tokens_of
-from ..blocks.roots import RootFacts
+from ..blocks import TOKEN_BYTES, BlockHash, RootFacts, digest_behind
 from ..errors import SavedBlocksError
 from ..kv.contents import STATES, Kind, Part, laid_out
 from ..kv.states import StateKey
@@ -136,7 +135,7 @@ def encoded(
             "block_size": block_size,
             "model": {"facts": dict(model.facts), "settings": dict(model.settings)},
             "roots": [[root.regime.hex(), *root[3:]] for root in roots],
-            "blocks": [[block.parent.hex(), [*tokens_of(block.token_bytes)]] for block in numbers],
+            "blocks": [[block.parent.hex(), [*array("q", block.token_bytes)]] for block in numbers],
             "contents": [[each.kind, [*map(_pieces, each.parts)], each.blocks, each.checksums] for each in contents],
         }
     )
@@ -194,7 +193,7 @@ def _decoded(path: Path, num_bytes: int, said: Any) -> SavedFile:
     model, blocks, contents = ModelIdentity(facts, settings), [], []
     roots = [RootFacts(model.digest, b"", bytes.fromhex(regime), *of_row) for regime, *of_row in said["roots"]]
     for parent_hex, tokens in said["blocks"]:
-        parent, token_bytes = bytes.fromhex(parent_hex), bytes_of(array("q", tokens))
+        parent, token_bytes = bytes.fromhex(parent_hex), array("q", tokens).tobytes()
         blocks.append(BlockHash(digest_behind(parent, token_bytes), token_bytes, parent))
         if len(tokens) != block_size:
             raise ValueError("a block has another size than the others")

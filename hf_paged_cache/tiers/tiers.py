@@ -17,8 +17,7 @@ from weakref import finalize
 
 from torch import Tensor
 
-from ..blocks.hashing import BlockHash, digest_behind
-from ..blocks.roots import RootFacts, Roots
+from ..blocks import BlockHash, RootFacts, Roots, digest_behind
 from ..errors import SavedBlocksError
 from ..kv.contents import Kind, Part, new_rows
 from ..stats import TierStats

@@ -1,26 +1,22 @@
-"""Random operations on an allocator, its tables and groups beside one naive model, for as long as one likes.
+"""Random operations on an allocator, its tables and groups beside one naive model.
 
 The model is lists and searches, and shares no code with the package. It says which ids are handed out, evicted and
 refused, what is hit and after how many tokens a sequence can resume. It plays the pools, too: what is written into a
 slot, of the blocks and of the window blocks of each group, is a number that names the whole prefix up to that token;
-after each operation, what a table or a ring must be able to read has to be there. So a wrong hit, a missing copy on
+after each operation, what a table must be able to read has to be there. So a wrong hit, a missing copy on
 write, a write into a shared block, and a window block that is handed to two or taken while it is needed show as a wrong
 prefix. Only which block has which window block is asked of the package.
 
-`python -m tests.blocks.random_operations --operations 1000000 --seed 0`. A failure names seed, world and operation; the
-same numbers play it again.
+A failure names seed, world and operation; the same numbers play it again.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
 import random
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from itertools import cycle, islice
 from typing import NamedTuple
 
 import pytest
@@ -30,20 +26,16 @@ from hf_paged_cache.blocks import (
     BlockTable,
     HashChain,
     PrefixCachingBlockAllocator,
-    Snapshots,
     Window,
     WindowBlocks,
-    resumable,
     root_hash,
 )
-from hf_paged_cache.blocks.for_engines import Ring
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
 from .snapshot import snapshot_of
 
 NAMESPACES = (b"", b"tenant")
 ROOTS = {namespace: root_hash(b"model", namespace) for namespace in NAMESPACES}
-OPERATIONS_EACH = 2_000
 DIED = -1  # what a slot holds that was not written, or by a forward that died
 
 
@@ -54,39 +46,32 @@ class World(NamedTuple):
     num_blocks: int
     max_tokens: int
     windows: dict[int, int] = {}  # noqa: RUF012  # window -> window blocks
-    num_snapshots: int = 0
-    has_engine: bool = False  # rings, and blocks whose content comes later
     is_checked: bool = True  # `check` after each operation; it derives anew what an operation may have left wrong
 
     def __str__(self) -> str:
-        how = [name for name in ("engine", "checked") if getattr(self, f"{'has' if name == 'engine' else 'is'}_{name}")]
-        return f"{self.num_blocks}x{self.block_size} {self.windows} {self.num_snapshots} snapshots {' '.join(how)}"
+        return f"{self.num_blocks}x{self.block_size} {self.windows}"
 
 
 WORLDS = (
-    World(2, 9, 12, has_engine=True),
+    World(2, 9, 12),
     World(2, 17, 24, {7: 9}),
-    World(1, 25, 20, {1: 5, 2: 7, 7: 17}, num_snapshots=40),
-    World(2, 17, 14, has_engine=True, num_snapshots=4),
+    World(1, 25, 20, {1: 5, 2: 7, 7: 17}),
     World(4, 15, 44, {2: 6, 16: 13}),
-    World(2, 33, 44, {1: 7, 2: 9, 7: 14, 16: 24, 33: 33}, num_snapshots=3),
-    World(2, 12, 20, {3: 12}, num_snapshots=1),
+    World(2, 33, 44, {1: 7, 2: 9, 7: 14, 16: 24, 33: 33}),
     World(4, 17, 50, {7: 7}),
-    World(2, 2, 8, has_engine=True),
+    World(2, 2, 8),
 )
 
 
 @dataclass(eq=False)
 class Sequence:
-    """What the model knows of a table, a ring, or blocks whose content is awaited."""
+    """What the model knows of a table, or of blocks whose content is awaited."""
 
     namespace: bytes = b""
     tokens: list[int] = field(default_factory=list)
     blocks: list[int] = field(default_factory=list)
     num_committed: int = 0
     start: int = 0  # may resume from here on
-    num_positions: int = 0  # of a ring
-    window: int = 0  # of a ring
 
     def copy(self) -> Sequence:
         return replace(self, tokens=list(self.tokens), blocks=list(self.blocks))
@@ -246,8 +231,7 @@ class Model:
                 replaced.append((index, own, other))
                 continue
             if other not in (None, own):  # it has no content yet
-                del self.hash[other]
-                self.uncomputed.discard(other)
+                continue
             if own not in self.hash:
                 self.name(own, ends[index])
             self.uncomputed.discard(own)
@@ -266,15 +250,9 @@ class Model:
 
     def fork(self, holder: Sequence) -> Sequence:
         forked = holder.copy()
-        if not forked.num_positions:
-            del forked.blocks[-(-len(forked.tokens) // self.size) :]
+        del forked.blocks[-(-len(forked.tokens) // self.size) :]
         self.holders.append(forked)
         return forked
-
-    def slots_of_ring(self, ring: Sequence) -> list[int]:
-        """One for each position: the slots of the blocks, again and again."""
-        once = [block * self.size + offset for block in ring.blocks for offset in range(self.size)]
-        return list(islice(cycle(once), ring.num_positions))
 
     def allocate_immutable(self, tokens: list[int], namespace: bytes) -> Sequence:
         made = Sequence(namespace, list(tokens))
@@ -304,18 +282,14 @@ class Model:
 class Driver:
     """Runs each operation on the package and on the model, and compares what they return, refuse and look like."""
 
-    def __init__(self, world: World, prefixes: Prefixes | None = None, max_tables: int = 5) -> None:
-        self.world, self.size, self.max_tables = world, world.block_size, max_tables
-        self.prefixes = Prefixes() if prefixes is None else prefixes
+    def __init__(self, world: World) -> None:
+        self.world, self.size, self.prefixes = world, world.block_size, Prefixes()
         self.allocator = PrefixCachingBlockAllocator(world.num_blocks, self.size)
         self.groups = [WindowBlocks(self.allocator, Window(window), number) for window, number in world.windows.items()]
-        self.snapshots: Snapshots[int] = Snapshots(self.allocator, world.num_snapshots)
         self.model = Model(world.num_blocks, self.size, self.prefixes)
         self.tables: list[tuple[BlockTable, Sequence]] = []
         self.awaiting: list[tuple[Allocation, Sequence]] = []  # of allocate_immutable
-        self.rings: list[tuple[Ring, Sequence]] = []
         self.in_window_blocks: list[dict[int, list[int]]] = [{} for _ in self.groups]
-        self.kept: list[int] = []  # ends of blocks with a snapshot, the least recently used first
         self.counts: Counter[str] = Counter()
         self.has_collected = False
 
@@ -390,39 +364,30 @@ class Driver:
     def new_table(self, namespace: bytes) -> BlockTable:
         return BlockTable(self.allocator, ROOTS[namespace], namespace=namespace, groups=self.groups)
 
-    def hold(self, tokens: list[int], namespace: bytes) -> tuple[list[int], Sequence]:
-        """What matches, and a holder of the longest hit."""
+    def hold(self, tokens: list[int], namespace: bytes) -> Sequence:
+        """A holder of the longest hit."""
         matched = self.model.match(namespace, tokens)
         lengths = range(len(matched), -1, -1)
         number = next(number for number in lengths if self.can_resume(matched, number * self.size))
         num_hit = number * self.size
         self.counts["hits"] += number > 0
         self.counts["limited"] += number < len(matched)
-        return matched, Sequence(namespace, tokens[:num_hit], matched[:number], number, num_hit)
+        return Sequence(namespace, tokens[:num_hit], matched[:number], number, num_hit)
 
     def add(self, tokens: list[int], namespace: bytes) -> None:
-        """A new table holds the longest hit; it resumes after the deepest snapshot of it."""
+        """A new table holds the longest hit."""
         table = self.new_table(namespace)
-        matched, sequence = self.hold(tokens, namespace)
+        sequence = self.hold(tokens, namespace)
         num_hit = len(sequence.tokens)
         assert table.hold_prefix(tokens) == num_hit
         assert table.block_ids == sequence.blocks
         self.model.hold(sequence.blocks)
         self.model.holders.append(sequence)
         self.tables.append((table, sequence))
-        ends = self.model.ends(namespace, sequence.tokens)
-        if self.world.is_checked and self.kept:
-            known = [n for n, end in enumerate(ends, 1) if end in self.kept and self.can_resume(matched, n * self.size)]
-            deepest = resumable([self.snapshots, *self.groups], table.block_ids, num_hit) // self.size
-            assert deepest == max(known, default=0)
-            if deepest:
-                self.counts["used"] += 1
-                assert self.snapshots.use(table.block_ids[deepest - 1]) == ends[deepest - 1]
-                self.touch_kept(ends[deepest - 1])
 
     def allocate(self, tokens: list[int], lookahead: int, namespace: bytes) -> None:
         table = self.new_table(namespace)
-        _, sequence = self.hold(tokens, namespace)
+        sequence = self.hold(tokens, namespace)
         hits, num_hit = list(sequence.blocks), len(sequence.tokens)
         num_fresh = -(-(len(tokens) + lookahead) // self.size) - len(hits)
         try:
@@ -562,14 +527,14 @@ class Driver:
             with pytest.raises(BlockStateError):
                 table.free()
 
-    # Operations of engines.
+    # Blocks whose content comes later.
 
     def allocate_immutable(self, tokens: list[int], namespace: bytes) -> None:
         chain = HashChain(ROOTS[namespace], self.size, tokens)
         allocation = self.allocator.allocate(namespace=namespace)
         made: list[Sequence] = []
         naive = lambda: made.append(self.model.allocate_immutable(tokens, namespace))  # noqa: E731
-        if self.attempt(lambda: self.allocator.allocate_immutable(allocation, chain.hashes()), naive):
+        if self.attempt(lambda: self.allocator.allocate_immutable(allocation, chain.hashes_of()), naive):
             self.awaiting.append((allocation, made[0]))
 
     def end_immutable(self, which: int, *, computed: bool) -> None:
@@ -583,81 +548,6 @@ class Driver:
             self.model.uncomputed -= set(sequence.blocks)
         self.model.drop(sequence)
         allocation.free()
-
-    def allocate_ring(self, num_tokens: int, window: int, namespace: bytes) -> None:
-        ring = Sequence(namespace, num_positions=num_tokens, window=window)
-        made: list[Ring] = []
-
-        def naive() -> None:
-            number = len({position // self.size for position in range(min(num_tokens, window))})
-            self.model.check_room(number)
-            ring.blocks = self.model.take(number, namespace)
-            self.model.holders.append(ring)
-
-        if self.attempt(lambda: made.append(Ring(self.allocator, num_tokens, window, namespace)), naive):
-            self.rings.append((made[0], ring))
-
-    def write_ring(self, which: int, token: int) -> None:
-        """Into a block of its own, else into a copy."""
-        real, ring = self.rings[which]
-        position = len(ring.tokens)
-        if position == ring.num_positions:
-            return
-        index = position // self.size % len(ring.blocks)
-
-        def naive() -> None:
-            if self.model.refs(ring.blocks[index]) > 1:
-                self.model.check_room(1)
-                self.model.copy(ring, index)
-
-        if self.attempt(lambda: real.make_writable(position), naive):
-            self.make_copies()
-            ring.tokens.append(token)
-            block, offset = divmod(real.slots(position, position + 1)[0], self.size)
-            assert self.allocator.is_writable(block)
-            self.model.content[block][offset] = self.prefixes.of(ring.namespace, ring.tokens)[-1]
-            self.counts["overwritten"] += position >= len(ring.blocks) * self.size
-
-    def fork_ring(self, which: int) -> None:
-        real, ring = self.rings[which]
-        self.rings.append((real.fork(), self.model.fork(ring)))
-
-    def end_ring(self, which: int, *, collected: bool = False) -> None:
-        real, ring = self.rings.pop(which)
-        self.model.drop(ring)
-        if not collected:
-            real.free()
-
-    # Operations on snapshots.
-
-    def touch_kept(self, end: int) -> None:
-        self.kept = [*(other for other in self.kept if other != end), end]
-
-    def keep(self, which: int, index: int) -> None:
-        _, sequence = self.tables[which]
-        if index < sequence.num_committed:
-            block, end = sequence.blocks[index], self.model.ends(sequence.namespace, sequence.tokens)[index]
-            is_kept = self.snapshots.keep(block, end)
-            was_there, has_room = end in self.kept, len(self.kept) < self.snapshots.most
-            if self.world.is_checked:
-                assert is_kept == (block in self.model.hash)
-            if is_kept and not was_there and not has_room:
-                del self.kept[:1]
-                self.counts["snapshots evicted"] += 1
-            if is_kept:
-                self.touch_kept(end)
-
-    def drop_snapshot(self, which: int, index: int) -> None:
-        _, sequence = self.tables[which]
-        if index < sequence.num_committed and sequence.blocks[index] in self.model.hash:
-            self.snapshots._contents.pop(self.digest(self.model.hash[sequence.blocks[index]]), None)
-            self.kept = [end for end in self.kept if end != self.model.hash[sequence.blocks[index]]]
-
-    def limit(self, most: int) -> None:
-        if self.world.is_checked:
-            self.snapshots.limit(most)
-            self.kept = self.kept[max(0, len(self.kept) - most) :]
-            self.snapshots.most = self.world.num_snapshots
 
     # Operations on the whole pool.
 
@@ -677,14 +567,12 @@ class Driver:
 
     def forget(self, tokens: list[int], namespace: bytes) -> None:
         chain = HashChain(ROOTS[namespace], self.size, tokens)
-        self.allocator.forget([*chain.hashes()] * 2, namespace)  # what is given twice is forgotten once
+        self.allocator.forget(chain.hashes_of() * 2, namespace)  # what is given twice is forgotten once
         found = map(self.model.find, self.model.ends(namespace, tokens))
         self.model.forget([block for block in found if block is not None])
 
     def forget_cached(self, namespace: bytes | None) -> None:
         self.allocator.forget_cached_blocks(namespace)
-        if namespace is None:
-            self.model.newer, self.model.older = set(), set()
         cached = sorted(self.model.cached, key=self.model.reused.__contains__)
         self.model.forget([i for i in cached if namespace in (None, self.model.namespace[i])])
 
@@ -702,8 +590,6 @@ class Driver:
         holders = self.model.holders
         self.model = Model(self.world.num_blocks, self.size, self.prefixes)
         self.model.evictions_before, self.model.holders = evictions, holders
-        self.snapshots.reset()
-        self.kept = []
 
     def end_all(self) -> None:
         """Give every block back."""
@@ -711,13 +597,11 @@ class Driver:
             self.free(0)
         while self.awaiting:
             self.end_immutable(0, computed=False)
-        while self.rings:
-            self.end_ring(0)
 
     # What is compared after each operation.
 
     def compare(self) -> None:
-        """What each table, each ring and each hit must be able to read is there; what is counted is what there is."""
+        """What each table and each hit must be able to read is there; what is counted is what there is."""
         allocator, model, size = self.allocator, self.model, self.size
         all_prefixes = [self.prefixes.of(sequence.namespace, sequence.tokens) for _, sequence in self.tables]
         for (table, sequence), prefixes in zip(self.tables, all_prefixes, strict=True):
@@ -729,12 +613,6 @@ class Driver:
                 assert model.content[sequence.blocks[index]][: len(expected)] == expected
         for allocation, sequence in self.awaiting:
             assert allocation.block_ids == sequence.blocks
-        for real, ring in self.rings:
-            assert real.allocation.block_ids == ring.blocks
-            slots, prefixes = real.slots(0, ring.num_positions), self.prefixes.of(ring.namespace, ring.tokens)
-            assert slots == model.slots_of_ring(ring)
-            for position in range(max(0, len(ring.tokens) - ring.window), len(ring.tokens)):
-                assert model.content[slots[position] // size][slots[position] % size] == prefixes[position]
         assert snapshot_of(allocator)[:2] == (
             [0, *map(model.refs, range(1, model.num_blocks))],
             model.queue(),
@@ -790,40 +668,21 @@ class Driver:
             assert all(block in group.places for block in places.keys() & in_use if self.is_of_use(group, block))
             assert num_needed == group.num_needed or self.has_collected
         self.has_collected = False
-        self.snapshots.check()
-        found = [
-            (end, self.snapshots.of_digest(self.digest(end))) for end in self.kept if end in self.model.hash.values()
-        ]
-        self.counts["snapshots gone"] += len(self.kept) - len(found)
-        self.kept = [end for end, _ in found]
-        if self.world.is_checked:
-            assert all(end == content for end, content in found)
-            assert len(self.snapshots) == len(self.kept)
-
-    def digest(self, end: int) -> bytes:
-        block = self.model.find(end)
-        assert block is not None
-        found = self.allocator.digest_of(block)
-        assert found is not None
-        return found
 
 
 OPERATIONS = ["add"] * 6 + ["allocate"] * 4 + ["append"] * 9 + ["step"] * 12 + ["release_passed"] * 4
 OPERATIONS += ["commit"] * 9 + ["truncate"] * 3 + ["fork"] * 3 + ["free"] * 8 + ["collect", "grow", "reset"]
 OPERATIONS += ["forget", "forget_cached"]
-OF_ENGINES = ["ring"] * 2 + ["write_ring"] * 8 + ["fork_ring", "free_ring", "collect_ring", "immutable"]
-OF_ENGINES += ["end_immutable"]
-OF_SNAPSHOTS = ["keep"] * 9 + ["drop_snapshot", "limit"]
+AWAITED = ["immutable", "end_immutable"]  # where there are no windows
 
 
 def random_step(driver: Driver, rng: random.Random) -> None:
     """One operation, mostly on tokens of a few documents, so that sequences meet."""
     world, most = driver.world, driver.world.max_tokens
-    operations = OPERATIONS + OF_ENGINES * world.has_engine + OF_SNAPSHOTS * bool(world.num_snapshots)
-    operation = rng.choice(operations)
+    operation = rng.choice(OPERATIONS if world.windows else OPERATIONS + AWAITED)
     namespace = NAMESPACES[rng.random() < 0.2]
     document = random.Random(rng.randrange(3)).choices((0, 1), k=2 * most)
-    is_room = len(driver.tables) < driver.max_tables
+    is_room = len(driver.tables) < 5
 
     def tokens(start: int, number: int) -> list[int]:
         if rng.random() < 0.2:
@@ -843,17 +702,6 @@ def random_step(driver: Driver, rng: random.Random) -> None:
     elif operation == "end_immutable":
         if driver.awaiting:
             driver.end_immutable(rng.randrange(len(driver.awaiting)), computed=rng.random() < 0.5)
-    elif operation == "ring":
-        if len(driver.rings) < 3:
-            driver.allocate_ring(rng.randrange(20), rng.randrange(1, 9), namespace)
-    elif operation.endswith("_ring"):
-        which = rng.randrange(len(driver.rings)) if driver.rings else 0
-        if operation == "write_ring" and driver.rings:
-            driver.write_ring(which, rng.randrange(2))
-        elif operation == "fork_ring" and 0 < len(driver.rings) < 3:
-            driver.fork_ring(which)
-        elif driver.rings:
-            driver.end_ring(which, collected=operation == "collect_ring")
     elif operation == "grow":
         driver.grow(rng)
     elif operation == "forget":
@@ -866,9 +714,6 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             driver.end_all()
             gc.collect(0)
         driver.reset()
-    elif operation == "limit":
-        if rng.random() < 0.2:
-            driver.limit(rng.randrange(world.num_snapshots + 1))
     elif driver.tables:
         which = rng.randrange(len(driver.tables))
         length = len(driver.tables[which][1].tokens)
@@ -891,10 +736,6 @@ def random_step(driver: Driver, rng: random.Random) -> None:
             driver.fork(which)
         elif operation in ("free", "collect"):
             driver.free(which, collected=operation == "collect")
-        elif operation == "keep":
-            driver.keep(which, rng.randrange(length // driver.size + 1))
-        elif operation == "drop_snapshot":
-            driver.drop_snapshot(which, rng.randrange(length // driver.size + 1))
 
 
 def run_operations(world: World, num_operations: int, seed: str) -> Driver:
@@ -920,22 +761,3 @@ def run_operations(world: World, num_operations: int, seed: str) -> Driver:
         group.check()
         assert group.num_free == group.num_blocks - 1
     return driver
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operations", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    begun, counts = time.perf_counter(), Counter[str]()
-    for number in range(0, given.operations, OPERATIONS_EACH):
-        turn = number // OPERATIONS_EACH
-        world = WORLDS[turn % len(WORLDS)]._replace(is_checked=turn // len(WORLDS) % 2 == 0)
-        driver = run_operations(world, min(OPERATIONS_EACH, given.operations - number), f"{given.seed} {number}")
-        counts += driver.counts + Counter(evictions=driver.allocator.num_evictions)
-    seconds = time.perf_counter() - begun
-    print(f"{given.operations:,} operations agree with the naive model: {dict(counts)}, {seconds:.0f} s")  # noqa: T201  # a command prints
-
-
-if __name__ == "__main__":
-    main()

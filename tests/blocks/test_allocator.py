@@ -123,11 +123,11 @@ def test_committing_again_changes_nothing_and_another_hash_is_refused(allocator,
 
 def test_no_allocation_comes_to_hold_a_block_twice(allocator, hashes):
     allocation = allocator.allocate((), 2)
-    assert allocator.commit_many(allocation, 0, hashes([1, 2]) * 2) == 0
+    allocator.commit_many(allocation, 0, hashes([1, 2]) * 2)
     assert allocation.block_ids == [1, 2]
     assert allocator.block_hash_of(2) is None
     other = allocator.allocate((), 2)
-    assert allocator.commit_many(other, 0, hashes([1, 2]) * 2) == 1
+    allocator.commit_many(other, 0, hashes([1, 2]) * 2)
     assert other.block_ids == [1, 4]
 
 
@@ -136,7 +136,7 @@ def test_a_digest_of_other_tokens_is_neither_hit_nor_replaced(allocator, cache_s
     collision = BlockHash(hashes([1, 2])[0].digest, b"other tokens")
     allocation = allocator.allocate([collision], 1)
     assert allocation.num_prefix_blocks == 0
-    assert allocator.commit_many(allocation, 0, [collision]) == 0
+    allocator.commit_many(allocation, 0, [collision])
     allocator.allocate_immutable(allocation, [collision])
     assert [allocator.block_hash_of(block_id) for block_id in allocation.block_ids] == [None, None]
     assert allocator.match_prefix(hashes([1, 2])) == [1]
@@ -199,7 +199,7 @@ def test_a_root_given_in_two_namespaces_shares_no_block_all_the_same(allocator, 
     if how == "immutable":
         allocator.allocate_immutable(second, hashes(range(4)))
     else:
-        assert allocator.commit_many(second, 0, hashes(range(4))) == 0
+        allocator.commit_many(second, 0, hashes(range(4)))
     assert set(first.block_ids).isdisjoint(second.block_ids)
     assert [allocator.block_hash_of(block_id) for block_id in second.block_ids] == [None, None]
     allocator.check()

@@ -55,34 +55,35 @@ def test_what_is_no_block_cannot_be_asked_about(allocator, block_id):
             ask(block_id)
 
 
-# what is spoiled in an allocator -> what `check` says
 DAMAGE = {
-    "ref counts are": lambda it: it._states.ref_counts.__setitem__(1, 2),
-    "has a block twice": lambda it: next(iter(it._held.values())).append(1),
-    "block 0 is held": lambda it: next(iter(it._held.values())).append(0),
-    "must be in use": lambda it: it._states.free.pop(),
-    "must have no hash": lambda it: it._states.free.append(it._states.once.popitem()[0]),
-    "wait where they belong": lambda it: it._states._reused.update(it._states.once),
-    "order of their times": lambda it: it._states.once.move_to_end(next(iter(it._states.once))),
-    "not inverse": lambda it: it._states.blocks.popitem(),
+    "counts": lambda it: it._states.ref_counts.__setitem__(1, 2),
+    "a block twice": lambda it: next(iter(it._held.values())).append(1),
+    "no block": lambda it: next(iter(it._held.values())).append(0),
+    "lost": lambda it: it._states.free.pop(),
+    "free with a hash": lambda it: it._states.free.append(it._states.once.popitem()[0]),
+    "used again": lambda it: it._states._reused.update(it._states.once),
+    "order": lambda it: it._states.once.move_to_end(next(iter(it._states.once))),
+    "not found": lambda it: it._states.blocks.popitem(),
+    "no hash": lambda it: it._states.hashes.__setitem__(2, None),
+    "uncomputed": lambda it: it._states.uncomputed.add(2),
 }
 
 
-@pytest.mark.parametrize("said", DAMAGE)
-def test_check_notices_damage_and_prints_the_whole_state(make_allocator, hashes, said):
+@pytest.mark.parametrize("what", DAMAGE)
+def test_check_notices_damage_and_prints_the_whole_state(make_allocator, hashes, what):
     allocator = make_allocator()
     _allocation = allocator.allocate((), 1)
     cached = allocator.allocate((), 2)
     allocator.commit_many(cached, 0, hashes(range(4)))
     cached.free()
     allocator.check()
-    DAMAGE[said](allocator)
-    with pytest.raises(BlockStateError, match=said) as caught:
+    DAMAGE[what](allocator)
+    with pytest.raises(BlockStateError) as caught:
         allocator.check()
-    for part in ("allocations: [[1", "ref counts: [", "free: [", "hashes: {", "uncomputed: []"):
+    for part in ("allocations: [[1", "'ref_counts': [", "'free': [", "'hashes': [", "'uncomputed': "):
         assert part in str(caught.value)
     allocator._dirty = True  # any operation that finds the mark derives the state again ...
-    if said not in ("has a block twice", "block 0 is held"):  # ... from the lists, which are the truth
+    if what not in ("a block twice", "no block"):  # ... from the lists, which are the truth
         allocator.check()
     allocator._held.clear()
     allocator._dirty = True

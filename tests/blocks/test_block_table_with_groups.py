@@ -98,17 +98,6 @@ def test_blocks_whose_window_blocks_have_gone_are_known_again_once_computed_agai
     assert small.allocator.num_cached_blocks == 0
 
 
-def test_a_number_that_cannot_be_kept_or_computed_changes_nothing(small) -> None:
-    table = small.table(range(5))
-    resumption = table.allocation.resumption
-    for number in (-1, 6):
-        with pytest.raises(CacheArgumentError):
-            table.truncate(number)
-        with pytest.raises(CacheArgumentError):
-            table.commit_full_blocks(number)
-    assert table.allocation.resumption == resumption
-
-
 class Content:
     """Tables in few window blocks, and what was written into these: of each token, its number."""
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 
@@ -50,21 +48,3 @@ def test_what_comes_back_late_is_new(ask):
     ask(*range(1, 60))
     ask(1, *range(100, 120))
     assert ask(1) == []
-
-
-def test_nothing_is_remembered_of_what_was_forgotten(ask):
-    ask(*range(1, 11))
-    ask.allocator.forget_cached_blocks()
-    ask(1, *range(100, 120))
-    assert ask(1) == []
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_popular_documents_are_hit_more_often_than_by_the_time_of_their_last_use(ask, seed):
-    rng, recent, num_hits, num_lru = random.Random(seed), [], 0, 0
-    for number in range(400):
-        for document in (rng.randrange(6), 1000 + 2 * number, 1001 + 2 * number):
-            num_hits += len(ask(document))
-            num_lru += document in recent
-            recent = [document, *(other for other in recent if other != document)][:8]
-    assert num_hits > 1.3 * num_lru

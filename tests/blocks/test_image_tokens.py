@@ -68,7 +68,7 @@ def test_two_images_side_by_side_are_told_apart_whichever_is_another() -> None:
     chains = []
     for tokens in rows:
         chain = HashChain(root_hash(b"model"), 16, tokens)
-        chains.append([block.digest for block in chain.hashes()])
+        chains.append([block.digest for block in chain.hashes_of()])
     assert len({digests[1] for digests in chains}) == 4
     assert [whole_images(rows[0], number) for number in (13, 14, 30, 31, 32, 52, 53)] == [13, 13, 13, 31, 31, 31, 53]
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hf_paged_cache.blocks import BlockHash
-from hf_paged_cache.blocks.hashing import digest_behind
-from hf_paged_cache.blocks.roots import RootFacts, Roots
+from hf_paged_cache.blocks import BlockHash, RootFacts, Roots, digest_behind
 from hf_paged_cache.kv.block_pool import BLOCKS
 from hf_paged_cache.kv.contents import STATES, Part, Piece
 from hf_paged_cache.tiers.folder import Folder

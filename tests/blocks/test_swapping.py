@@ -6,10 +6,10 @@ import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, Window, WindowBlocks, root_hash
 from hf_paged_cache.blocks.for_engines import BlockSwapper
-from hf_paged_cache.errors import BlockStateError, CacheArgumentError
+from hf_paged_cache.errors import BlockStateError, CacheArgumentError, OutOfBlocksError
 
-from ..snapshot import snapshot_of
-from ..test_interrupts import interrupt
+from .snapshot import snapshot_of
+from .test_interrupts import interrupt
 
 ROOT = root_hash(b"model")
 
@@ -80,7 +80,7 @@ def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host,
     with pytest.raises(CacheArgumentError, match="given twice"):
         swapper.swap_out(table, table)
     with pytest.raises(CacheArgumentError, match="window blocks"):
-        swapper.can_swap_out(windowed)
+        swapper.swap_out(windowed)
     assert (snapshot_of(device), snapshot_of(host)) == before
     fork = table.fork()
     fork.append_tokens([5])
@@ -88,6 +88,27 @@ def test_what_cannot_be_swapped_is_refused_before_anything_changes(device, host,
         swapper.swap_out(fork)
     device.drop_copies(len(device.pending_copies))
     assert swapper.swap_out(fork)
+
+
+def test_tables_that_do_not_fit_stay_where_they_are(device, host, swapper):
+    held = host.allocate([], 6)  # two blocks are left, of which the tables find none
+    tables = [table_of(device, [1, 2, 3]), table_of(device, [4, 5], namespace=b"tenant")]
+    before = snapshot_of(device), snapshot_of(host)
+    with pytest.raises(OutOfBlocksError, match="there are fewer"):
+        swapper.swap_out(*tables)
+    assert (snapshot_of(device), snapshot_of(host), swapper.pending_copies) == (*before, ())
+    held.free()
+    assert len(swapper.swap_out(*tables)) == 3
+
+
+def test_what_the_other_side_has_is_found_and_not_evicted_for_the_rest(device, host, swapper):
+    tables = [table_of(device, tokens) for tokens in ([5, 6], [1, 2, 3, 4])]
+    table_of(host, [1, 2, 3, 4]).free()
+    held = host.allocate([], 5)
+    assert host.num_free_blocks == 1
+    assert len(swapper.swap_out(*tables)) == 1
+    assert host.num_evictions == 0
+    held.free()
 
 
 def test_a_swapper_needs_two_allocators_of_one_block_size(device):

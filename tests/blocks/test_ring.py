@@ -7,7 +7,7 @@ import pytest
 from hf_paged_cache.blocks.for_engines import Ring
 from hf_paged_cache.errors import BlockStateError, CacheArgumentError
 
-from ..snapshot import snapshot_of
+from .snapshot import snapshot_of
 
 
 def test_the_slots_of_a_ring_run_round_its_blocks(make_allocator):
@@ -36,6 +36,20 @@ def test_the_tokens_of_a_window_lie_in_slots_of_their_own(make_allocator, block_
                 for stop in range(start, num_tokens + 1):
                     assert ring.slots(start, stop) == slots[start:stop]
     assert allocator.num_blocks_in_use == 0
+
+
+def test_a_fork_of_a_ring_is_copied_on_write_and_keeps_its_tokens(allocator):
+    ring = Ring(allocator, num_tokens=9, window=4)
+    forked = ring.fork()
+    assert forked.slots(0, 9) == ring.slots(0, 9)
+    forked.make_writable(6)  # the second time round: its second block
+    assert allocator.pending_copies == ((2, 3),)
+    assert forked.allocation.block_ids == [1, 3]
+    forked.make_writable(6)
+    ring.make_writable(6)
+    assert len(allocator.pending_copies) == 1
+    ring.free()
+    assert allocator.num_blocks_in_use == 2
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 1), (2, 1), (0, 8), (8, 8)])
