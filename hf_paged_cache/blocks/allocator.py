@@ -47,11 +47,7 @@ class Allocation:
     __slots__ = ("__weakref__", "allocator", "block_ids", "key", "namespace", "num_prefix_blocks", "resumption")
 
     def __init__(
-        self,
-        allocator: PrefixCachingBlockAllocator,
-        block_ids: list[int],
-        num_prefix_blocks: int,
-        namespace: bytes = b"",
+        self, allocator: PrefixCachingBlockAllocator, block_ids: list[int], num_prefix_blocks: int, namespace: bytes
     ) -> None:
         self.allocator = allocator
         # The callback is a C function: the collector may run inside any of our lines, and must run no Python there.
@@ -65,11 +61,6 @@ class Allocation:
         return f"Allocation(num_blocks={len(self.block_ids)}, num_prefix_blocks={self.num_prefix_blocks})"
 
     @property
-    def num_prefix_tokens(self) -> int:
-        """Number of tokens in the prefix hit."""
-        return self.num_prefix_blocks * self.allocator.block_size
-
-    @property
     def is_freed(self) -> bool:
         """True if the blocks were given back."""
         return not self.allocator.holds(self)
@@ -77,8 +68,7 @@ class Allocation:
     def slots(self, start: int, stop: int) -> list[int]:
         """Return the slot of each position in `[start, stop)`: block id * block_size + offset.
 
-        Raises:
-            CacheArgumentError: a position lies in no block.
+        Raises CacheArgumentError if a position lies in no block.
         """
         size, block_ids = self.allocator.block_size, self.block_ids
         if not 0 <= start <= stop <= len(block_ids) * size:

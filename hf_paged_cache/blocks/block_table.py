@@ -88,7 +88,7 @@ class BlockTable:
     @property
     def num_cached_tokens(self) -> int:
         """Number of tokens that were hit when the table was filled and are still in it."""
-        return min(self.allocation.num_prefix_tokens, self.num_tokens)
+        return min(self.allocation.num_prefix_blocks * self._block_size, self.num_tokens)
 
     @property
     def num_empty_slots(self) -> int:
@@ -131,7 +131,7 @@ class BlockTable:
                 num_tokens = resumable(self.groups, matched, len(matched) * self._block_size)
                 hashes = hashes[: num_tokens // self._block_size]
             allocation = self._allocator.allocate(hashes, namespace=self.namespace)
-            num_hit = allocation.num_prefix_tokens
+            num_hit = allocation.num_prefix_blocks * self._block_size
             chain.truncate(num_hit)
             if self.groups:
                 allocation.resumption = Resumption(num_hit, num_hit)

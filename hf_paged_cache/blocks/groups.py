@@ -245,7 +245,7 @@ class WindowBlocks:
 
     def reset(self, num_blocks: int) -> None:
         """Forget everything and begin with `num_blocks` window blocks; no block may be in use."""
-        self.is_dirty = True  # see `Changing`
+        self.is_dirty: bool = True  # see `Changing`
         self.num_blocks = num_blocks
         self.places: dict[int, int] = {}
         self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks that a sequence has passed

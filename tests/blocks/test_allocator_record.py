@@ -21,7 +21,7 @@ def test_collection_itself_changes_nothing_until_the_next_operation(allocator):
 
 
 def test_an_allocation_collected_before_it_was_registered_is_nothing(allocator):
-    Allocation(allocator, [1, 2], 0)
+    Allocation(allocator, [1, 2], 0, b"")
     allocator.check()
     assert len(allocator.collected) == 0
 
