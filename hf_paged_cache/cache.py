@@ -17,8 +17,7 @@ from .attention.backends import name_of
 from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
-from .integration.asking import require_filled
-from .integration.calls import Calls, require_continues, require_may_begin
+from .integration.calls import Calls
 from .integration.capturing import Capturing, require_capture
 from .integration.current import Current, bytes_of_rows, forget
 from .integration.generate_arguments import GenerateArguments
@@ -28,6 +27,7 @@ from .integration.side_rows import SideRows
 from .model.layers import cache_layers
 from .model.support import cache_argument
 from .prefix_store import PrefixStore, store_of
+from .rows.request import CallState
 from .rows.rows import Rows
 from .stats import CacheStats, CallStats
 from .store_options import StoreSizes, shows_store_options
@@ -84,14 +84,12 @@ class PagedPrefixCache(Cache):
         self._counters = PromptCounters(store.blocks.call_totals)
         self._ranks = Ranks(store.fingerprint, store.blocks)
         takes_positions = store.argument_reader.takes_positions
-        self._capture = capture
         self._capturing = Capturing(store.fingerprint, capture, store.arena, takes_positions=takes_positions)
         self._calls = Calls(store, self.cache_salt, self._counters, self._ranks, self._capturing)
-        self._side_rows = SideRows(store, partial(PagedPrefixCache, store, cache_salt=cache_salt, capture=False))
+        self._side_rows = SideRows(
+            store.argument_reader, partial(PagedPrefixCache, store, cache_salt=cache_salt, capture=False)
+        )
         self._current = Current(store.blocks, self.cache_salt, self._calls.close)
-        self._records_past = False  # whether rows record past columns from a loop's first forward on
-        if capture:
-            self._capturing.attach()
         self._num_looks = 0  # see `AskedCache`
         self._without_rows = list(cache_layers(store.model))  # layers that hold nothing
         super().__init__(layers=self._without_rows)
@@ -100,39 +98,26 @@ class PagedPrefixCache(Cache):
 
     def begin_rows(self, model: Any, given: GenerateArguments) -> Rows:
         """Begin a `generate`, and return the rows that it runs on."""
+        calls, current = self._calls, self._current
+        held = None
         try:
-            require_may_begin(self.store.model, model, given)
+            calls.require_may_begin(model, given)
             if given.only_new_tokens:
-                return self._resume_rows(given)
-            require_filled(self._calls, given.passed, 0)
-            if self.store.blocks.windows.may_change:
-                self._follow_windows()
-            if self._capture:
-                self._capturing.attach()
-            previous = self._current.take_previous()
-            if previous is not None and previous.is_exact:  # of others, the new rows keep what they take over
-                self._calls.close(previous)
-            self._ranks.is_settled = False
-            rows = self._calls.begin(given, previous)
+                held = current.take()  # no other call goes on with these rows meanwhile
+                rows = held or calls.new_rows()  # without rows, there is nothing to continue: this is refused
+                calls.resume(given, rows)
+                rows.is_behind_handle = False
+            else:
+                held = current.take(unless_elsewhere=True)
+                if held is not None and held.is_exact:  # of others, the new rows keep what they take over
+                    calls.close(held)
+                rows = calls.begin(given, held)
         except PagedCacheError as error:
+            if held is not None:
+                current.put(held)
             self._ranks.tell_refusal(error, always=True)
             raise
         rows.handle = ref(self)
-        return rows
-
-    def _resume_rows(self, given: GenerateArguments) -> Rows:
-        """Return the rows of the call before, which a `generate` of new tokens alone continues."""
-        require_filled(self._calls, given.passed, given.num_masked - given.num_given)
-        rows = self._current.take()  # no other call goes on with these rows meanwhile
-        try:
-            require_continues(given, 0 if rows is None else rows.get_seq_length())
-            assert rows is not None
-            self._calls.resume(given, rows)
-        except PagedCacheError:
-            if rows is not None:
-                self._current.put(rows)
-            raise
-        rows.handle, rows.is_behind_handle = ref(self), False
         return rows
 
     @contextlib.contextmanager
@@ -165,26 +150,16 @@ class PagedPrefixCache(Cache):
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let a forward that was passed this cache itself run on the rows of the running loop, or begin a loop."""
-        rows = self._current.rows
-        if rows is None:
-            if self.store.blocks.windows.may_change:
-                self._follow_windows()
-            rows = self._current.rows = self._calls.begin_loop(is_unseen=self._current.is_unseen)
-            self._current.is_unseen = False
-        if self._records_past:
-            rows.activate_past_recording()
+        rows = self._current.rows or self._begin_loop()
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
 
-    def after_forward(self, output: Any) -> Any:
-        """Return the output: the forward has run on rows, and the rows are told."""
-        return output
-
-    def _follow_windows(self) -> None:
-        """Fit the store to the windows that the model has now."""
-        if not self._ranks.are_several:
-            with self.store.blocks.lock:
-                self.store.blocks.follow_windows(self.store.fingerprint.windows_now())
+    def _begin_loop(self) -> Rows:
+        """Return the rows of a loop of forwards that begins, or of a `generate` that no bracket has seen."""
+        rows, is_unseen = self._calls.new_rows(), self._current.is_unseen
+        rows.state = CallState("generate" if is_unseen else "forward", is_unseen=is_unseen)
+        self._current.rows, self._current.is_unseen = rows, False
+        return rows
 
     def adopt(self, rows: Rows, before: Rows) -> None:
         """Take the rows that a `generate` ran on which was passed the rows `before`, if these are this cache's."""
@@ -244,11 +219,7 @@ class PagedPrefixCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Expect drafts to be verified: a model that cannot say which logits it needs computes all of them."""
-        if self._current.rows is None:
-            self._records_past = True
-            super().activate_past_recording()  # type: ignore[no-untyped-call]
-        else:
-            self._current.rows.activate_past_recording()
+        (self._current.rows or self._begin_loop()).activate_past_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row `i` continue row `beam_idx[i]`."""
@@ -258,9 +229,12 @@ class PagedPrefixCache(Cache):
         """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
 
         Raises:
-            CacheArgumentError: the number is positive, or more than there are tokens, or more than a layer with a
-                window or a state can take back.
+            CacheArgumentError: the number is no integer, or positive, or more than there are tokens, or more than a
+                layer with a window or a state can take back.
         """
+        if not hasattr(tokens_to_remove, "__index__"):
+            kind = type(tokens_to_remove).__name__
+            raise CacheArgumentError(f"tokens_to_remove is of type {kind}; give a negative integer, or 0")
         self._held().crop(tokens_to_remove)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -274,8 +248,7 @@ class PagedPrefixCache(Cache):
     def reset(self) -> None:
         """Drop the rows, as transformers means it; full blocks stay in the prefix cache."""
         self._current.end()
-        with self.store.blocks.lock:
-            self._records_past, self._without_rows = False, list(cache_layers(self.store.model))
+        self._without_rows = list(cache_layers(self.store.model))
 
     # Methods that users call.
 
@@ -437,4 +410,4 @@ class PagedPrefixCache(Cache):
 
     def sibling(self) -> "PagedPrefixCache":
         """Make another cache on the same store, with the same salt and the same `capture`."""
-        return PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, capture=self._capture)
+        return PagedPrefixCache(self.store, cache_salt=self.cache_salt or None, capture=self._capturing.capture)

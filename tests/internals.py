@@ -16,7 +16,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.ask.scoring import score_contexts as score_contexts
 from hf_paged_cache.attention import backends, causal
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
-from hf_paged_cache.integration import ambient, asking, chunked_prompt, keeping, opening, shared_prefill
+from hf_paged_cache.integration import ambient, chunked_prompt, opening, shared_prefill
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
@@ -201,9 +201,8 @@ def layer_write(cache: PagedPrefixCache) -> tuple[type, str]:
 # Where a call is made to fail: functions of modules, and methods.
 FAULT_POINTS: list[tuple[Any, str]] = [
     *((Calls, name) for name in ("begin", "open", "confirm", "close", "keep")),
-    *((asking, name) for name in ("read", "with_roots")),
-    *((opening, name) for name in ("read_first", "run_ahead", "fill")),
-    (keeping, "is_same"),
+    *((Calls, name) for name in ("read", "with_roots", "is_same")),
+    *((opening, name) for name in ("run_ahead", "fill")),
     *((Rows, name) for name in ("before_forward", "after_forward", "apply", "start_at", "note_look")),
     (Group, "take"),
     (RowsLayer, "update"),

@@ -9,7 +9,6 @@ from torch import Tensor
 from ..blocks import RootFacts
 from ..call.counters import PromptCounters
 from ..errors import CacheArgumentError, CacheBusyError
-from ..integration.asking import why_in_general
 from ..integration.calls import Calls
 from ..integration.current import Current
 from ..integration.ranks import Ranks
@@ -76,7 +75,7 @@ def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
     if mask is not None and any(one == 0 for one in one_sequence(f"the attention_mask of {what}", mask)):
         raise CacheArgumentError(f"{what} has padding; give one row without it")
     root = _root_of(cache, len(tokens))  # looks at the model; refuses where asking would change frequencies
-    why_whole = why_in_general(cache._calls)
+    why_whole = cache._calls.why_in_general()
     is_text = inputs is not given or not cache.store.placeholders.kinds
     if is_text and not inputs.keys() - {"input_ids", "attention_mask"}:
         return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_whole)

@@ -15,7 +15,6 @@ from ..blocks import BlockHash, RootFacts
 from ..blocks.arguments import int_of_at_least
 from ..blocks.image_tokens import hold_images
 from ..errors import UnsupportedModelError
-from ..integration.asking import why_in_general
 from ..integration.side_rows import row_of
 from ..kv.states import read_states
 from ..kv.tensors import read_arrays
@@ -88,7 +87,7 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     """
     if num_blocks is not None:
         int_of_at_least("num_blocks", num_blocks, 1, "blocks, or None for all")
-    store, why = cache.store, why_in_general(cache._calls)
+    store, why = cache.store, cache._calls.why_in_general()
     if store.fingerprint.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
     elif cache._ranks.are_several:

@@ -4,7 +4,6 @@ Keeping never raises into a call for want of blocks or memory: what does not fit
 before anybody can find it.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -44,8 +43,8 @@ def keep(store: BlockStore, rows: Rows, state: CallState, salt: bytes) -> None:
     token_ids, ends = rows.ids.rows(rows.prompts, stop), state.limits.end_of_sequence
     for number in todo:
         prompt, tokens = rows.prompts[number], token_ids[number]
-        if ends and not math.isinf(state.limits.num_prompt_columns):
-            first = max(0, int(state.limits.num_prompt_columns) - prompt.pad)
+        if ends and state.limits.num_prompt_columns:
+            first = max(0, state.limits.num_prompt_columns - prompt.pad)
             tokens = tokens[: 1 + next((at for at in range(first, len(tokens)) if tokens[at] in ends), len(tokens))]
         if prompt.most_kept is not None:
             tokens = tokens[: prompt.most_kept]

@@ -6,6 +6,7 @@ for all threads is also seen where no other scope is. Caches are held weakly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 from weakref import ref
@@ -20,13 +21,8 @@ class AmbientScope:
     """`AmbientScope` is one `with cache:` block, or one block of `in_all_threads`."""
 
     def __init__(self, cache: Any, *, in_all_threads: bool = False) -> None:
-        self._cache, self.in_all_threads = ref(cache), in_all_threads
-        self.is_open = True  # if not, the scope is over in every context that still lists it
-
-    @property
-    def cache(self) -> Any:
-        """Cache of the scope; None: the block was left, or nobody holds the cache any more."""
-        return self._cache() if self.is_open else None
+        self.cache: Callable[[], Any] = ref(cache)  # gives None where nobody holds the cache, or the block was left
+        self.in_all_threads = in_all_threads
 
 
 _opening = new_lock()  # held to replace `_open`; reading `_open` needs no lock
@@ -37,7 +33,7 @@ _here: ContextVar[tuple[AmbientScope, ...]] = ContextVar("hf_paged_cache_scopes"
 def ambient_cache(model: nn.Module) -> Any:
     """Return the cache for a `generate` that is called here and brings none; None: no scope gives one."""
     for scope in (*reversed(_here.get()), *(scope for scope in _open if scope.in_all_threads)):
-        if (cache := scope.cache) is not None and cache.store.model is model:
+        if (cache := scope.cache()) is not None and cache.store.model is model:
             return cache
     return None
 
@@ -45,35 +41,36 @@ def ambient_cache(model: nn.Module) -> Any:
 def open_scope(scope: AmbientScope) -> None:
     """Open a scope. Raises CacheBusyError if another cache has one for all threads of the model."""
     global _open
+    cache = scope.cache()
     with _opening:
-        others, cache = _of_those_open(_open), scope.cache
-        caches = [other for each in others if each.in_all_threads and (other := each.cache) is not None]
-        if scope.in_all_threads and any(each is not cache and each.store.model is cache.store.model for each in caches):
+        _open = _of_those_open(_open)
+        caches = [each.cache() for each in _open if each.in_all_threads and scope.in_all_threads]
+        if any(each not in (None, cache) and each.store.model is cache.store.model for each in caches):
             raise CacheBusyError(
                 "another cache is this model's in all threads; leave its `with cache.in_all_threads():` block first, "
                 "or use `with cache:`, which is for this thread"
             )
-        _open = (*others, scope)
+        _open = (*_open, scope)
     _here.set((*_of_those_open(_here.get()), scope))
 
 
 def close_scope(scope: AmbientScope) -> None:
     """End a scope in every context. Scopes may end in any order, in any thread."""
     global _open
-    scope.is_open = False  # this comes first: however the rest is interrupted, the scope is over
+    scope.cache = lambda: None  # this comes first: in every context, however the rest is interrupted, it is over
     with _opening:
         _open = _of_those_open(_open)
     _here.set(_of_those_open(_here.get()))
 
 
 def _of_those_open(scopes: tuple[AmbientScope, ...]) -> tuple[AmbientScope, ...]:
-    return tuple(scope for scope in scopes if scope.cache is not None)
+    return tuple(scope for scope in scopes if scope.cache() is not None)
 
 
 def scope_to_close(cache: Any) -> AmbientScope | None:
     """Return the scope of a `with cache:` block that ends here, or None if it is over: the innermost of this context,
     or else the one that was opened last, since a generator may be closed in another context than it was begun in.
     """
-    scopes = [scope for scope in _open if scope.cache is cache and not scope.in_all_threads]
+    scopes = [scope for scope in _open if scope.cache() is cache and not scope.in_all_threads]
     here = _here.get()
     return max(scopes, key=lambda scope: (scope in here, scopes.index(scope)), default=None)

@@ -1,4 +1,4 @@
-"""Opens, runs and closes the calls of one cache, each on rows of its own.
+"""Runs the calls of one cache, each on rows of its own.
 
     open    the prompt is read, what is known of it is leased, rows are filled with it; the model runs the rest
     run     transformers alone
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from ..call.counters import count_bypassed
+from ..call.keep import keep as keep_blocks
 from ..call.keep import lay_out
 from ..call.share import share_prompt
 from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedCacheError
@@ -27,53 +28,50 @@ from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
 from ..model.support import cache_argument, require_layer_adapters
 from ..rows.layers import SPARE
-from ..rows.request import CallState, ForwardRequest
+from ..rows.request import CallState
 from ..rows.rows import Prompt, Rows
-from ..rows.shared import SharedColumns
-from .asking import GRADIENTS, read, require_filled, with_roots
 from .chunked_prompt import chunked_prompt, require_slices
 from .forward_arguments import shape_of
 from .generate_arguments import GenerateArguments
-from .keeping import keep_full_rows, keep_rows, leave_blocks
-from .opening import begin_captured, begin_chunks, bypass, open_rows
-from .parts import CallParts
+from .opening import GRADIENTS, Opening
 
-RAN_ELSEWHERE = (
+_RAN_ELSEWHERE = (
     "generate ran no forward with the cache: some models leave it out at the length from which on their "
     "rotary frequencies are others"
 )
-NO_CACHE_WANTED = (
+_RESUMED = "the last call's rows resumed"
+_NO_CACHE_WANTED = (
     "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole "
     "prompt again in each step, after what the cache holds; pass use_cache=True, or no cache"
 )
 
 
-class Calls(CallParts):
+class Calls(Opening):
     """`Calls` opens, runs and closes the calls of one cache."""
 
     # Calls of `generate`.
 
     def begin(self, given: GenerateArguments, previous: Rows | None) -> Rows:
         """Begin a `generate` after the rows of the call before, and return the rows that it is to run on."""
+        if self.placeholders.kinds:
+            self.require_filled(given.passed, 0)
+        self.ranks.is_settled = False
+        self.captures = self.capturing.attach()
         rows = self.new_rows()
         rows.in_generate, rows.previous, rows.state = True, previous, self._state_of(given)
-        rows.escaped = rows.state.is_custom  # custom code may give the rows to anybody
-        rows.reads_all = rows.state.is_custom or prepares_otherwise(self.model)
-        if (
-            given.chunk_size is not None
-            and not given.is_own
-            and (chunked := chunked_prompt(self.model, given)) is not None
-        ):
-            begin_chunks(self, rows, chunked, given)
-            if rows.state.pending is not None:
-                self._count_pending(rows)
+        rows.escaped = given.is_custom  # custom code may give the rows to anybody
+        rows.reads_all = given.is_custom or _prepares_otherwise(self.model)
+        if given.chunk_size is not None and not given.is_own:
+            chunked = chunked_prompt(self.model, given)
+            if chunked is not None:
+                self.begin_chunks(rows, chunked, given)
+                self._count(rows)
         return rows
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
         """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on."""
-        require_may_begin(self.model, model, given)
+        self.require_may_begin(model, given)
         if given.only_new_tokens:
-            require_continues(given, rows.get_seq_length())
             self.resume(given, rows)
             return rows
         rows.escaped = True
@@ -84,27 +82,39 @@ class Calls(CallParts):
         begun.handle = rows.handle
         return begun
 
-    def begin_side(self, kind: str) -> Rows:
-        """Begin a call of ours, and return the rows that its forwards are to run on."""
-        rows = self.new_rows()
-        rows.in_generate, rows.state = True, CallState(kind, counts_more=False)
-        return rows
-
-    def begin_loop(self, *, is_unseen: bool) -> Rows:
-        """Begin a loop of forwards, or a `generate` that no bracket has seen; return its rows."""
-        rows = self.new_rows()
-        rows.state = CallState("generate" if is_unseen else "forward", counts_more=not is_unseen, is_unseen=is_unseen)
-        return rows
-
     def begin_again(self, rows: Rows) -> None:
         """Let rows begin anew: a function in the place of `generate` calls transformers' once more on them."""
         self.close(rows)
         rows.reset()
         rows.in_generate = True
 
+    def require_may_begin(self, model: Any, given: GenerateArguments) -> None:
+        """Refuse a `generate` of another model, under adapters that do more than change layers, or on another cache."""
+        if model is not self.model:
+            self.refuse(model)
+        require_layer_adapters(model)
+        if given.cache_implementation is not None:
+            raise CacheArgumentError(
+                f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
+                "leave it out, or leave past_key_values out"
+            )
+
     def resume(self, given: GenerateArguments, rows: Rows) -> None:
-        """Let a `generate` of new tokens alone go on with rows."""
-        self.ranks.settle_resumption(rows.get_seq_length(), given.num_given)
+        """Let a `generate` of new tokens alone go on with rows, exactly where they stopped.
+
+        This is checked here because a mask of ones never reaches the forward.
+        """
+        require_slices(given)
+        num_held = rows.get_seq_length()
+        if given.num_masked != num_held + given.num_given:
+            raise CacheArgumentError(
+                f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids "
+                f"{given.num_given}: pass the whole prompt, or ids that continue exactly where the rows stopped (the "
+                "last token generated is not among them)"
+            )
+        if self.placeholders.kinds:
+            self.require_filled(given.passed, num_held)
+        self.ranks.settle_resumption(num_held, given.num_given)
         rows.in_generate = rows.reads_next = True
         rows.is_passed = False
         before, rows.state = rows.state, self._state_of(given)
@@ -118,6 +128,22 @@ class Calls(CallParts):
         if state.deltas is not None:  # modules hold the deltas of whichever call ran last
             state.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
 
+    def _state_of(self, given: GenerateArguments) -> CallState:
+        """Return the state of a `generate` that begins."""
+        images = None
+        if self.image_inputs.takes_images and given.chunk_size is None and not given.is_own:
+            images = self.image_inputs.read(given.passed)
+        return CallState(
+            "generate",
+            given.limits,
+            beams=given.has_beams,
+            is_custom=given.is_custom,
+            is_unseen=given.is_own,
+            calls_back=given.calls_back or given.is_custom,
+            is_in_step=given.synced_gpus,
+            images=None if isinstance(images, str) else images,
+        )
+
     def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
         """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
         index = torch.tensor(sources, dtype=torch.int64, device="cpu")
@@ -128,26 +154,7 @@ class Calls(CallParts):
             forked = copy.deepcopy(rows)
             forked.apply(index)
         forked.in_generate, forked.calls = True, self
-        if forked.state is not None:
-            forked.state.counts_more = False
         return forked
-
-    def _state_of(self, given: GenerateArguments) -> CallState:
-        """Return the state of a `generate` that begins."""
-        images = None
-        if self.image_inputs.takes_images and given.chunk_size is None and not given.is_own:
-            images = self.image_inputs.read(given.passed)
-        return CallState(
-            "generate",
-            given.limits,
-            beams=(given.num_beams or 1) > 1,
-            is_custom=given.is_custom,
-            is_unseen=given.is_own,
-            calls_back=given.calls_back or given.is_custom,
-            counts_more=not given.is_custom,
-            is_in_step=given.synced_gpus,
-            images=None if isinstance(images, str) else images,
-        )
 
     def close(self, rows: Rows) -> None:
         """End a call, however it ended, and keep what is complete."""
@@ -158,7 +165,7 @@ class Calls(CallParts):
         try:
             if rows.is_open and rows.why_bypassed is None:
                 self.keep(rows)
-                leave_blocks(self, rows)
+                self._leave_blocks(rows)
         finally:
             if rows.captured is not None:
                 rows.captured.close()
@@ -170,17 +177,18 @@ class Calls(CallParts):
         if rows.state.is_custom:  # custom code may have called `generate` itself, on other rows
             return
         rows.previous = None
-        counts = count_bypassed([given.num_given] * max(1, given.limits.num_rows), RAN_ELSEWHERE)
+        counts = count_bypassed([given.num_given] * max(1, given.limits.num_rows), _RAN_ELSEWHERE)
         with self.store.lock:
             self.counters.add_call("generate", counts, 0, bypassed=True)
 
-    # Methods that rows call.
-
-    keep, keep_full = keep_rows, keep_full_rows
+    # Methods that rows call before a forward.
 
     def refuse(self, model: Any) -> NoReturn:
-        """Raise CacheArgumentError: a forward of another model was passed these rows."""
-        raise another_model(self.model, model)
+        """Raise CacheArgumentError: the cache, or rows of it, were given to another model."""
+        raise CacheArgumentError(
+            f"this cache was built for another model ({type(self.model).__name__} elsewhere in memory); build "
+            f"one for this {type(model).__name__}: PagedPrefixCache(model)"
+        )
 
     def require_not_running(self, rows: Rows) -> None:
         """Raise CacheBusyError if another thread runs a forward on the rows."""
@@ -199,108 +207,84 @@ class Calls(CallParts):
         self.ranks.is_settled = False
         try:
             if rows.state.is_unseen:
-                require_whole_prompt(arguments)
+                _require_whole_prompt(arguments)
             try:
-                return open_rows(self, rows, arguments)
+                return self._open(rows, arguments)
             except torch.OutOfMemoryError:
                 if self.fingerprint.rank_groups:
                     raise
             # here nobody holds the rows of the call before any more
             rows.reset()
             self.give_way(rows)
-            return open_rows(self, rows, arguments, may_run_ahead=False)
+            return self._open(rows, arguments, may_run_ahead=False)
         except Exception as error:
             self.ranks.tell_refusal(error)
             raise
 
     def give_way(self, rows: Rows) -> None:
         """Give up the arena, and what the pool need not hold, when memory is short and these rows are given up."""
-        if rows.captured is not None:
-            rows.captured.close()
         self.capturing.give_way(rows)
         with self.store.lock:
             self.store.make_way()
 
     def go_on(self, rows: Rows, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Get ready for a forward of a loop, or the first forward of a call that resumes; return its arguments."""
+        """Get ready for a forward of a loop, or the first forward of a call that resumes; return its arguments.
+
+        From an unusual forward on, rows are bypassed.
+        """
         rows.thread = threading.get_ident()
-        is_prompt = rows.reads_next or not rows.in_generate
-        reads = is_prompt or rows.reads_all or arguments.get("input_ids") is None
-        rows.reads_next = False
         rows.roll_back()
+        state, is_prompt = rows.state, rows.reads_next or not rows.in_generate
         if not rows.in_generate:
             self.ranks.is_settled = False
+        before = rows.get_seq_length()
         try:
-            if reads and rows.why_bypassed is None:
-                return self._read_on(rows, arguments, is_prompt=is_prompt)
-            if is_prompt:
-                self._count_on_a_bypass(rows, arguments)
+            if rows.why_bypassed is None:
+                arguments, num_new, num_tokens = self._read_on(rows, arguments, is_prompt=is_prompt)
+            elif is_prompt:
+                num_rows, num_new = shape_of(arguments, before)
+                num_tokens = [num_new] * num_rows
         except PagedCacheError as error:
             if not rows.in_generate:
                 self.ranks.tell_refusal(error)
             raise
+        rows.reads_next = False
+        if is_prompt:
+            if not (state.is_custom or state.is_unseen):
+                state.pending, rows.must_confirm = count_bypassed(num_tokens, _RESUMED), True
+            if rows.chunks is not None:  # another chunk of the prompt may follow
+                rows.reads_next = before + num_new < state.limits.num_prompt_columns
         return arguments
 
-    def _read_on(self, rows: Rows, arguments: Mapping[str, Any], *, is_prompt: bool) -> Mapping[str, Any]:
-        """Read a forward of rows that go on; return what it is to run with.
-
-        From an unusual forward on, rows are bypassed.
-        """
-        request, why, _ = read(self, rows, arguments)
-        if rows.chunks is not None:
-            self._go_on_in_chunks(rows, request, why)
+    def _read_on(
+        self, rows: Rows, arguments: Mapping[str, Any], *, is_prompt: bool
+    ) -> tuple[Mapping[str, Any], int, list[int]]:
+        """Read a forward of rows that go on; return what it is to run with, and its numbers of columns and tokens."""
+        request, why, _ = self.read(rows, arguments)
+        state, num_new = rows.state, request.num_new_columns
+        if rows.chunks is not None and not rows.num_forwards:
+            inputs = self.with_roots(state, request)
+            state.chunked.require(replace(request, rows=tuple(inputs), bypass=why), rows.n)
         if not rows.in_generate:
             self.ranks.settle(rows, request)
         why = why or (GRADIENTS if torch.is_grad_enabled() else None)
         if why is not None:
             self.keep(rows)
-            arguments = bypass(self, rows, arguments, why)
-            for row in rows.state.counts:
+            arguments = self.bypass(rows, arguments, why)
+            for row in state.counts:
                 row.stopped += f"; then {why}"
-            with self.store.lock:
-                self.counters.note_bypass()
+            if state.counts:  # if not, the call begins with this forward, and counts as bypassed when it has returned
+                with self.store.lock:
+                    self.counters.note_bypass()
         elif any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
-            inputs = with_roots(self, rows.state, request)  # rows of padding alone get more of it
+            inputs = self.with_roots(state, request)  # rows of padding alone get more of it
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
-        if is_prompt:
-            self._count_more(rows, [len(row.token_ids) for row in request.rows])
-            may_capture = rows.in_generate and rows.captured is None and rows.chunks is None
-            if why is None and may_capture and self.capturing.is_asked:
-                begin_captured(self, rows, request, rows.n, rows.n + request.num_new_columns)
-        return arguments
+        may_capture = is_prompt and rows.in_generate and rows.captured is None and rows.chunks is None
+        if why is None and may_capture and self.captures:
+            self.begin_captured(rows, request, rows.n, rows.n + num_new)
+        return arguments, num_new, [len(row.token_ids) for row in request.rows]
 
-    def _count_on_a_bypass(self, rows: Rows, arguments: Mapping[str, Any]) -> None:
-        """Count more of a prompt, which runs in bypassed rows."""
-        before = rows.get_seq_length()
-        if not rows.in_generate:
-            require_filled(self, arguments, before)
-        num_rows, num_new = shape_of(arguments, before)
-        self._count_more(rows, [num_new] * num_rows)
-        if rows.chunks is not None:  # another chunk of the prompt may follow
-            rows.reads_next = before + num_new < rows.state.limits.num_prompt_columns
-
-    def _go_on_in_chunks(self, rows: Rows, request: ForwardRequest, why_bypassed: str | None) -> None:
-        """Check that the next chunk of a prompt continues the rows, and note whether more chunks follow."""
-        state, stop = rows.state, rows.n + request.num_new_columns
-        if not rows.num_forwards:
-            inputs = with_roots(self, state, request)
-            state.chunked.require(replace(request, rows=tuple(inputs), bypass=why_bypassed), rows.n)
-        rows.reads_next = stop < state.limits.num_prompt_columns and not math.isinf(state.limits.num_prompt_columns)
-
-    def _count_more(self, rows: Rows, num_tokens: Sequence[int]) -> None:
-        """Count more tokens of a prompt, which run in rows that have begun."""
-        state = rows.state
-        if not state.counts_more:
-            return
-        new = count_bypassed(num_tokens, "")
-        begins = not state.counts
-        if len(state.counts) != len(new):
-            state.counts = count_bypassed([0] * len(new), "the last call's rows resumed")
-        for row, more in zip(state.counts, new, strict=True):
-            row.prompt_tokens += more.prompt_tokens
-            row.computed_tokens += more.computed_tokens
-        state.pending = new, begins
-        rows.must_confirm = True
+    # Methods that rows call after a forward, and as they change.
 
     def confirm(self, rows: Rows, output: Any) -> Any:
         """Confirm a forward that has returned: rows that ran for several rows of the batch become these rows."""
@@ -311,14 +295,14 @@ class Calls(CallParts):
                 "the forward did not write any layer: gradient "
                 "checkpointing drops the cache; call model.gradient_checkpointing_disable() or model.eval()"
             )
-        if rows.why_bypassed is None and state.regime and self.fingerprint.rope.now() != state.regime:
-            rows.keep_less(rows.n - rows.num_new)  # the new columns have other frequencies than those before
-        if rows.why_bypassed is None and self.has_deltas and rows.num_forwards == 1:
-            state.deltas = RopeDeltas(self.model)
+        if rows.why_bypassed is None:
+            if state.regime and self.fingerprint.rope.now() != state.regime:
+                rows.keep_less(rows.n - rows.num_new)  # the new columns have other frequencies than those before
+            if self.has_deltas and rows.num_forwards == 1:
+                state.deltas = RopeDeltas(self.model)
         if rows.copies is not None:
             self._spread(rows, rows.copies, output)
-        if state.pending is not None:
-            self._count_pending(rows)
+        self._count(rows)
         if rows.is_behind_handle and rows.handle is not None and (handle := rows.handle()) is not None:
             name = cache_argument(self.model)
             if getattr(output, name, None) is rows:
@@ -330,20 +314,38 @@ class Calls(CallParts):
 
     def _spread(self, rows: Rows, copies: Sequence[int], output: Any) -> None:
         """Let rows that ran for several rows of the batch become these rows, and the forward's logits theirs."""
-        state, rows.copies = rows.state, None
+        state, n, rows.copies = rows.state, rows.n, None
         output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
         shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy and rows.captured is None else None
-        if shared is not None:
-            _share(rows, shared, copies)
-        else:
+        if shared is None:
             rows.apply(copies)
+        else:  # they share what was computed, and go on apart
+            index, most = torch.tensor(copies, device="cpu"), state.limits.max_columns
+            spare = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
+            own = rows.selected(index, shared.plan.first_own, spare)
+            rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
+            for group in rows.windows.values():
+                group.select(index, n, 0)
+            if rows.states is not None:
+                rows.states.select(index)
+            rows.ids.select(index)
+            rows.share(shared, own, n)
         if state.beams and not state.is_custom:
-            rows.common_columns = rows.n  # beams of a prompt change place only among themselves
+            rows.common_columns = n  # beams of a prompt change place only among themselves
 
-    def _count_pending(self, rows: Rows) -> None:
+    def _count(self, rows: Rows) -> None:
         """Count a forward of a prompt that has returned; after the first one of all it is known what a block takes."""
         state = rows.state
-        (new, begins), state.pending = state.pending, None
+        new, state.pending = state.pending, None
+        if new is None:
+            return
+        begins = not state.counts
+        if len(state.counts) != len(new):  # the rows of a loop may have become more
+            state.counts = new
+        else:
+            for row, more in zip(state.counts, new, strict=True):
+                row.prompt_tokens += more.prompt_tokens
+                row.computed_tokens += more.computed_tokens
         if not self.store.budget.is_settled and rows.why_bypassed is None:
             with contextlib.suppress(torch.OutOfMemoryError):  # without memory nothing is kept
                 lay_out(self.store, rows)
@@ -358,30 +360,51 @@ class Calls(CallParts):
         rows.state.kv_bytes = rows.kv_bytes
         rows.state.peak_kv_bytes = max(rows.state.peak_kv_bytes, in_use + rows.state.kv_bytes)
 
+    def keep(self, rows: Rows) -> None:
+        """Keep the rows' complete columns, as far as they may be kept.
+
+        A prompt is kept once it is complete: other calls may need it while this call goes on.
+        """
+        state, store = rows.state, self.store
+        rows.prompt_end = 0
+        if not rows.is_open or state is None:
+            return
+        is_source = rows.is_source
+        rows.note_look(is_same=not is_source or rows.seen_same == rows.n or self.is_same(rows))
+        with store.lock:
+            if store.resets_of(self.salt) != state.resets:
+                rows.is_whole = False  # what was computed before the reset is to be forgotten
+            elif is_source and rows.seen_same == rows.n:
+                store.forget_other_weights(state.digest)
+        keep_blocks(store, rows, state, self.salt)
+
+    def keep_full(self, rows: Rows) -> None:
+        """Keep rows before they change places and some are given up, if each has filled a block since last time."""
+        size = self.store.block_size
+        if rows.is_source and all(rows.n - row.pad >= row.kept + size for row in rows.prompts):
+            self.keep(rows)
+
+    def _leave_blocks(self, rows: Rows) -> None:
+        """Let rows of a call that is over hold no blocks of a pool that has moved, or of which half is in use."""
+        store, shared = self.store, rows.shared
+        if shared is None or not shared.leases:
+            return
+        with store.lock:
+            most, in_use = store.budget.num_blocks, store.allocator.num_blocks_in_use
+            has_grown = store.pool.all.capacity != shared.num_pool_blocks
+        if has_grown or (most is not None and 2 * in_use > most):
+            rows.make_dense()
+
     def note_sharing(self, rows: Rows) -> None:
         """Note that rows share columns from here on; some of these may lie in blocks."""
         with self.store.lock:
             self.store.sharing.add(rows)
 
 
-def _share(rows: Rows, shared: SharedColumns, copies: Sequence[int]) -> None:
-    """Turn rows that ran for several rows of the batch into these; they share what was computed and go on apart."""
-    n, index, most = rows.n, torch.tensor(copies, device="cpu"), rows.state.limits.max_columns
-    spare = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
-    own = rows.selected(index, shared.plan.first_own, spare)
-    rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
-    for group in rows.windows.values():
-        group.select(index, n, 0)
-    if rows.states is not None:
-        rows.states.select(index)
-    rows.ids.select(index)
-    rows.share(shared, own, n)
-
-
-def require_whole_prompt(arguments: Mapping[str, Any]) -> None:
+def _require_whole_prompt(arguments: Mapping[str, Any]) -> None:
     """Refuse a first forward that is to use no cache, or has no mask and positions that do not begin at 0."""
     if arguments.get("use_cache") is False:
-        raise CacheArgumentError(NO_CACHE_WANTED)
+        raise CacheArgumentError(_NO_CACHE_WANTED)
     positions, first = arguments.get("position_ids"), 0
     if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel():
         first = int(positions[:, 0].min())
@@ -392,44 +415,10 @@ def require_whole_prompt(arguments: Mapping[str, Any]) -> None:
         )
 
 
-def require_may_begin(model: Any, running: Any, given: GenerateArguments) -> None:
-    """Refuse a `generate` of another model, under adapters that do more than change layers, or on another cache."""
-    if running is not model:
-        raise another_model(model, running)
-    require_layer_adapters(running)
-    if given.cache_implementation is not None:
-        raise CacheArgumentError(
-            f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
-            "leave it out, or leave past_key_values out"
-        )
-
-
-def require_continues(given: GenerateArguments, num_held: int) -> None:
-    """Refuse a `generate` of new tokens alone that does not resume exactly where the rows stopped.
-
-    This is checked here because a mask of ones never reaches the forward.
-    """
-    require_slices(given)
-    if given.num_masked != num_held + given.num_given:
-        raise CacheArgumentError(
-            f"the attention mask has {given.num_masked} columns, the cache {num_held} and the ids {given.num_given}: "
-            "pass the whole prompt, or ids that continue exactly where the rows stopped (the last token generated is "
-            "not among them)"
-        )
-
-
-def prepares_otherwise(model: Any) -> bool:
+def _prepares_otherwise(model: Any) -> bool:
     """Return whether a function that is not transformers' own decides what each step is passed."""
     for name in ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation"):
         module = getattr(getattr(type(model), name, None), "__globals__", {}).get("__name__", "")
         if name in vars(model) or str(module).partition(".")[0] != "transformers":
             return True
     return False
-
-
-def another_model(own: Any, other: Any) -> CacheArgumentError:
-    """Return the error for a cache that was given to another model."""
-    return CacheArgumentError(
-        f"this cache was built for another model ({type(own).__name__} elsewhere in memory); build "
-        f"one for this {type(other).__name__}: PagedPrefixCache(model)"
-    )

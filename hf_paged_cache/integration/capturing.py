@@ -5,10 +5,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from weakref import ref
 
 import torch
-from torch import Tensor
 
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError, CacheBusyError
@@ -91,25 +89,20 @@ class Capturing:
     def __init__(self, fingerprint: Fingerprint, capture: Any, arena: Arena, *, takes_positions: bool) -> None:
         self.capture, self._fingerprint, self._arena = capture, fingerprint, arena
         self._takes_positions = takes_positions
-        self._parameter: Callable[[], Tensor | None] = lambda: None
         self._digest, self._why = b"", ""  # fingerprint of the model; why it is not captured
         self._model: Model | None = None  # what is captured
 
     @property
     def is_asked(self) -> bool:
         """True if calls may be captured on the device where the model is now."""
-        if self.capture != "auto":
-            return bool(self.capture == "dry")
-        parameter = self._parameter()
-        if parameter is None:  # the first one, which stays the same object where it moves
-            parameter = next(self._fingerprint.model.parameters())
-            self._parameter = ref(parameter)
-        return parameter.device.type == "cuda"
+        capture = self.capture
+        return bool(capture == "dry" or (capture == "auto" and self._fingerprint.model.device.type == "cuda"))
 
-    def attach(self) -> None:
-        """Attach to the model's forward, if calls may be captured."""
-        if self.is_asked:
+    def attach(self) -> bool:
+        """Attach to the model's forward, if calls may be captured on the device where the model is now; return that."""
+        if is_asked := self.is_asked:
             attach_forward(self._fingerprint.model)
+        return is_asked
 
     def begin(
         self, rows: Rows, num_rows: int, start: int, stop: int, *, max_columns: float, unusual: str | None

@@ -4,8 +4,7 @@ A forward gives the same bits if its shapes, inputs and the machine's settings a
 names their size, the rows and padding of the batch, and the settings. What is known is used in whole chunks alone.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -43,7 +42,7 @@ class ChunkedPrompt:
     has_experts: bool
     num_logits: int  # number of last columns whose logits are asked for
     _shape: bytes = b""  # digest of what shapes the prompt's forwards
-    _prompt: ForwardRequest | None = None
+    prompt: ForwardRequest | None = None  # that rows have begun with
 
     def arguments(self, model: Any, given: GenerateArguments, *, takes_positions: bool) -> dict[str, Any] | None:
         """Return what a forward of the whole prompt would be passed; None: only `generate` knows."""
@@ -69,18 +68,12 @@ class ChunkedPrompt:
         of_rows = {name: value for name, value in arguments.items() if isinstance(value, Tensor) and copies > 1}
         return arguments | {name: value.repeat_interleave(copies, dim=0) for name, value in of_rows.items()}
 
-    def request_of_prompt(self, request: ForwardRequest) -> ForwardRequest:
-        """Return the request of the whole prompt; chunks whose logits are asked for are to be computed."""
-        latest = (request.num_new_columns - self.num_logits) // self.chunks.size * self.chunks.size
-        self._prompt = replace(request, keep_columns=None, num_logits_needed=request.num_new_columns - latest)
-        return self._prompt
-
     def require(self, request: ForwardRequest, before: int) -> None:
         """Raise ForwardMismatchError if a forward does not continue what the rows have begun with."""
-        if self._prompt is None:
+        if self.prompt is None:
             return
         stop = before + request.num_new_columns
-        for new, whole in zip(request.rows, self._prompt.rows, strict=True):
+        for new, whole in zip(request.rows, self.prompt.rows, strict=True):
             tokens = whole.token_ids[max(0, before - whole.pad) : max(0, stop - whole.pad)]
             is_other = new.token_ids != tokens or new.pad != min(whole.pad, stop)
             if is_other or (tokens and new.root != whole.root) or request.bypass:
@@ -109,11 +102,12 @@ class ChunkedPrompt:
 
 def chunked_prompt(model: Any, given: GenerateArguments) -> ChunkedPrompt | None:
     """Return the chunked prompt of a `generate` that begins; None: it computes its prompt in one forward."""
-    size, num_columns = given.chunk_size, given.limits.num_prompt_columns
+    size = given.chunk_size
     if given.verifies_drafts or not isinstance(size, int) or size < 1:  # other sizes are refused by transformers
         return None
-    stop = 0 if math.isinf(num_columns) else int(num_columns) // size * size
-    return ChunkedPrompt(Chunks(size, stop), has_experts(model), given.num_logits)
+    return ChunkedPrompt(
+        Chunks(size, given.limits.num_prompt_columns // size * size), has_experts(model), given.num_logits
+    )
 
 
 @cache

@@ -1,7 +1,8 @@
 """Holds a cache's rows between calls: those of the last call, or of a loop of forwards."""
 
-import threading
 from collections.abc import Callable, Collection, Sequence
+from threading import enumerate as enumerate_threads
+from threading import get_ident
 
 from ..errors import CacheBusyError
 from ..rows.rows import Rows
@@ -19,26 +20,24 @@ class Current:
         with store.lock:
             store.currents.add(self)
 
-    def take(self) -> Rows | None:
-        """Return the rows, and hold them no longer."""
-        with self._store.lock:  # of two calls that begin at once, only one gets the rows
-            rows, self.rows, self.is_unseen = self.rows, None, False
-        return rows
+    def take(self, *, unless_elsewhere: bool = False) -> Rows | None:
+        """Return the rows, and hold them no longer.
 
-    def take_previous(self) -> Rows | None:
-        """Return the rows of the call before one that begins, and hold them no longer.
-
-        None: there are none, or they are those of a loop in another thread, which goes on.
+        With `unless_elsewhere`, rows of a loop stay in which another thread goes on; None is returned.
         """
-        with self._store.lock:
-            return None if self._is_loop_elsewhere() else self.take()
+        with self._store.lock:  # of two calls that begin at once, only one gets the rows
+            rows = self.rows
+            if unless_elsewhere and rows is not None and rows.thread != get_ident() and self._is_loop_elsewhere():
+                return None
+            self.rows, self.is_unseen = None, False
+        return rows
 
     def put(self, rows: Rows) -> None:
         """Take the rows of a `generate` that has ended, unless a loop in another thread has begun meanwhile."""
         with self._store.lock:
-            if not self._is_loop_elsewhere():
-                self.take()
-                self.rows, rows.is_lent = rows, False  # also if an interrupt left it so
+            held = self.rows
+            if held is None or held.thread == get_ident() or not self._is_loop_elsewhere():
+                self.rows, self.is_unseen, rows.is_lent = rows, False, False  # lent also if an interrupt left it so
 
     def end(self) -> None:
         """End the rows; what a loop has completed is kept."""
@@ -53,11 +52,9 @@ class Current:
         return rows is not None and rows.is_open and rows.state is not None and rows.state.kind == "forward"
 
     def _is_loop_elsewhere(self) -> bool:
-        """Return whether a thread that runs has a loop on the rows."""
+        """Return whether the thread that ran the rows last runs, and has a loop on them."""
         rows = self.rows
-        if rows is None or rows.thread == threading.get_ident() or not self.is_loop:
-            return False
-        return any(thread.ident == rows.thread for thread in threading.enumerate())
+        return rows is not None and self.is_loop and any(thread.ident == rows.thread for thread in enumerate_threads())
 
     def lose_threads(self, idents: Collection[int]) -> None:
         """Forget threads that ended with a fork, and drop rows that one of them ran: these may be half written."""
@@ -78,15 +75,14 @@ def forget(store: BlockStore, salt: bytes | None) -> None:
     """
     with store.lock:
         currents = [each for each in store.currents if salt in (None, each.salt)]
-        sharing = [rows for rows in store.sharing if salt in (None, rows.calls.salt)]
-    if any(current.is_loop for current in currents):
-        raise CacheBusyError(
-            f"rows of plain forwards may resume {where_of(salt)}; reset the prefix cache when they have ended (rows of "
-            "plain forwards end with their cache's reset())"
-        )
-    with store.lock:
-        for rows in sharing:  # also rows that a call has returned
-            if not (rows.in_generate or rows.is_running or rows.is_lent):
+        if any(current.is_loop for current in currents):
+            raise CacheBusyError(
+                f"rows of plain forwards may resume {where_of(salt)}; reset the prefix cache when they have ended "
+                "(rows of plain forwards end with their cache's reset())"
+            )
+        for rows in [*store.sharing]:  # also rows that a call has returned
+            is_busy = rows.in_generate or rows.is_running or rows.is_lent
+            if salt in (None, rows.calls.salt) and not is_busy:
                 rows.make_dense()
         store.settle()
         store.begin_to_forget(salt)

@@ -37,7 +37,7 @@ class GenerateArguments:
     is_custom: bool = False  # that function, or a `custom_generate`, runs the forwards
     synced_gpus: bool = False  # the call was told that several processes run equally many forwards
     chunk_size: int | None = None  # columns of each forward in which the prompt is computed; None: all in one forward
-    num_beams: int | None = None
+    has_beams: bool = False
     num_logits: int = 1  # last columns of the prompt whose logits are asked for
     pad_token_id: Any = None  # where no mask is passed, a prompt without this id has no padding
     calls_back: bool = True  # code of the caller's may run between forwards
@@ -85,7 +85,7 @@ def read_generate(
         is_custom=is_own or kwargs.get("custom_generate") is not None,
         synced_gpus=bool(args[5] if len(args) > 5 else kwargs.get("synced_gpus")),
         chunk_size=options["prefill_chunk_size"],
-        num_beams=options["num_beams"],
+        has_beams=(options["num_beams"] or 1) > 1,
         pad_token_id=options["pad_token_id"],
         calls_back=not {*map(type, (*args, *kwargs.values(), own))} <= _PLAIN,
         verifies_drafts=kwargs.get("assistant_model") is not None or any(map(options.get, _OF_DRAFTS)),
@@ -100,19 +100,14 @@ def has_own_generate(model: Any) -> bool:
 
 
 def _limits(options: Mapping[str, Any], num_rows: int, num_passed: int, num_columns: int) -> CallLimits:
-    """Return how far a call can go.
-
-    Args:
-        num_passed: number of columns passed, by which transformers counts `max_length`.
-        num_columns: number of columns of the whole prompt.
-    """
+    """Return how far a call can go whose prompt has `num_columns` columns, of which `num_passed` are passed."""
     max_new_tokens, max_length = options["max_new_tokens"], options["max_length"]
     if max_new_tokens is not None:
         max_length = num_columns + max_new_tokens
     elif max_length is None:
         max_length = num_columns + _DEFAULT_NEW_TOKENS
     else:
-        max_length += num_columns - num_passed
+        max_length += num_columns - num_passed  # transformers counts what is passed
     ends = options["eos_token_id"]
     if isinstance(ends, Tensor):
         ends = ends.flatten().tolist()

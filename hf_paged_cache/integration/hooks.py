@@ -48,7 +48,7 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = cache = _paged(kwargs)
-        generate, is_own = self._generate(), self.replaced is not None or has_own_generate(self.model)
+        generate, is_own = self.__wrapped__, self.replaced is not None or has_own_generate(self.model)
         if brought is None:
             if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS) and (not is_own or self._takes_cache()):
                 cache = ambient_cache(self.model)
@@ -73,16 +73,13 @@ class GenerateBracket:
             return output
 
     @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self._generate())
+    def __wrapped__(self) -> Any:
+        return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
 
     def _takes_cache(self) -> bool:
         """Return whether a `generate` of the model's own can be passed a cache."""
-        name, parameters = cache_argument(self.model), self.__signature__.parameters.values()
+        name, parameters = cache_argument(self.model), inspect.signature(self.__wrapped__).parameters.values()
         return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
-
-    def _generate(self) -> Any:
-        return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
 
 
 def bracket_of(model: nn.Module) -> GenerateBracket | None:
@@ -172,10 +169,10 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tell rows that their forward has returned, and give the caller a row for each row passed: a forward hook."""
-    cache = kwargs.get("past_key_values")
-    if type(cache) is not Rows:
-        cache = _paged(kwargs)
-    return None if cache is None else cache.after_forward(output)
+    for name in CACHE_ARGUMENTS:
+        if type(rows := kwargs.get(name)) is Rows:
+            return rows.after_forward(output)
+    return None
 
 
 def _paged(arguments: Mapping[str, Any]) -> Any:

@@ -41,12 +41,6 @@ class Ranks:
         return bool(self._fingerprint.rank_groups)
 
     @property
-    def start_together(self) -> bool:
-        """True if some ranks are passed the same tokens: each forward must start at the same column on all of them."""
-        groups = self._fingerprint.rank_groups  # those that share inputs come first
-        return bool(groups) and groups[0].share_inputs
-
-    @property
     def may_run_more(self) -> bool:
         """True if forwards that follow from what is cached may run: only if all ranks can settle them."""
         groups = self._fingerprint.rank_groups

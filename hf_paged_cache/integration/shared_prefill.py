@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from ..call.fill import fill
 from ..call.find import Finding, Known
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
-from ..rows.request import ForwardRequest, RowInput
+from ..rows.request import RowInput
 from ..rows.rows import Rows
-from .parts import CallParts
+from ..store.block_store import BlockStore
+from .forward_arguments import ArgumentReader
 from .side_rows import run_columns
 
 _LEAST_GAIN = 64  # states are kept only if they save the next prompt so many tokens after a known place
@@ -29,75 +30,69 @@ class Ahead(NamedTuple):
 
 
 def run_ahead(
-    calls: CallParts,
+    store: BlockStore,
+    reader: ArgumentReader,
+    rows: Rows,
     finding: Finding,
-    request: ForwardRequest,
+    stop: int,
     latest: int,
     arguments: Mapping[str, Any],
     *,
     may_share: bool,
 ) -> Ahead:
-    """Bring rows to one column, `latest` at most. What is computed ahead for a row is added to what is known of it."""
-    inputs, known, is_exact = finding.inputs, finding.known, finding.is_exact
-    if latest <= 0:
-        return Ahead(0)
-    may_share = may_share and request.num_new_columns > calls.store.block_size
+    """Bring rows that will have `stop` columns to one column, `latest` at most.
+
+    What is computed ahead for a row is added to what is known of it.
+    """
+    inputs, known, is_exact, states = finding.inputs, finding.known, finding.is_exact, store.states
     are_cut = is_exact and may_share
-    are_cut = are_cut and (bool(calls.store.states) or any(row.num_matched > row.num_tokens for row in known))
+    are_cut = are_cut and (bool(states) or any(row.num_matched > row.num_tokens for row in known))
     if len(inputs) == 1 and not are_cut:
-        return Ahead(min(inputs[0].pad + known[0].num_tokens, latest) if known[0].num_tokens else 0)
+        return Ahead(_least(inputs, known, latest))
     if not may_share:
         return Ahead(finding.look_together(latest) if is_exact else _least(inputs, known, latest))
-    bounds, rows = _bounds(calls, request, latest, is_exact), _planned(inputs, known, latest)
-    found = plan(rows, bounds)
-    if is_exact and (found.prefixes or found.steps or not found.column) and any(row.known for row in rows):
+    with store.lock:
+        cost = FORWARD_COST_ON_HOST if store.pool.is_on_host else FORWARD_COST_ON_ACCELERATOR
+    width, least = states.rules.width, 2 if states.rules.clamps_one_token else 1
+    align = states.align if is_exact else 1
+    bounds = Bounds(stop, latest, cost, is_exact=is_exact, width=width, least=least, align=align)
+    planned = [
+        PlannedRow(row.pad, _start(row, of_row, latest), row.token_ids, row.root)
+        for row, of_row in zip(inputs, known, strict=True)
+    ]
+    found = plan(planned, bounds)
+    if is_exact and (found.prefixes or found.steps or not found.column) and any(row.known for row in planned):
         start = finding.look_together(latest)  # they may start side by side further left, without a forward ahead
-        if start and (not found.column or len(inputs) * (bounds.stop - start) <= found.cost):
+        if start and (not found.column or len(inputs) * (stop - start) <= found.cost):
             return Ahead(start)
         finding.look(latest)
     known = finding.known
     for number in found.cold:
         known[number].forget()
     if are_cut:
-        found = _cut(calls, found, rows, known, bounds)
-    num_computed, made = _run(calls, found, inputs, known, arguments)
+        found = _cut(store, found, planned, known, bounds)
+    num_computed, made = _run(store, reader, rows, found, finding, arguments)
     start = found.column if is_exact else _least(inputs, known, latest)
     if made:
         start = min(start, found.column)
     return Ahead(start if any(row.pad < start for row in inputs) else 0, num_computed, made)
 
 
-def _bounds(calls: CallParts, request: ForwardRequest, latest: int, is_exact: bool) -> Bounds:
-    store = calls.store
-    with store.lock:
-        on_host = store.pool.is_on_host
-    cost, rules = FORWARD_COST_ON_HOST if on_host else FORWARD_COST_ON_ACCELERATOR, store.states.rules
-    return Bounds(
-        request.num_new_columns,
-        latest,
-        cost,
-        is_exact=is_exact,
-        width=rules.width,
-        least=2 if rules.clamps_one_token else 1,
-        align=store.states.align if is_exact else 1,
-    )
-
-
-def _cut(calls: CallParts, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
+def _cut(store: BlockStore, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
     """Return a plan whose forwards also end where windows or states of rows are to be kept.
 
     One place is where a row parts from what is known. States, unless a forward shows them everywhere, are also kept
     at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is room.
     """
-    states = calls.store.states
-    with calls.store.lock:
+    states = store.states
+    with store.lock:
         for number, (row, of_row) in enumerate(zip(rows, known, strict=True)):
             ahead = max((prefix.num_tokens for prefix in found.prefixes if number in prefix.heirs), default=0)
             first, last = max(of_row.num_tokens, ahead), max(of_row.num_in_blocks, ahead)
             most = bounds.latest - row.pad
             parts_at = min(of_row.num_matched, most) // states.align * states.align
             if not states or states.rules.is_recorded:
-                wanted, least = {parts_at} if calls.store.windows else set[int](), first + 1
+                wanted, least = {parts_at} if store.windows else set[int](), first + 1
             else:
                 wanted = {most // states.align * states.align, parts_at}
                 grid = range(first // states.grid * states.grid + states.grid, most, states.grid)
@@ -109,12 +104,13 @@ def _cut(calls: CallParts, found: Plan, rows: list[PlannedRow], known: Sequence[
 
 
 def _run(
-    calls: CallParts, found: Plan, inputs: Sequence[RowInput], known: Sequence[Known], arguments: Mapping[str, Any]
+    store: BlockStore, reader: ArgumentReader, rows: Rows, found: Plan, finding: Finding, arguments: Mapping[str, Any]
 ) -> tuple[Mapping[int, int], Sequence[Rows]]:
-    """Run the forwards of a plan, with the plain arguments that the call's forward has.
+    """Run the forwards of a plan, with the plain arguments that the forward of the call's rows has.
 
     Return how many tokens were computed for each row, and the rows that ran.
     """
+    inputs, known = finding.inputs, finding.known
     options = {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
     num_computed, made = Counter[int](), list[Rows]()
 
@@ -122,16 +118,16 @@ def _run(
         some = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some]
         if going_on is None:
             start = 0 if all(row.pad >= start for row in some) else start
-            going_on = calls.new_rows()
-            going_on.may_be_lazy = calls.may_be_lazy(going_on)
-            fill(calls.store, going_on, some, [known[number] for number in numbers], start, stop)
+            going_on = Rows(rows.calls, rows.kinds, rows.looks)
+            going_on.may_be_lazy = rows.may_be_lazy
+            fill(store, going_on, some, [known[number] for number in numbers], start, stop)
             going_on.in_generate = True
             made.append(going_on)
-        run_columns(calls.reader, going_on, some, start, stop, options=options)
+        run_columns(reader, going_on, some, start, stop, options=options)
 
     for prefix in found.prefixes:
         row = inputs[prefix.row]
-        pad = min(row.pad, calls.store.states.rules.width) if calls.reader.takes_positions else row.pad
+        pad = min(row.pad, store.states.rules.width) if reader.takes_positions else row.pad
         start = pad + prefix.known if prefix.known else 0
         forward([row._replace(pad=pad)], [prefix.row], start, pad + prefix.num_tokens, None)
         num_computed[prefix.row] += prefix.num_tokens - prefix.known
@@ -151,19 +147,12 @@ def _run(
     return num_computed, made
 
 
-def _planned(inputs: Sequence[RowInput], known: Sequence[Known], latest: int) -> list[PlannedRow]:
-    """Return the rows as they are planned."""
-    starts = [
-        min(row.pad + of_row.num_tokens, latest) if of_row.num_tokens else None
-        for row, of_row in zip(inputs, known, strict=True)
-    ]
-    return [PlannedRow(row.pad, start, row.token_ids, row.root) for row, start in zip(inputs, starts, strict=True)]
+def _start(row: RowInput, known: Known, latest: int) -> int | None:
+    """Return the last column at which a row can start as it is; None: nothing of it is known."""
+    return min(row.pad + known.num_tokens, latest) if known.num_tokens else None
 
 
 def _least(inputs: Sequence[RowInput], known: Sequence[Known], latest: int) -> int:
     """Return the column at which all rows can start as they are: rows of padding alone up to it start anywhere."""
-    column = min(
-        min(row.pad + of_row.num_tokens, latest) if of_row.num_tokens else row.pad
-        for row, of_row in zip(inputs, known, strict=True)
-    )
+    column = min(_start(row, of_row, latest) or row.pad for row, of_row in zip(inputs, known, strict=True))
     return column if any(row.pad < column for row in inputs) else 0

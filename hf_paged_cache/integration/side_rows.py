@@ -16,11 +16,10 @@ from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
 from ..model.support import cache_argument
 from ..model.trial import input_device
-from ..rows.request import CallLimits, ForwardRequest, RequestRead, RowInput
+from ..rows.request import CallLimits, CallState, ForwardRequest, RequestRead, RowInput
 from ..rows.rows import Rows
 from .forward_arguments import ArgumentReader
 from .generate_arguments import GenerateArguments
-from .parts import StoreParts
 
 # Arguments of a `generate` that runs one prompt, whatever the model's generation config says.
 _FIRST_TOKEN: dict[str, Any] = {
@@ -33,26 +32,26 @@ _FIRST_TOKEN: dict[str, Any] = {
 class SideRows:
     """`SideRows` runs calls on rows of their own, of another cache on the same store each."""
 
-    def __init__(self, parts: StoreParts, make_cache: Callable[[], Any]) -> None:
-        self.model, self._reader, self._make_cache = parts.model, parts.argument_reader, make_cache
+    def __init__(self, reader: ArgumentReader, make_cache: Callable[[], Any]) -> None:
+        self.model, self._reader, self._make_cache = reader.model, reader, make_cache
 
     def _cache(self) -> Any:
+        """Make a cache that counts by itself: the call for which it runs counts its forwards."""
         cache = self._make_cache()
-        cache._calls.counters = PromptCounters()  # the call for which this cache runs counts its forwards
+        cache._calls.counters = PromptCounters()
         return cache
 
     def begin(self, kind: str) -> Rows:
         """Begin a call of this kind, and return its rows, before their first forward."""
-        rows: Rows = self._cache()._calls.begin_side(kind)
-        rows.state.is_in_step = kind == "prefill"  # forwards of a prefill are cut already
+        rows: Rows = self._cache()._calls.new_rows()
+        rows.in_generate = True
+        rows.state = CallState(kind, is_in_step=kind == "prefill")  # forwards of a prefill are cut already
         return rows
 
     def run(self, rows: Rows, inputs: Sequence[RowInput], stops: Sequence[int] = (), *, num_logits: int = 1) -> Tensor:
         """Run tokens after the tokens that rows hold; return the last logits, [R, num_logits, vocabulary].
 
-        Args:
-            inputs: what each row runs; without roots.
-            stops: columns at which forwards end, the lower ones first; none: one forward of all tokens.
+        Forwards end at the columns `stops`, the lower ones first; without any, one forward runs all tokens.
         """
         start = rows.n
         stops = stops or [max(max(start, row.pad) + len(row.token_ids) for row in inputs)]
@@ -67,8 +66,7 @@ class SideRows:
     def run_chunks(self, row: RowInput, size: int, num_logits: int) -> tuple[Tensor, Rows]:
         """Run a row of tokens in forwards of `size` columns, as `generate` does with `prefill_chunk_size`.
 
-        Return the last logits, [1, num_logits, vocabulary], the same bits whatever is known, and the rows, closed. All
-        logits of a forward are computed if one of them is wanted.
+        Return the last logits, [1, num_logits, vocabulary], the same bits whatever is known, and the rows, closed.
         """
         num_tokens, calls = len(row.token_ids), self._cache()._calls
         given = GenerateArguments(
@@ -83,6 +81,7 @@ class SideRows:
         found, first = [], num_tokens - num_logits
         for start in range(rows.n, num_tokens, size):
             stop = min(num_tokens, start + size)
+            # all logits of a forward are computed if one of them is wanted
             logits = run_columns(self._reader, rows, [row], start, stop, num_logits=1 if stop <= first else 0)
             if stop > first:
                 found.append(logits[:, max(0, first - start) :])
@@ -92,8 +91,7 @@ class SideRows:
     def generate(self, inputs: Mapping[str, Any]) -> tuple[Tensor, Rows]:
         """Run a prompt, as a processor returns it, and return its last logits, [1, 1, vocabulary], and the rows."""
         cache = self._cache()
-        output = self._generate(cache, inputs)
-        logits: Tensor = output.logits[0][:, None]
+        logits: Tensor = self._generate(cache, inputs).logits[0][:, None]
         return logits, cache._current.take()
 
     def request_of(self, inputs: Mapping[str, Any]) -> ForwardRequest:
@@ -128,14 +126,10 @@ def run_columns(
     num_logits: int = 1,
     options: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """Run the columns `[start, stop)` on rows, without gradients, and return the logits.
+    """Run the columns `[start, stop)` on rows, without gradients, and return the last `num_logits` logits; 0: all.
 
-    Shorter rows are filled up on the right with their own last token; no other token sees these.
-
-    Args:
-        num_held: number of columns before the tokens of `inputs`.
-        num_logits: number of last columns whose logits are wanted; 0: of all.
-        options: other arguments of the forward.
+    `num_held` columns are before the tokens of `inputs`. Shorter rows are filled up on the right with their own last
+    token; no other token sees these. `options` are other arguments of the forward.
     """
     given = {**(options or {}), cache_argument(reader.model): rows, "use_cache": True, "return_dict": True}
     if reader.takes_logits_to_keep:

@@ -134,16 +134,11 @@ class BlockPool:
         windows: Iterable[WindowBlocks] = (),
     ) -> None:
         self.block_size = block_size
-        self.num_layouts = 0  # how often layers got tensors, or lost all of them
+        self.num_layouts = 1  # how often layers got tensors, or lost all of them
         self.first_device = first_device  # returns where the first write will be
         self._streams = StreamOrder()
         self.accelerators = self._streams.accelerators
         self.all = GroupTensors(self._streams)
-        self.regroup(window_of, windows)
-
-    def regroup(self, window_of: Mapping[int, Window], windows: Iterable[WindowBlocks]) -> None:
-        """Give the layers with these indices these windows from now on. Nothing may be in the pool."""
-        self.num_layouts += 1
         # name of a group -> tensors of its layers; BLOCKS -> those of the layers without a window
         self.groups: dict[int | str, GroupTensors] = {BLOCKS: self.all}
         self.groups |= {blocks.name: GroupTensors(self._streams) for blocks in windows}

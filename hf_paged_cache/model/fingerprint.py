@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import OF_WEIGHTS, Roots, Window, root_hash
+from ..blocks import OF_WEIGHTS, Roots, root_hash
 from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
 from .distributed import rank_groups
@@ -92,11 +92,6 @@ class Fingerprint:
         if self._runs_foreign_code:
             return True
         return threading.active_count() > 1 and sum(not _draws_progress(thread) for thread in threading.enumerate()) > 1
-
-    def windows_now(self) -> dict[int, Window]:
-        """Return layer index -> window, for the layers that have one by the model's config as it is now."""
-        self._read_config()
-        return self.windows
 
     def bypass(self) -> str | None:
         """Return why a forward may neither reuse nor commit blocks, as of the last look; None if it may."""

@@ -58,7 +58,7 @@ class ForwardRequest:
 class CallLimits:
     """`CallLimits` has what `generate` knows of the call that it begins."""
 
-    num_prompt_columns: float = math.inf  # columns of the prompt, padding included; later columns are generated
+    num_prompt_columns: int = 0  # columns of the prompt, padding included; later ones are generated; 0: not known
     max_columns: float = math.inf  # most columns that a row can get
     num_rows: int = 0  # rows of the batch once beams and samples are expanded
     end_of_sequence: frozenset[int] = frozenset()  # token ids that end a row
@@ -81,9 +81,8 @@ class CallState:
     is_in_step: bool = False  # other processes run as many forwards
     resets: tuple[int, int] = (0, 0)  # what `BlockStore.resets_of` gave as the call's rows began
     was_alone: bool = False  # nobody could change the model as the call's rows began
-    counts: list[RowStats] = field(default_factory=list)  # of each row of the batch
-    pending: tuple[list[RowStats], bool] | None = None  # counts of the running forward; whether the call begins with it
-    counts_more: bool = True  # forwards after the first may be of a prompt, too
+    counts: list[RowStats] = field(default_factory=list)  # of each row of the batch, in forwards that have returned
+    pending: list[RowStats] | None = None  # counts of the forward that runs
     chains: dict[bytes, HashChain] = field(default_factory=dict)  # root -> a row's tokens and their hashes
     kv_bytes: int = 0  # of the call's rows, as of its last forward of a prompt
     peak_kv_bytes: int = 0  # most bytes that blocks in use and rows took

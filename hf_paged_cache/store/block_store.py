@@ -103,19 +103,6 @@ class BlockStore:
         for group in self.windows.groups:
             group.settle()
 
-    def follow_windows(self, window_of: Mapping[int, Window]) -> None:
-        """Use these windows of the layers, as rows begin. What is cached under other windows is forgotten.
-
-        While calls hold blocks, nothing changes: `windows.window_of` says so.
-        """
-        if self.windows.may_change and self.windows.window_of != window_of and self._is_idle:
-            self.reset_prefix_cache()
-            self.windows.regroup(window_of)
-            self.pool.regroup(window_of, self.windows.groups)
-            if self._offload is not None:
-                self._offload.watch_windows()
-            self.windows.window_of = {**window_of}  # set last: if interrupted before, the next call begins again
-
     def begin_anew(self) -> bool:
         """Forget all, with pins, if no call holds blocks; return whether that was done.
 

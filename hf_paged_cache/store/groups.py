@@ -40,27 +40,19 @@ class WindowGroups:
         most: int | None,
     ) -> None:
         self._allocator, self.layers = allocator, layers
-        self.may_change = bool(window_of)  # some layers had a window at first, so others may come to have one
-        self._share, self._most = share, most
-        self.regroup(window_of)
         self.window_of = {**window_of}
-
-    def regroup(self, window_of: Mapping[int, Window]) -> None:
-        """Give the layers these windows from here on. No block is in use or can be hit."""
-        self.are_all = bool(window_of) and all(layer_idx in window_of for layer_idx in self.layers)
-        self.share = 1.0 if self.are_all else self._share
+        self.are_all = bool(window_of) and all(layer_idx in window_of for layer_idx in layers)
+        self.share = 1.0 if self.are_all else share
         windows = sorted(set(window_of.values()), key=lambda window: -window.size)
-        first = self._beside(self._allocator.num_blocks)
-        self.groups = [WindowBlocks(self._allocator, window, first) for window in windows]
-        self.limit(self._most)
-        self.reset(self._allocator.num_blocks)
+        first = self._beside(allocator.num_blocks)
+        self.groups = [WindowBlocks(allocator, window, first) for window in windows]
+        self.limit(most)
 
     def _beside(self, num_blocks: int) -> int:
         return max(2, int(num_blocks * self.share))
 
     def limit(self, num_blocks: int | None) -> None:
         """Note how many blocks there can be; None: nobody knows yet. What is managed can be had all the same."""
-        self._most = num_blocks
         for group in self.groups:
             group.most = math.inf if num_blocks is None else max(group.num_blocks, self._beside(num_blocks))
 

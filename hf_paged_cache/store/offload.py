@@ -106,16 +106,12 @@ class Offload:
         layout: ContentLayout,
         tiers: Tiers,
     ) -> None:
-        self._allocator, self._windows, self._layout, self._tiers = allocator, windows, layout, tiers
+        self._allocator, self._layout, self._tiers = allocator, layout, tiers
         # kind -> name -> a block, a window block, or the states of a snapshot, where the content still is
         self.evicted: dict[Kind, dict[Name, Any]] = {}
         allocator.watch_evictions(_weakly(self._note_block))
         states.kept.on_evict = _weakly(self._note_snapshot)
-        self.watch_windows()
-
-    def watch_windows(self) -> None:
-        """Note evictions in the windows' groups, which are new."""
-        for group in self._windows.groups:
+        for group in windows.groups:
             group.on_evict = _weakly(self._note_window_block)
 
     def _note_block(self, block_id: int, block_hash: BlockHash, namespace: bytes) -> None:

@@ -223,6 +223,8 @@ def test_crop_takes_a_negative_number_as_dynamic_cache_does(cache: PagedPrefixCa
         with pytest.raises(CacheArgumentError):
             cache.crop(number)
         assert cache.get_seq_length() == 55
+    with pytest.raises(CacheArgumentError, match=r"^tokens_to_remove is of type str; give a negative integer"):
+        cache.crop("2")  # type: ignore[arg-type]
     cache.crop(0)
     assert cache.get_seq_length() == 55
     cache.crop(-5)

@@ -12,7 +12,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.layers import cache_layers
 from hf_paged_cache.model.trial import measure_bytes_per_token
 
-from ..internals import make_forwards_cheap, zero_blocks
+from ..internals import make_forwards_cheap
 from ..reference import PROMPT, TOLERANCE, assert_right, assert_same, batch, is_same, row, run
 from ..tiny_models import WINDOW, build, tiny
 
@@ -77,21 +77,23 @@ CHANGES: dict[str, Callable[[Any], None]] = {
         ("gemma3", "another layer, in the same list"),
     ],
 )
-def test_a_config_that_changes_between_calls_is_followed(name: str, change: str) -> None:
+def test_calls_with_other_windows_than_when_the_cache_was_built_reuse_nothing(name: str, change: str) -> None:
     model = build(name)
     if name == "gemma3":
         model.config.layer_types = [*model.config.layer_types]  # not the list that all models are built with
     cache = PagedPrefixCache(model)
-    for number, tokens in enumerate((PROMPT, [*PROMPT[:40], *row((5, 30))])):
-        if number:
-            CHANGES[change](model.config)
-        for _ in range(2):
-            wanted = run(model, **batch(tokens), max_new_tokens=30)
-            assert_same(wanted, run(model, cache, **batch(tokens), max_new_tokens=30))
-    assert cache.last_call.reused_tokens == 69
+    run(model, cache, **batch(PROMPT), max_new_tokens=30)
+    CHANGES[change](model.config)
+    wanted = run(model, **batch(PROMPT), max_new_tokens=30)
+    for _ in range(2):
+        assert_same(wanted, run(model, cache, **batch(PROMPT), max_new_tokens=30))
+        assert cache.last_call.rows[0].stopped.startswith("layers have other windows")
+    assert cache.lookup(PROMPT).num_tokens == 0
     assert cache.is_sliding == DynamicCache(config=model.config).is_sliding
-    zero_blocks(cache)
-    assert not is_same(wanted, run(model, cache, **batch(tokens), max_new_tokens=30))
+    another = PagedPrefixCache(model)
+    for reused in (0, len(PROMPT) - 1):
+        assert_same(wanted, run(model, another, **batch(PROMPT), max_new_tokens=30))
+        assert another.last_call.reused_tokens == reused
 
 
 def test_a_window_that_a_config_gets_later_is_in_the_mask() -> None:
