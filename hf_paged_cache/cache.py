@@ -17,9 +17,8 @@ from .attention.backends import name_of
 from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
-from .integration.calls import Calls
+from .integration.calls import Calls, Current, bytes_of_rows, forget
 from .integration.capturing import Capturing, require_capture
-from .integration.current import Current, bytes_of_rows, forget
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach, how_to_run
 from .integration.ranks import Ranks

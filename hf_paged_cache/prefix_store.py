@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
-from .integration.current import bytes_of_rows, forget
+from .integration.calls import bytes_of_rows, forget
 from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
 from .integration.hooks import attach
 from .integration.images import ImageInputs

@@ -9,8 +9,7 @@ from torch import Tensor
 from ..blocks import RootFacts
 from ..call.counters import PromptCounters
 from ..errors import CacheArgumentError, CacheBusyError
-from ..integration.calls import Calls
-from ..integration.current import Current
+from ..integration.calls import Calls, Current
 from ..integration.ranks import Ranks
 from ..integration.side_rows import SideRows
 from ..integration.token_input import one_sequence

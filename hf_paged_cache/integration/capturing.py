@@ -92,17 +92,13 @@ class Capturing:
         self._digest, self._why = b"", ""  # fingerprint of the model; why it is not captured
         self._model: Model | None = None  # what is captured
 
-    @property
-    def is_asked(self) -> bool:
-        """True if calls may be captured on the device where the model is now."""
-        capture = self.capture
-        return bool(capture == "dry" or (capture == "auto" and self._fingerprint.model.device.type == "cuda"))
-
     def attach(self) -> bool:
         """Attach to the model's forward, if calls may be captured on the device where the model is now; return that."""
-        if is_asked := self.is_asked:
-            attach_forward(self._fingerprint.model)
-        return is_asked
+        capture, model = self.capture, self._fingerprint.model
+        may_be_captured = capture == "dry" or (capture == "auto" and model.device.type == "cuda")
+        if may_be_captured:
+            attach_forward(model)
+        return may_be_captured
 
     def begin(
         self, rows: Rows, num_rows: int, start: int, stop: int, *, max_columns: float, unusual: str | None
@@ -198,12 +194,11 @@ class Capturing:
         num_tokens = int_of_at_least("tokens", tokens, 2, "tokens, of prompt and answer")
         fingerprint, arena = self._fingerprint, self._arena
         model = fingerprint.model
-        if not self.is_asked:
+        if not self.attach():
             return "the cache was built with capture=False" if not self.capture else "the model is not on a CUDA device"
         most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         if isinstance(most, int) and num_tokens > most:
             raise CacheArgumentError(f"tokens is {num_tokens}, and the model has {most} positions; give at most {most}")
-        self.attach()
         why, captured = self._of_model(digest := fingerprint.digest())
         if why or captured is None:
             return why

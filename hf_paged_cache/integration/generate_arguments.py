@@ -47,9 +47,13 @@ class GenerateArguments:
 
 
 def read_generate(
-    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_own: bool = False
+    model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_replaced: bool = False
 ) -> GenerateArguments:
-    """Read the arguments of `generate(inputs=None, generation_config=None, ..., **kwargs)`."""
+    """Read the arguments of `generate(inputs=None, generation_config=None, ..., **kwargs)`.
+
+    `is_replaced` says that another function stands in its place.
+    """
+    is_own = is_replaced or type(model).generate is not GenerationMixin.generate
     config, own = args[1] if len(args) > 1 else kwargs.get("generation_config"), model.generation_config
     options = {}
     for name in _OPTIONS:  # looked up as transformers does: keyword, given generation config, model's own

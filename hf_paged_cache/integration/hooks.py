@@ -48,15 +48,16 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = cache = _paged(kwargs)
-        generate, is_own = self.__wrapped__, self.replaced is not None or has_own_generate(self.model)
+        generate, is_replaced = self.__wrapped__, self.replaced is not None
         if brought is None:
-            if all(kwargs.get(name) is None for name in CACHE_ARGUMENTS) and (not is_own or self._takes_cache()):
+            takes_cache = not (is_replaced or has_own_generate(self.model)) or self._takes_cache()
+            if takes_cache and all(kwargs.get(name) is None for name in CACHE_ARGUMENTS):
                 cache = ambient_cache(self.model)
             if cache is None:
                 return generate(*args, **kwargs)
         for name in CACHE_ARGUMENTS:
             kwargs.pop(name, None)
-        given = read_generate(self.model, args, kwargs, is_own=is_own)
+        given = read_generate(self.model, args, kwargs, is_replaced=is_replaced)
         if brought is not None and given.why_no_cache:
             warnings.warn(f"{given.why_no_cache} this call runs without the cache it was given", stacklevel=2)
         needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens

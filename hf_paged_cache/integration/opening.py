@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,6 +40,7 @@ GRADIENTS = (
 _MODEL_CHANGED = "the model changed while a part of the prompt was computed first"
 _OTHER_WINDOWS = "layers have other windows than when the store was built; build another one for the model as it is now"
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
+_NUM_FOUND = attrgetter("num_found")
 _MOST_MAPPED_AHEAD = 4096  # columns made ahead for shorter prompts, on a host
 _MOST_TAKEN_BACK = 32  # most tokens of drafts that layers with a window can take back
 
@@ -247,7 +249,7 @@ class Opening:
         rows.may_be_lazy = self.fingerprint.attention == "sdpa" and not model_looks
         with Finding(self.store, running, latest, previous, is_exact=is_exact) as found:
             found.look(latest)
-            num_found = [row.num_found for row in found.known]
+            num_found = [*map(_NUM_FOUND, found.known)]
             if groups:  # every rank knows as much; one message a call
                 least = self.ranks.settle(rows, request, [row.num_tokens for row in found.known])
                 for row, num_tokens in zip(found.known, least, strict=True):
