@@ -212,11 +212,7 @@ FAULT_POINTS: list[tuple[Any, str]] = [
 ]
 
 # Where a snapshot takes memory: a module, and the name of its function.
-SNAPSHOT_COPIES = [
-    (groups, "copied"),
-    (rows_states, "copied"),
-    (rows_states, "to_device"),
-]
+SNAPSHOT_COPIES = [(groups, "copied"), (rows_states, "copied"), (rows_states, "to_device")]
 
 
 @contextmanager

@@ -20,16 +20,7 @@ PAGES = [
     README,
     *(
         (ROOT / "docs" / f"{name}.md")
-        for name in (
-            "index",
-            "batch_jobs",
-            "use",
-            "what_is_reused",
-            "save_and_load",
-            "security",
-            "neighbours",
-            "run",
-        )
+        for name in ("index", "batch_jobs", "use", "what_is_reused", "save_and_load", "security", "neighbours", "run")
     ),
 ]
 MODULES = [
@@ -144,15 +135,7 @@ def test_the_docstrings_example_runs(test: doctest.DocTest, request: pytest.Fixt
 
 
 METHODS = {  # what a user calls, besides what the package exports
-    hf_paged_cache.PagedPrefixCache: [
-        "score",
-        "prefill",
-        "lookup",
-        "explain",
-        "pin",
-        "verify",
-        "in_all_threads",
-    ],
+    hf_paged_cache.PagedPrefixCache: ["score", "prefill", "lookup", "explain", "pin", "verify", "in_all_threads"],
     hf_paged_cache.PrefixStore: ["save", "load"],
 }
 

@@ -9,7 +9,27 @@ from pathlib import Path
 import pytest
 
 GENERATE = ("generate", "--model", "no-model", "--out", "out.jsonl")
+MISTAKES: list[tuple[list[str], str]] = [
+    (
+        ["--column", "question"],
+        "row 0, counted from 0: it has no column 'question'; there are 'text', 'n': mend it, or name another",
+    ),
+    (["--batchsize", "4"], "--batchsize is no option of generate that a job takes; did you mean --batch-size?"),
+    (["--temprature=0.5"], "temprature is no option of generate that a job takes; did you mean temperature?"),
+    (["--progress"], "--progress needs a value after it"),
+    (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
+    (["--disk-folder", ""], "--disk-folder is ''; give a folder's path"),
+    (["--model", "."], "holds no config.json, so no model"),
+    (["--stop-strings", '["a"'], '["a" is no JSON ('),
+    (["--watermarking-config", "x"], """--watermarking-config is 'x'; give its settings by name, such as {"bias"""),
+    (["stray"], "'stray' belongs to no option"),
+    (["--max-length", "10"], "--max-length is not an option here: "),
+    (["--do-sample", "no"], "--do-sample is 'no'; give True or False"),
+    (["--stop-strings", r"\n\n"], r"\n\n is no JSON ("),
+    (["--address", "auto"], "give --workers, too"),
+]
 FOUND: list[tuple[tuple[str, ...], str]] = [
+    *(((*GENERATE, "prompts.jsonl", "--column", "text", *given), said) for given, said in MISTAKES),
     ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl; prompts themselves"),
     ((*GENERATE, "prompts.jsonl"), "row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'"),
     ((*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"), "cannot be written: there is no folder nowhere"),
@@ -24,6 +44,8 @@ FOUND: list[tuple[tuple[str, ...], str]] = [
     (("load", ".", "--model", "./nothere"), "load: there is no folder ./nothere"),
     (("save", "to", "--prompt-file", "good.csv", "--model", "./nothere"), "save: there is no folder ./nothere"),
     (("save", "to", "--prompt-file", "nowhere.txt"), "save: there is no file nowhere.txt"),
+    (("save", "to", "--prompt-file", "good.csv", "--mode", "0770"), "save: --mode is "),
+    (("save", "good.csv", "--prompt-file", "good.csv"), "good.csv is a file; give a folder"),
     (("demo", "--model", "./nothere"), "demo: there is no folder ./nothere"),
 ]
 RUN_ALL = """
@@ -40,11 +62,7 @@ print(json.dumps([(done.exit_code, done.stderr, done.stdout) for done in results
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, str]]:
     """Exit code, stderr and stdout of each command, and of `demo --help` after them, in one process without torch."""
     folder = tmp_path_factory.mktemp("files")
-    files = {
-        "prompts.jsonl": '{"text": "a", "n": 1}\n',
-        "good.csv": "prompt\na\n",
-        "done.jsonl": "mine\n",
-    }
+    files = {"prompts.jsonl": '{"text": "a", "n": 1}\n', "good.csv": "prompt\na\n", "done.jsonl": "mine\n"}
     for name, text in files.items():
         (folder / name).write_text(text)
     given = json.dumps([*(arguments for arguments, _ in FOUND), ("demo", "--help")])

@@ -47,13 +47,3 @@ def test_no_prompt_begins_once_the_time_is_over(
     done = bench(model_folder, prompt_file, "--column", "text", "--seconds", seconds)
     assert done.exit_code == 0, done.output
     assert f"Time to first token, {number} prompts: " in done.stdout
-
-
-def test_prompts_that_cannot_be_used_are_one_line(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
-    done = bench(model_folder, prompt_file)
-    assert done.exit_code == 2
-    assert "has no column 'prompt'; there are 'text'" in done.stderr
-    (tmp_path / "empty.jsonl").write_text("", encoding="utf-8")
-    assert "holds no rows" in bench(model_folder, str(tmp_path / "empty.jsonl")).stderr
-    assert bench(model_folder, str(tmp_path / "none.jsonl")).exit_code == 2
-    assert f"there is no file {tmp_path}" in bench(prompt_file, str(tmp_path)).stderr

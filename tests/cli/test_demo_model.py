@@ -14,13 +14,20 @@ from hf_paged_cache.cli.demo_model import ModelLoadError, load_demo_model, load_
 
 from ..tiny_models import build
 
+
+@pytest.fixture
+def without_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No hub, nothing in its cache, and an empty folder for conversions, which is returned."""
+    for module in ("huggingface_hub.constants", "transformers.utils.hub"):
+        monkeypatch.setattr(f"{module}.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_PAGED_CACHE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
 BREAKAGES = {
     "config_cut": ("config.json", lambda old: old[:40], " cannot be loaded (OSError: "),
-    "weights_cut": (
-        "model.safetensors",
-        lambda old: old[: len(old) // 2],
-        " cannot be loaded (Safetensor",
-    ),
+    "weights_cut": ("model.safetensors", lambda old: old[: len(old) // 2], " cannot be loaded (Safetensor"),
     "weights_of_another_shape": (
         "config.json",
         lambda old: old.replace(b'"hidden_size": 64', b'"hidden_size": 32'),

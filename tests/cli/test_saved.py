@@ -70,17 +70,6 @@ def test_a_damaged_file_is_named_and_written_again_by_the_next_run(
     assert {stat.S_IMODE(each.stat().st_mode) for each in folder.iterdir()} == {0o660}
 
 
-@pytest.mark.parametrize("mode", ["rw-rw----", "0770", "440", "66"])
-def test_permissions_that_are_none_are_one_line_before_a_model_is_loaded(
-    mode: str, prompt_file: str, tmp_path: Path
-) -> None:
-    given = ("save", str(tmp_path / "to"), "--prompt-file", prompt_file, "--model", "no-model", "--mode", mode)
-    done = command(*given)
-    assert done.exit_code == 2
-    assert done.stderr.startswith("hf-paged-cache save: --mode is ")
-    assert done.stderr.count("\n") == 1
-
-
 def test_a_prompt_that_a_model_cannot_take_is_one_line(model_folder: str, prompt_file: str, tmp_path: Path) -> None:
     long = tmp_path / "long.txt"
     long.write_text("What is one and one? " * 400)
@@ -91,21 +80,3 @@ def test_a_prompt_that_a_model_cannot_take_is_one_line(model_folder: str, prompt
     assert f"hf-paged-cache save: {long}: its " in done.stderr
     assert "1 new token need more than the model's" in done.stderr
     assert not (tmp_path / "to").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "folder", "said"),
-    [
-        ("é".encode("latin-1"), "to", "can't decode byte"),
-        (b"a", "wrong.txt", "wrong.txt is a file; give a folder"),
-    ],
-)
-def test_what_cannot_be_saved_is_said_before_a_model_is_loaded(
-    text: bytes, folder: str, said: str, tmp_path: Path
-) -> None:
-    wrong = tmp_path / "wrong.txt"
-    wrong.write_bytes(text)
-    done = command("save", str(tmp_path / folder), "--prompt-file", str(wrong), "--model", "no-model")
-    assert done.exit_code == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -25,7 +25,7 @@ from .zoo import CannotBuildError, build
 DEFECTS = ("error", "different", "blind", "no reuse")  # worst first
 SAME = "same"
 NO_SCENES = {  # a tiny model can be built, but not played
-    "musicgen_melody": "its own generate takes audio codes: it replaces the first id it is given, and strips pads",
+    "musicgen_melody": "its own generate takes audio codes: it replaces the first id it is given, and strips pads"
 }
 
 

@@ -137,7 +137,7 @@ class Player:
             if not call.reused_tokens and not self.why_not:
                 self.why_not = call.rows[0].stopped
             return
-        if call.reused_tokens < least or (again and not is_partial):
+        if call.reused_tokens < least or again != is_partial:  # the tower runs for what is not known
             self.why_not = self.why_not or f"{scene}: {call.rows[0].stopped}"
             return
         assert cold == 1, "the towers ran more than once"

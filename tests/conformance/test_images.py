@@ -42,7 +42,11 @@ def test_text_alone_gives_what_it_gives_with_dynamic_cache(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "block_size"),
-    [*((name, 8) for name in ("llava", "qwen3_vl", "gemma3", "llava_next", "lfm2_vl")), ("llava", 4), ("gemma3", 16)],
+    [
+        *((name, 8) for name in ("llava", "qwen2_vl", "qwen3_vl", "gemma3", "idefics3", "llava_next", "lfm2_vl")),
+        ("llava", 4),
+        ("gemma3", 16),
+    ],
 )
 def test_images_are_reused_in_every_scene(name: str, block_size: int) -> None:
     """The other types: `python -m tests.conformance.images`."""

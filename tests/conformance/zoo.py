@@ -8,16 +8,17 @@ values matter.
 
 import copy
 import inspect
+from functools import cache
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, Gemma3nVisionConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from . import zoo_settings, zoo_tower
+from . import zoo_settings
 
 VARIANTS: tuple[str, ...] = tuple(zoo_settings.VARIANTS)
 
@@ -84,7 +85,7 @@ def configuration(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
         changes |= copy.deepcopy(zoo_settings.VARIANTS[name])
     class_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
     if model_type == "gemma3n":
-        changes["vision_config"] = zoo_tower.configuration()
+        changes["vision_config"] = _blind_tower()
     model_class = getattr(transformers, class_name if isinstance(class_name, str) else class_name[0])
     config_class = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
     decoder_class = model_class.config_class
@@ -165,3 +166,22 @@ def _layers(default: PreTrainedConfig) -> dict[str, Any]:
     if count_name:
         settings[count_name] = max(2, len(kept))
     return settings
+
+
+@cache
+def _blind_tower() -> PreTrainedConfig:
+    """A vision tower that sees nothing, for Gemma 3n, whose own comes from a package that is not installed (timm)."""
+
+    class BlindTowerConfig(Gemma3nVisionConfig):
+        model_type = "blind_tower"
+
+    class BlindTower(PreTrainedModel):
+        config_class = BlindTowerConfig
+
+        def __init__(self, config: BlindTowerConfig) -> None:
+            super().__init__(config)
+            self.post_init()
+
+    BlindTower.__module__ = PreTrainedModel.__module__  # it stands for a layer of a library, not for somebody's own
+    AutoModel.register(BlindTowerConfig, BlindTower)
+    return BlindTowerConfig(hidden_size=64)

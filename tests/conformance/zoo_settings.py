@@ -302,10 +302,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3@longrope": _PHI_LONGROPE,
     "phi3@sliding": {"sliding_window": WINDOW},
     "phi4_multimodal@longrope": _PHI_LONGROPE,
-    "phimoe@longrope": {
-        **_PHI_LONGROPE,
-        "rope_parameters": {**_LONGROPE, "short_mscale": 1.0, "long_mscale": 1.2},
-    },
+    "phimoe@longrope": {**_PHI_LONGROPE, "rope_parameters": {**_LONGROPE, "short_mscale": 1.0, "long_mscale": 1.2}},
     "qwen2@sliding": {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": _SLIDING_AND_FULL},
     "qwen4_exp_text@per_layer_embedding": {
         "eos_token_id": 1,

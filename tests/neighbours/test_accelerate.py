@@ -170,9 +170,7 @@ def test_a_prepared_model_keeps_its_hits(model: PreTrainedModel, cache: PagedPre
     assert cache.last_call.reused_tokens == 49
 
 
-def test_mixed_precision_of_a_prepared_model_has_blocks_of_its_own(
-    model: PreTrainedModel,
-) -> None:
+def test_mixed_precision_of_a_prepared_model_has_blocks_of_its_own(model: PreTrainedModel) -> None:
     """It begins inside the forward, which accelerate replaces, so no flag shows it when a call begins."""
     plain_cache = PagedPrefixCache(model)
     before = run(model, plain_cache, input_ids=IDS)

@@ -8,13 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_paged_cache import (
-    CacheArgumentError,
-    PagedCacheError,
-    PagedPrefixCache,
-    PrefixStore,
-    UnsupportedModelError,
-)
+from hf_paged_cache import CacheArgumentError, PagedCacheError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
 from ..reference import assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, character_tokenizer, tiny
@@ -229,33 +223,6 @@ def test_crop_takes_a_negative_number_as_dynamic_cache_does(cache: PagedPrefixCa
     assert cache.get_seq_length() == 55
     cache.crop(-5)
     assert cache.get_seq_length() == 50
-    assert_next_call_is_right(cache)
-
-
-ONES = torch.ones(1, 50, dtype=torch.int64)
-CAUSAL_BUT_3 = torch.ones(50, 50).tril().bool().index_put((torch.arange(4, 50), torch.tensor(3)), torch.tensor(False))
-UNUSUAL: dict[str, dict[str, Any]] = {
-    "a mask of four dimensions in which no token sees token 3": {
-        "attention_mask": torch.zeros(1, 1, 50, 50).masked_fill(~CAUSAL_BUT_3, torch.finfo(torch.float32).min)
-    },
-    "positions that start elsewhere": {"position_ids": torch.arange(7, 57)[None], "attention_mask": ONES},
-    "positions that do not count up": {"position_ids": torch.arange(100, 0, -2)[None], "attention_mask": ONES},
-    "labels": {"labels": torch.tensor([PROMPT])},
-    "hidden states": {"output_hidden_states": True},
-}
-
-
-@pytest.mark.parametrize("what", UNUSUAL)
-def test_an_unusual_forward_gives_what_dynamic_cache_gives(what: str, cache: PagedPrefixCache) -> None:
-    for _ in range(2):
-        cache.reset()
-        given = {"input_ids": torch.tensor([PROMPT]), **UNUSUAL[what]}
-        with torch.no_grad():
-            ours, reference = (cache.store.model(**given, past_key_values=each) for each in (cache, DynamicCache()))
-        for name in ("logits", "loss", "hidden_states"):
-            if reference.get(name) is not None:
-                torch.testing.assert_close(ours[name], reference[name], atol=1e-4, rtol=1e-4)
-        cache.check()
     assert_next_call_is_right(cache)
 
 

@@ -62,12 +62,7 @@ def assert_sound(cache: PagedPrefixCache) -> None:
 
 
 def fail_at(
-    monkeypatch: pytest.MonkeyPatch,
-    owner: Any,
-    name: str,
-    number: int,
-    after: bool,
-    error: type[Exception] = BoomError,
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, after: bool, error: type[Exception] = BoomError
 ) -> list[int]:
     """Raise in the `number`th call of a method, before or after it did its work; number 0 only counts the calls."""
     original: Callable[..., Any] = getattr(owner, name)

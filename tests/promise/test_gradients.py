@@ -57,12 +57,7 @@ def multiplied(model: PreTrainedModel, cache: Any) -> torch.Tensor:
     return forward(model, cache, 25, 40, IDS[[0, 1, 0, 1]])
 
 
-SCRIPTS = (
-    in_two,
-    without_gradients_first,
-    a_draft_without_gradients_taken_back,
-    multiplied,
-)
+SCRIPTS = (in_two, without_gradients_first, a_draft_without_gradients_taken_back, multiplied)
 
 
 @pytest.mark.parametrize(

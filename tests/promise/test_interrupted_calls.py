@@ -133,9 +133,7 @@ def pin_and_unpin(cache: PagedPrefixCache) -> None:
     cache.unpin()
 
 
-def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrupted(
-    references: dict[str, Any],
-) -> None:
+def test_pins_are_there_or_not_and_no_block_is_lost_wherever_pinning_is_interrupted(references: dict[str, Any]) -> None:
     cache = prepared()
     held = cache.stats().num_blocks_in_use  # by rows
     with Interrupter() as counter:

@@ -6,12 +6,13 @@ from weakref import WeakSet
 
 import psutil
 import pytest
+import torch
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.store import memory_budget
 
-from ..reference import IDS, run
-from ..tiny_models import tiny
+from ..reference import IDS, Forwards, assert_right, assert_same, row, run
+from ..tiny_models import build, tiny
 
 BYTES_OF_A_BLOCK = 2 * 2 * 2 * 16 * 4 * 16  # 2 layers of keys and values, 2 heads of 16 numbers of 4 bytes, 16 tokens
 
@@ -69,3 +70,46 @@ def test_of_several_stores_each_gets_its_part_whatever_others_were_promised(mach
     greedy = PrefixStore(tiny("llama"), num_blocks=10**6)
     num_blocks_after_a_call(greedy)
     assert num_blocks_after_a_call(PrefixStore(tiny("llama"))) == pytest.approx(250, abs=1)
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4, 12])
+def test_a_pool_of_any_size_keeps_what_it_has_room_for(num_blocks: int) -> None:
+    cache = PagedPrefixCache(tiny("llama"), num_blocks=num_blocks)
+    for _ in range(2):
+        assert_right(tiny("llama"), cache, input_ids=IDS)
+        cache.reset()
+    assert cache.last_call.rows[0].matched_tokens == 16 * min(num_blocks - 1, 3)
+    cache.check()
+
+
+def test_a_first_call_of_a_few_tokens_measures_nothing() -> None:
+    model = build("llama")
+    cache = PagedPrefixCache(model)
+    with Forwards(model) as forwards:
+        run(model, cache, input_ids=torch.tensor([row((1, 20))]), max_new_tokens=3)
+    assert forwards == [(1, 20), (1, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("how", ["max_bytes", "what is free"])
+def test_a_budget_in_bytes_is_kept_when_the_model_takes_a_wider_dtype(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_budget, "free_bytes", lambda _: 2 * 400_000)
+    model = build("llama").bfloat16()
+    cache = PagedPrefixCache(model, **({"max_bytes": 400_000} if how == "max_bytes" else {}))
+    other = PagedPrefixCache(cache.store)
+    for dtype in (torch.bfloat16, torch.float32, torch.bfloat16):
+        model.to(dtype)
+        for number in range(12):
+            given = {"input_ids": torch.tensor([row((number, 60))]), "max_new_tokens": 2}
+            output = run(model, (cache, other)[number % 2], **given)
+            stats = cache.store.stats()
+            assert stats.pool_bytes is not None
+            assert stats.pool_bytes <= 400_000
+            if dtype == torch.float32:
+                assert_same(run(model, **given), output)
+        cache.check()
+        cache.reset()
+        run(model, cache, **given)
+        assert cache.last_call.reused_tokens == 48
+        other.reset()

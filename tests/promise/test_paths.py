@@ -1,22 +1,18 @@
 """Every path by which a call can reach the cache gives what a fresh `DynamicCache` gives, or an error that says why."""
 
 import copy
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import LogitsProcessor, PreTrainedModel
 
-from hf_paged_cache import (
-    CacheArgumentError,
-    CacheBusyError,
-    ForwardMismatchError,
-    PagedPrefixCache,
-    PrefixStore,
-)
+from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedPrefixCache, PrefixStore
 
 from ..internals import begin_chunks_at_the_first_column
-from ..reference import IDS, assert_right, assert_same, batch, row, run
+from ..reference import IDS, assert_right, assert_same, at_once, batch, row, run
 from ..tiny_models import build, without_logits_to_keep
 
 
@@ -133,3 +129,73 @@ def test_tokens_behind_a_row_s_end_of_sequence_are_not_committed(
     cache.reset()
     other = (generated - 1) // 16 if first_ends not in reference.sequences[1, 20:-1] else None
     assert cache.stats().num_cached_blocks <= 22 // 16 + (other if other is not None else generated // 16)
+
+
+def ids(tokens: list[int]) -> dict[str, torch.Tensor]:
+    return {"input_ids": torch.tensor([tokens])}
+
+
+def test_a_processor_that_rewrites_a_token_that_ran(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    class Heal(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == 40:
+                input_ids[0, 36] = 5 if int(input_ids[0, 36]) != 5 else 6
+            return scores
+
+    said = run(model, cache, **ids(row((1, 32))), max_new_tokens=20, logits_processor=[Heal()]).sequences[0].tolist()
+    turn = ids(said + row((2, 5)))
+    assert_right(model, cache, **turn)
+    cache.reset()
+    assert_right(model, cache, **turn)
+
+
+def test_embeddings_beside_ids_are_not_taken_for_the_ids(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    prompt = ids(row((1, 40)))
+    own = {**prompt, "inputs_embeds": model.get_input_embeddings()(torch.tensor([row((2, 40))]))}
+    assert_right(model, cache, **own)
+    assert "embeddings" in cache.last_call.rows[0].stopped
+    assert_right(model, cache, reused=0, **prompt)
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one cache", "caches of one store"])
+def test_threads_that_call_at_once_are_all_right(
+    is_shared: bool, model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    prompts = [ids(row((1, 48), (seed, 16))) for seed in range(2, 6)]
+    wanted = [run(model, **prompt, max_new_tokens=20) for prompt in prompts]
+
+    def call(prompt: dict[str, torch.Tensor]) -> list[Any]:
+        mine = cache if is_shared else PagedPrefixCache(cache.store)
+        given = {**prompt, "attention_mask": torch.ones_like(prompt["input_ids"]), "do_sample": False}
+        options = {"return_dict_in_generate": True, "output_logits": True, "past_key_values": mine}
+        return [model.generate(**given, max_new_tokens=20, **options) for _ in range(2)]
+
+    for reference, outputs in zip(wanted, at_once(*(partial(call, prompt) for prompt in prompts)), strict=True):
+        for output in outputs:
+            assert_same(reference, output)
+    cache.check()
+
+
+def test_rows_that_a_call_returned_go_on_beside_later_calls(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
+    """They are theirs who have them: no later call of the cache writes to them."""
+    prompt = row((1, 50))
+    returned = run(model, cache, **ids(prompt))
+    run(model, cache, **ids(prompt[:40] + row((2, 30))), max_new_tokens=20)
+    said = returned.sequences[0].tolist()
+    turn = ids(said + row((3, 6)))
+    wanted = run(model, **turn)
+    assert_same(wanted, run(model, copy.deepcopy(returned.past_key_values), **turn))
+    assert_same(wanted, run(model, returned.past_key_values, **turn))
+    mask = torch.ones_like(turn["input_ids"])
+    new = {"input_ids": turn["input_ids"][:, returned.past_key_values.get_seq_length() :], "attention_mask": mask}
+    assert_same(wanted, run(model, returned.past_key_values, **new))
+
+
+def test_the_tensors_of_a_layer_are_contiguous_as_a_dynamic_caches_are(
+    model: PreTrainedModel, cache: PagedPrefixCache
+) -> None:
+    run(model, cache, **ids(row((1, 30))))
+    for layer in cache.layers:
+        assert layer.keys.is_contiguous()
+        assert layer.values.untyped_storage().nbytes() == layer.values.nbytes

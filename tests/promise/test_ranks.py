@@ -358,10 +358,7 @@ MISTAKES = {
 
 def _mistake(model: PreTrainedModel, mistake: str) -> Any:
     wrong = is_first()
-    cache = PagedPrefixCache(
-        model,
-        block_size=4 if wrong and mistake == "block size" else 16,
-    )
+    cache = PagedPrefixCache(model, block_size=4 if wrong and mistake == "block size" else 16)
     arguments = {"input_ids": IDS, "max_new_tokens": 3}
     if wrong and mistake == "other tokens":
         arguments["input_ids"] = IDS + (IDS == 5).long()

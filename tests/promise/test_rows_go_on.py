@@ -1,5 +1,6 @@
 """Rows of a call go on rightly whatever was done to them: cropped, copied, run past the hooks, from other threads."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call import keep
-from hf_paged_cache.errors import CacheArgumentError, CacheBusyError
+from hf_paged_cache.rows import memory
 
-from ..internals import split_everywhere
-from ..reference import TOLERANCE, AtStep, assert_same, batch, row, run
+from ..conformance import zoo
+from ..internals import failing_forward, split_everywhere
+from ..reference import FROM_5_23, TOLERANCE, AtStep, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 PROMPT = torch.tensor([row((1, 20))])
@@ -328,3 +330,182 @@ def test_new_tokens_alone_are_refused_where_the_rows_are_gone_whoever_calls_gene
     with pytest.raises(CacheArgumentError, match="attention mask"):
         generate(model, whole[:, said.shape[1] - 1 :], **given)
     assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
+
+
+def test_rows_that_go_on_with_new_tokens_are_nobody_elses_meanwhile(model: PreTrainedModel) -> None:
+    """A call that begins inside of theirs has the same prefix, and would go on in their memory."""
+    cache, prompt = PagedPrefixCache(model), row((1, 60))
+    for _ in range(2):  # the second one knows how keys and values look
+        said = model.generate(torch.tensor([prompt]), past_key_values=cache, max_new_tokens=4, do_sample=False)
+    turn = torch.cat([said, torch.tensor([row((2, 5))])], 1)
+    other = torch.tensor([prompt + row((3, 30))])
+    new = {"input_ids": turn[:, cache.get_seq_length() :], "attention_mask": torch.ones_like(turn)}
+    wanted = run(model, input_ids=turn, max_new_tokens=12)
+    nested = AtStep(3, lambda: run(model, cache, input_ids=other))
+    assert_same(wanted, run(model, cache, **new, max_new_tokens=12, logits_processor=[nested]))
+
+
+# Each of these gave other logits than a `DynamicCache`, in silence.
+
+
+@pytest.mark.parametrize("move", ["reorder_cache", "batch_select_indices"])
+def test_rows_of_beams_change_places_whole_once_their_call_is_over(move: str, model: PreTrainedModel) -> None:
+    prompts, found = batch(row((1, 12)), row((2, 9))), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=4)):
+        run(model, cache, **prompts, num_beams=2, num_return_sequences=2)
+        getattr(cache, move)(torch.tensor([2, 3, 0, 1]))
+        mask = torch.tensor([[0] * 3 + [1] * 15] * 2 + [[1] * 18] * 2)
+        with torch.no_grad():
+            given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
+            found.append(model(torch.tensor([[5]] * 4), **given, past_key_values=cache).logits)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+
+
+def test_a_cache_goes_on_with_the_rows_that_were_passed_on(model: PreTrainedModel) -> None:
+    ids, found = torch.tensor([row((1, 20))]), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        first = run(model, cache, input_ids=ids)
+        run(model, first.past_key_values, input_ids=torch.cat([first.sequences, ids[:, :3]], 1))
+        with torch.no_grad():
+            found.append((cache.get_seq_length(), model(ids[:, :1], past_key_values=cache).logits))
+    assert found[0][0] == found[1][0]
+    assert (found[0][1] - found[1][1]).abs().max() <= TOLERANCE * found[0][1].abs().max()
+
+
+def test_layers_that_are_trimmed_by_hand_are_the_rows(model: PreTrainedModel) -> None:
+    ids, found = torch.tensor([row((1, 17))]), []
+    for cache in (DynamicCache(config=model.config), PagedPrefixCache(model)):
+        with torch.no_grad():
+            model(ids[:, :16], past_key_values=cache)
+            for layer in cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, :10], layer.values[:, :, :10]
+            assert cache.get_seq_length() == 10
+            found.append(model(ids[:, 16:], past_key_values=cache).logits)
+    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+
+
+def test_a_copy_of_edited_rows_is_not_kept(model: PreTrainedModel) -> None:
+    cache, ids = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 24))])
+    with torch.no_grad():
+        model(ids[:, :16], past_key_values=cache, logits_to_keep=1)
+    cache.layers[0].keys.zero_()
+    copied = copy.deepcopy(cache)
+    del cache
+    copied.reset()
+    assert_same(run(model, input_ids=ids), run(model, copied, input_ids=ids))
+
+
+def test_positions_that_a_custom_generate_gives_its_steps_are_read(model: PreTrainedModel) -> None:
+    def generate(model: Any, input_ids: torch.Tensor, **given: Any) -> torch.Tensor:
+        rows = given["past_key_values"]
+        logits = model(input_ids, past_key_values=rows, logits_to_keep=1).logits
+        for number in range(9):
+            token = logits[:, -1:].argmax(-1)
+            input_ids = torch.cat([input_ids, token], 1)
+            at = torch.tensor([[40 + number]])
+            logits = model(input_ids=token, past_key_values=rows, position_ids=at, logits_to_keep=1).logits
+        return input_ids
+
+    cache = PagedPrefixCache(model, block_size=4)
+    said = model.generate(torch.tensor([row((1, 24))]), custom_generate=generate, past_key_values=cache)
+    assert_same(run(model, input_ids=said), run(model, cache, input_ids=said))
+
+
+@FROM_5_23
+def test_a_window_is_kept_where_prompts_part_that_it_no_longer_shows() -> None:
+    model = build("mistral", sliding_window=64, max_position_embeddings=1024)
+    cache, reused, shared = PagedPrefixCache(model), [], row((1, 320))
+    for question in range(2, 5):
+        prompt = batch([*shared, *row((question, 150))])
+        assert_same(run(model, **prompt), run(model, cache, **prompt))
+        reused.append(cache.last_call.reused_tokens)
+    assert reused[2] == 320
+    cache.check()
+    zero_blocks(cache)
+    prompt = batch([*shared, *row((5, 30))])  # its last token still sees what is before
+    assert not is_same(run(model, **prompt), run(model, cache, **prompt))
+
+
+def test_more_than_a_window_lets_take_back_is_refused_before_anything_changes() -> None:
+    model = zoo.build("mistral")
+    cache, prompt = PagedPrefixCache(model, block_size=4), torch.tensor([row((1, 40))])
+    forward(model, prompt, cache, logits_to_keep=1)
+    steps = [step % 90 + 1 for step in range(150)]
+    for step in steps:
+        forward(model, torch.tensor([[step]]), cache)
+    with pytest.raises(CacheArgumentError, match="cannot take back 120 tokens: layers with a window"):
+        cache.crop(-120)
+    plain = DynamicCache(config=model.config)
+    forward(model, torch.cat([prompt, torch.tensor([steps])], dim=1), plain)
+    assert distance(forward(model, prompt[:, :1], cache), forward(model, prompt[:, :1], plain)) < TOLERANCE
+
+
+def test_a_forward_that_died_while_windows_moved_leaves_nothing_wrong() -> None:
+    """The first layer has moved its columns then, and the second has not."""
+    model, steps = zoo.build("mistral"), torch.tensor([row((1, 40), (2, 160))])
+    cache, plain = PagedPrefixCache(model, block_size=4), DynamicCache(config=model.config)
+    for past in (cache, plain):
+        forward(model, steps[:, :40], past, logits_to_keep=1)
+    num_lost = 0
+    for at in range(40, 200):
+        new = steps[:, at : at + 1]
+        with failing_forward(model, 1, KeyError("planted")), pytest.raises(KeyError):
+            forward(model, new, cache)
+        wanted = forward(model, new, plain)
+        try:
+            got = forward(model, new, cache)
+        except ForwardMismatchError:
+            num_lost += 1
+            cache.reset()
+            assert not cache.verify().differing
+            got = forward(model, steps[:, : at + 1], cache, logits_to_keep=1)
+        assert distance(got, wanted) < TOLERANCE
+    cache.reset()
+    assert not cache.verify().differing
+    assert num_lost
+
+
+def test_a_bypassed_call_goes_on_where_the_rows_were() -> None:
+    model, prompt, logits = zoo.build("gemma3_text"), torch.tensor([row((1, 60))]), []
+    for past in (DynamicCache(config=model.config), PagedPrefixCache(model, block_size=4)):
+        forward(model, prompt, past, logits_to_keep=1)
+        embeddings = model.get_input_embeddings()(prompt[:, :2])
+        with torch.no_grad():
+            logits.append(model(inputs_embeds=embeddings, past_key_values=past).logits[:, -1])
+        logits.append(forward(model, prompt[:, :1], past))
+    assert distance(logits[2], logits[0]) < TOLERANCE
+    assert distance(logits[3], logits[1]) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [("write_blocks", torch.OutOfMemoryError), ("load_blocks", KeyboardInterrupt)]
+)
+def test_a_fault_while_windows_are_kept_or_loaded_leaves_nothing_wrong_behind(
+    name: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each time that it is called."""
+    model, given = zoo.build("gemma3_text"), batch(row((1, 34), (2, 9)), row((1, 34), (3, 20)))
+    reference, number, num_calls = run(model, **given), 0, [0]
+    act = getattr(memory, name)
+
+    def failing(*arguments: Any, **more: Any) -> Any:
+        num_calls[0] += 1
+        if num_calls[0] == number:
+            raise error("in the middle")
+        return act(*arguments, **more)
+
+    while num_calls[0] >= number:
+        number, num_calls[0] = number + 1, 0
+        cache = PagedPrefixCache(model, block_size=4, num_blocks=60)
+        run(model, cache, **batch(row((1, 34))), max_new_tokens=1)
+        cache.reset()
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, name, failing)
+            try:
+                assert_same(reference, run(model, cache, **given))
+            except error:
+                assert error is KeyboardInterrupt or name == "load_blocks"
+        cache.check()
+        assert_same(reference, run(model, cache, **given))
+        cache.check()
+    assert number > 2

@@ -65,12 +65,7 @@ def test_a_prompt_of_whole_chunks_computes_its_last_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"num_beams": 3},
-        {"do_sample": True},
-        {"do_sample": True, "num_return_sequences": 3},
-    ],
+    "options", [{"num_beams": 3}, {"do_sample": True}, {"do_sample": True, "num_return_sequences": 3}]
 )
 def test_rows_of_one_prompt(options: dict[str, Any]) -> None:
     model = tiny()

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import (
-    BlockStateError,
-    CacheArgumentError,
-    PagedPrefixCache,
-    PrefixStore,
-)
+from hf_paged_cache import BlockStateError, CacheArgumentError, PagedPrefixCache, PrefixStore
 
 from ..internals import held_tensors
 from ..reference import AtStep, assert_same, batch, row, run
@@ -24,15 +19,7 @@ BLOCK_SIZE = 4
 MODEL = tiny("llama")
 SECRET = row((1, 41))
 OTHER = row((2, 41))
-STORES_OWN = (
-    "num_blocks",
-    "num_free_blocks",
-    "num_evictions",
-    "pool_bytes",
-    "static_bytes",
-    "num_graphs",
-    "backend",
-)
+STORES_OWN = ("num_blocks", "num_free_blocks", "num_evictions", "pool_bytes", "static_bytes", "num_graphs", "backend")
 
 
 @pytest.fixture
@@ -111,11 +98,7 @@ def goes_on_by_plain_forwards(cache: PagedPrefixCache) -> None:
         cache.store.model(torch.tensor([SECRET]), past_key_values=cache)
 
 
-@pytest.mark.parametrize(
-    "others",
-    [asks, asks_much_and_pins, goes_on_by_plain_forwards],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.parametrize("others", [asks, asks_much_and_pins, goes_on_by_plain_forwards], ids=lambda f: f.__name__)
 def test_a_tenant_sees_the_same_whatever_others_have_asked(
     others: Callable[[PagedPrefixCache], None], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -31,7 +31,7 @@ from ..conformance.player import Measured, Player, setting
 from ..internals import WRITE_OUTSIDE_GRAPHS
 from ..reference import IDS, PROMPT, Forwards, assert_right, assert_same, batch, row, run
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
-from . import test_attaching, test_bad_input, test_core_cases, test_paths, test_ranks
+from . import test_attaching, test_bad_input, test_paths, test_ranks
 
 MODELS = ("llama", "gpt2", "gemma3")
 TEXT = [3 + token % len(CHARACTERS) for token in PROMPT]  # a prompt that the tokenizer can write
@@ -491,14 +491,7 @@ def test_no_option_of_generate_is_forgotten() -> None:
     known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     known |= set(inspect.signature(GenerationMixin.generate).parameters) - {"self", "kwargs"}
     assert known <= set(OPTIONS), f"played nowhere: {sorted(known - set(OPTIONS))}"
-    modules = (
-        test_attaching,
-        test_bad_input,
-        test_core_cases,
-        test_paths,
-        test_ranks,
-        scenes,
-    )
+    modules = (test_attaching, test_bad_input, test_paths, test_ranks, scenes)
     for option, where in OPTIONS.items():
         found = where is None or where in globals() or any(hasattr(module, where) for module in modules)
         assert found, f"{option}: there is no {where}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
@@ -129,10 +129,14 @@ def test_a_call_says_what_the_page_quotes(what: str, computed: str, said: str) -
     row = cache.last_call.rows[0]
     assert said in row.stopped
     assert (row.computed_tokens == row.prompt_tokens) == computed.startswith("whole")
-    cold = new_model()
-    cache = PagedPrefixCache(cold, num_blocks=9)
-    with torch.no_grad():
-        CASES[what](cold, cache)
+    cold, plain = new_model(), new_model()
+    cache, outputs = PagedPrefixCache(cold, num_blocks=9), list[torch.Tensor]()
+    for model, past in ((cold, cache), (plain, DynamicCache(config=plain.config))):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            output = CASES[what](model, past)
+        outputs.append(output if isinstance(output, torch.Tensor) else output[0])
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
     cache.reset()
     assert (cache.stats().num_cached_blocks == 0) == ("not kept" in computed)
 
