@@ -135,6 +135,18 @@ class AtStep(LogitsProcessor):
         return scores
 
 
+class Forced(LogitsProcessor):
+    """Lets `generate` choose given tokens."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = iter(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        chosen = torch.full_like(scores, -torch.inf)
+        chosen[:, next(self._tokens)] = 0
+        return chosen
+
+
 class Forwards:
     """Rows and tokens of every forward that a model runs until the block is left.
 

@@ -7,7 +7,6 @@ import io
 import pickle
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
 
-from ..reference import assert_same, run
+from ..reference import assert_same, at_once, run
 from .test_interrupted_calls import Interrupter
 
 IDS = torch.arange(1, 41).view(1, 40)
@@ -75,13 +74,12 @@ def test_threads_that_build_the_first_cache_at_once_attach_it_once(tiny_llama: A
         return PagedPrefixCache(tiny_llama)
 
     expected = generate(tiny_llama)
-    with ThreadPoolExecutor(8) as pool:
-        for _ in range(20):
-            caches = [built.result(timeout=60) for built in [pool.submit(build) for _ in range(8)]]
-            assert num_hooks(tiny_llama) == (1, 1)
-            assert generate(tiny_llama, caches[0]) == expected
-            caches[0].detach()
-            assert num_hooks(tiny_llama) == (0, 0)
+    for _ in range(20):
+        cache, *_ = at_once(*[build] * 8)
+        assert num_hooks(tiny_llama) == (1, 1)
+        assert generate(tiny_llama, cache) == expected
+        cache.detach()
+        assert num_hooks(tiny_llama) == (0, 0)
 
 
 def test_calls_without_our_cache_run_as_if_nothing_were_attached(tiny_llama: Any) -> None:

@@ -10,7 +10,6 @@ import functools
 import itertools
 import pickle
 import re
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +22,7 @@ from hf_paged_cache.integration.capturing import CapturedForward, Capturing, att
 from hf_paged_cache.rows.graphs import Captured, Model
 
 from ..internals import capture_everywhere
-from ..reference import IDS, PROMPT, AtStep, assert_right, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import IDS, PROMPT, AtStep, assert_right, assert_same, at_once, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build as build_on_the_host
 from ..tiny_models import tiny, without_logits_to_keep
 
@@ -210,12 +209,8 @@ def test_of_two_calls_at_once_one_has_the_arena_and_both_are_right() -> None:
         assert_same(references[1], run(model, other, input_ids=prompts[1], max_new_tokens=STEPS))
         said.append(other.last_call.captured)
 
-    def in_a_thread() -> None:
-        thread = threading.Thread(target=meanwhile)
-        thread.start()
-        thread.join()
-
-    output = run(model, cache, input_ids=prompts[0], max_new_tokens=STEPS, logits_processor=[AtStep(4, in_a_thread)])
+    step = AtStep(4, lambda: at_once(meanwhile))
+    output = run(model, cache, input_ids=prompts[0], max_new_tokens=STEPS, logits_processor=[step])
     assert_same(references[0], output)
     assert said == ["another call has the arena"]
     assert num_captured(cache) == STEPS

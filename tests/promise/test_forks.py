@@ -5,12 +5,10 @@ import threading
 from typing import Any
 
 import pytest
-from torch import Tensor
-from transformers import LogitsProcessor
 
 from hf_paged_cache import PagedPrefixCache, PrefixStore
 
-from ..reference import assert_same, batch, exit_code, forked, row, run
+from ..reference import AtStep, assert_same, batch, exit_code, forked, row, run
 from ..tiny_models import tiny
 
 pytestmark = [
@@ -19,21 +17,9 @@ pytestmark = [
 ]
 
 
-class Waits(LogitsProcessor):
-    """Lets a thread stand in the middle of its call until it may go on."""
-
-    def __init__(self) -> None:
-        self.is_there, self.may_go = threading.Event(), threading.Event()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.is_there.set()
-        assert self.may_go.wait(60)
-        return scores
-
-
 @pytest.mark.parametrize("is_reset", [True, False], ids=["all is forgotten", "the thread's cache goes on"])
 def test_a_child_forked_in_the_middle_of_a_call_has_none_of_its_blocks(is_reset: bool) -> None:
-    model, waits = tiny("llama"), Waits()
+    model, is_there, may_go = tiny("llama"), threading.Event(), threading.Event()
     store = PrefixStore(model, block_size=4, num_blocks=64)
     store.looks.weighs_launches = False  # so that rows read known blocks where these lie
     cache, prompts = PagedPrefixCache(store), batch(row((1, 24), (2, 8)), row((1, 24), (3, 8)))
@@ -43,12 +29,17 @@ def test_a_child_forked_in_the_middle_of_a_call_has_none_of_its_blocks(is_reset:
     expected, of_thread = run(model, **given), list[Any]()
     model.generate(**given, past_key_values=PagedPrefixCache(store))
 
+    def stand() -> None:
+        is_there.set()
+        assert may_go.wait(60)
+
     def work() -> None:
-        of_thread.append(model.generate(**given, **outputs, past_key_values=cache, logits_processor=[waits]))
+        waits = [AtStep(1, stand)]
+        of_thread.append(model.generate(**given, **outputs, past_key_values=cache, logits_processor=waits))
 
     thread = threading.Thread(target=work)
     thread.start()
-    assert waits.is_there.wait(60)
+    assert is_there.wait(60)
     assert store.stats().num_blocks_in_use, "the thread holds no block"
 
     def deed() -> None:
@@ -61,7 +52,7 @@ def test_a_child_forked_in_the_middle_of_a_call_has_none_of_its_blocks(is_reset:
         store.check()
 
     status = exit_code(forked(deed))
-    waits.may_go.set()
+    may_go.set()
     thread.join()
     assert status == 0
     assert_same(expected, of_thread[0])

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,26 +13,18 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from ..internals import failing_forward
-from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, assert_same, batch, row, run
+from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, assert_same, at_once, batch, row, run
 from ..tiny_models import build, tiny
 from .test_interrupted_calls import StopError, stop
 
 
 def in_another_thread(act: Callable[[], Any]) -> list[BaseException]:
-    """Run it to its end there; returns what it raised."""
-    errors: list[BaseException] = []
-
-    def attempt() -> None:
-        try:
-            act()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, the test looks at it
-            errors.append(error)
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join(timeout=300)
-    assert not thread.is_alive()
-    return errors
+    """What it raises there."""
+    try:
+        at_once(act)
+    except BaseException as error:  # noqa: BLE001  # whatever it is, the test looks at it
+        return [error]
+    return []
 
 
 DEEDS: dict[str, Callable[[PagedPrefixCache], Any]] = {

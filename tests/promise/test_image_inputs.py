@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, UnsupportedModelError
 
 from ..conformance.image_zoo import prompt, tiny, tokens
 from ..conformance.images import Towers
-from ..reference import BEFORE_5_23, FROM_5_23, assert_same, is_same, run, zero_blocks
+from ..reference import BEFORE_5_23, FROM_5_23, Forced, assert_same, is_same, run, zero_blocks
 
 TEXT, FIRST, SECOND, THIRD = (tokens(seed, 27) for seed in (1, 2, 3, 4))
 START = len(TEXT)  # of the image in most prompts
@@ -325,16 +325,6 @@ def test_a_pinned_image_stays_for_other_questions(name: str) -> None:
     held.check()
 
 
-class _Force(LogitsProcessor):
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = iter(ids)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        forced = torch.full_like(scores, -1e9)
-        forced[:, next(self.ids)] = 0
-        return forced
-
-
 @pytest.mark.parametrize("name", KINDS)
 def test_continuations_of_an_image_are_scored_as_generate_scores_them(name: str) -> None:
     model, _ = tiny(name)
@@ -346,7 +336,7 @@ def test_continuations_of_an_image_are_scored_as_generate_scores_them(name: str)
         for score, forced in zip(scores, continuations, strict=True):
             fresh = DynamicCache(config=model.config)
             output = run(
-                model, past_key_values=fresh, **given, max_new_tokens=len(forced), logits_processor=[_Force(forced)]
+                model, past_key_values=fresh, **given, max_new_tokens=len(forced), logits_processor=[Forced(forced)]
             )
             wanted = [float(step[0].log_softmax(-1)[id_]) for step, id_ in zip(output.logits, forced, strict=True)]
             assert score.log_probs == pytest.approx(wanted, abs=1e-4)

@@ -6,14 +6,14 @@ from typing import Any
 import accelerate
 import pytest
 import torch
-from transformers import DynamicCache, LogitsProcessor
+from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import backends
 
 from ..conformance import scenes
 from ..internals import capture_everywhere
-from ..reference import assert_same, row, run
+from ..reference import Forced, assert_same, row, run
 from ..tiny_models import build
 from .test_ways_to_generate import SCENES, play
 
@@ -118,18 +118,6 @@ def test_what_cannot_be_captured_is_right_and_says_why(change: Any, said: str, m
         ids = known_and(seed)
         assert_same(run(model, input_ids=ids), run(model, cache, input_ids=ids))
     assert cache.last_call.captured.partition(":")[0] == said
-
-
-class Forced(LogitsProcessor):
-    """Lets `generate` choose given tokens."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = iter(tokens)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        chosen = torch.full_like(scores, -torch.inf)
-        chosen[:, next(self._tokens)] = 0
-        return chosen
 
 
 def test_below_fp32_a_graph_is_no_farther_from_fp32_than_a_dynamic_cache_continued(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, ForwardMismatchError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.call import keep
@@ -18,7 +18,7 @@ from hf_paged_cache.rows import memory
 
 from ..conformance import zoo
 from ..internals import failing_forward, split_everywhere
-from ..reference import FROM_5_23, TOLERANCE, AtStep, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import FROM_5_23, TOLERANCE, AtStep, assert_same, at_once, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 PROMPT = torch.tensor([row((1, 20))])
@@ -80,15 +80,13 @@ def test_a_loop_goes_on_whatever_generate_runs_in_another_thread(has_begun: bool
     cache, started, may_end = PagedPrefixCache(model), threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
-    class Waits(StoppingCriteria):
-        def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
-            started.set()
-            assert may_end.wait(60)
-            return torch.zeros(len(input_ids), dtype=torch.bool)
+    def stand() -> None:
+        started.set()
+        assert may_end.wait(60)
 
     def generate() -> None:
         try:
-            assert_same(reference, run(model, cache, input_ids=other, stopping_criteria=[Waits()]))
+            assert_same(reference, run(model, cache, input_ids=other, logits_processor=[AtStep(1, stand)]))
         except BaseException as error:  # noqa: BLE001  # told to the main thread
             errors.append(error)
 
@@ -135,15 +133,7 @@ def test_a_cache_that_is_collected_while_blocks_are_written_holds_nobody_up(monk
         threading.Timer(0.5, may_collect.set).start()  # while the other one waits to write
         run(model, caches[1], input_ids=prompts[1])
 
-    threads = [
-        threading.Thread(target=lambda: run(model, caches[0], input_ids=prompts[0]), daemon=True),
-        threading.Thread(target=second, daemon=True),
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    at_once(lambda: run(model, caches[0], input_ids=prompts[0]), second)
     asks = PagedPrefixCache(store)
     assert asks.lookup(ids_of((5, 20))).num_tokens == 16  # what the collected one had computed
 
@@ -180,22 +170,15 @@ def test_rows_that_a_function_of_the_caller_has_given_away_stay_as_they_are() ->
     assert distance(logits[1], logits[0]) < TOLERANCE
 
 
-class StopsAt(StoppingCriteria):
-    def __init__(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-
-    def __call__(self, input_ids: Tensor, scores: Tensor, **_: Any) -> Any:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.num_tokens)
-
-
 def test_however_many_tokens_a_call_may_generate_memory_is_made_as_they_come() -> None:
     model, cache = tiny("llama"), PagedPrefixCache(tiny("llama"))
-    given = {"input_ids": PROMPT, "max_new_tokens": 10**10}
-    reference = run(model, **given, stopping_criteria=[StopsAt(24)])
+    given: dict[str, Any] = {"input_ids": PROMPT, "max_new_tokens": 10**10}
+    given["stopping_criteria"] = [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= 24)]
+    reference = run(model, **given)
     run(model, cache, input_ids=ids_of((2, 64)))
     cache.reset()
     for _ in range(2):
-        assert_same(reference, run(model, cache, **given, stopping_criteria=[StopsAt(24)]))
+        assert_same(reference, run(model, cache, **given))
     assert cache.lookup(ids_of((2, 64))).num_tokens == 64  # nothing made way
 
 
@@ -293,31 +276,21 @@ def test_beams_go_on_where_the_cache_is_detached_meanwhile() -> None:
 
 
 def test_two_threads_that_run_forwards_on_the_same_rows_at_once_are_told() -> None:
-    model, cache = build("llama"), PagedPrefixCache(build("llama"))
+    model, plain, told = build("llama"), DynamicCache(), []
     cache = PagedPrefixCache(model)
     forward(model, PROMPT, cache)
-    said: list[str] = []
 
     def intrude(*_: Any) -> None:
         hook.remove()
+        with pytest.raises(CacheBusyError, match="another thread"):
+            at_once(lambda: forward(model, NEW[:, :1], cache))
+        told.append(True)
 
-        def step() -> None:
-            try:
-                forward(model, NEW[:, :1], cache)
-            except CacheBusyError as error:
-                said.append(str(error))
-
-        thread = threading.Thread(target=step)
-        thread.start()
-        thread.join()
-
-    plain = DynamicCache()
     forward(model, PROMPT, plain)
     wanted = forward(model, NEW[:, :1], plain)
     hook = model.model.layers[1].register_forward_pre_hook(intrude)
     assert distance(forward(model, NEW[:, :1], cache), wanted) < TOLERANCE
-    assert len(said) == 1
-    assert "another thread" in said[0]
+    assert told
 
 
 def test_new_tokens_alone_are_refused_where_the_rows_are_gone_whoever_calls_generate() -> None:

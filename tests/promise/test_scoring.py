@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LogitsProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, Score
 
@@ -173,30 +173,21 @@ def test_no_continuations_have_no_scores(model: PreTrainedModel, cache: PagedPre
     assert (shapes, cache.stats().num_calls) == ([], 0)
 
 
-class Scoring(LogitsProcessor):
-    """Scores in the middle of `generate`."""
-
-    def __init__(self, cache: PagedPrefixCache) -> None:
-        self.cache = cache
-        self.scores: list[list[Score]] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.scores.append(self.cache.score(PROMPT, CONTINUATIONS))
-        return scores
-
-
 @pytest.mark.parametrize("how", [{}, {"num_beams": 3}])
 def test_the_rows_of_a_generate_that_runs_are_not_touched(
     model: PreTrainedModel, cache: PagedPrefixCache, how: dict[str, Any]
 ) -> None:
     ids = torch.tensor([row((1, 48), (9, 5))])
     for reused in (0, 52):
-        scoring = Scoring(cache)
-        assert_same(
-            run(model, input_ids=ids, **how), run(model, cache, input_ids=ids, logits_processor=[scoring], **how)
-        )
-        assert len(scoring.scores) == 6
-        for scores in scoring.scores:
+        found: list[list[Score]] = []
+
+        def score(input_ids: torch.Tensor, scores: torch.Tensor, found: list[list[Score]] = found) -> torch.Tensor:
+            found.append(cache.score(PROMPT, CONTINUATIONS))
+            return scores
+
+        assert_same(run(model, input_ids=ids, **how), run(model, cache, input_ids=ids, logits_processor=[score], **how))
+        assert len(found) == 6
+        for scores in found:
             assert_right(model, PROMPT, CONTINUATIONS, scores)
         assert cache.last_call.rows[0].reused_tokens == reused
         cache.check()

@@ -18,7 +18,6 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
     WatermarkingConfig,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
@@ -139,18 +138,12 @@ def warpers(play: Player) -> None:
     play.hit(**batch(PROMPT), do_sample=True, top_h=0.5, seed=2, reused=49)
 
 
-class ThreeTokens(StoppingCriteria):
-    """A criterion of the user's own."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 53, device=input_ids.device)
-
-
 def ends(play: Player) -> None:
     play.call(**batch(PROMPT), max_new_tokens=None, max_length=56)
     play.hit(**batch(PROMPT), max_time=600.0, reused=49)
     assert len(play.hit(**batch(PROMPT), max_time=1e-9, reused=49).logits) == 1
-    output = play.hit(**batch(PROMPT), stopping_criteria=[ThreeTokens()], reused=49)
+    three = [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] >= 53, device=ids.device)]
+    output = play.hit(**batch(PROMPT), stopping_criteria=three, reused=49)
     assert len(output.logits) == 3
     third = int(output.sequences[0, 52])
     rows = batch(PROMPT, row((1, 48), (2, 2)))

@@ -6,7 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_paged_cache import CacheBusyError, PagedPrefixCache, PrefixStore
 
 from ..internals import ran_on
-from ..reference import IDS, AtStep, assert_same, row, run
+from ..reference import IDS, AtStep, assert_same, at_once, row, run
 from ..tiny_models import build
 
 pytestmark = pytest.mark.usefixtures("switching")
@@ -148,12 +148,6 @@ def test_an_interrupted_entry_holds_no_cache_for_ever(model: PreTrainedModel) ->
     assert not isinstance(run(model, input_ids=IDS).past_key_values, PagedPrefixCache)
 
 
-def in_a_thread(work: Callable[[], Any]) -> Any:
-    """What `work` gives in a thread of its own, which has an empty context."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result(timeout=60)
-
-
 def tenants(model: PreTrainedModel) -> list[PagedPrefixCache]:
     store = PrefixStore(model)
     return [PagedPrefixCache(store, cache_salt=salt) for salt in ("alice", "bob")]
@@ -191,7 +185,7 @@ def test_another_thread_s_calls_are_its_own_and_a_context_that_a_block_started_e
     model: PreTrainedModel, cache: PagedPrefixCache
 ) -> None:
     with cache:
-        output = in_a_thread(lambda: run(model, input_ids=IDS))
+        output = at_once(lambda: run(model, input_ids=IDS))[0]
         assert not isinstance(output.past_key_values, PagedPrefixCache)
         assert cache.stats().num_calls == 0
         context = contextvars.copy_context()
@@ -204,13 +198,13 @@ def test_in_all_threads_every_call_without_a_cache_runs_on_it(model: PreTrainedM
     with cache.in_all_threads() as entered:
         assert entered is cache
         for number in range(2):
-            output = in_a_thread(lambda: run(model, input_ids=IDS))
+            output = at_once(lambda: run(model, input_ids=IDS))[0]
             assert ran_on(output, cache)
             assert_same(reference, output)
             assert cache.last_call.reused_tokens == (49 if number else 0)
         assert ran_on(run(model, input_ids=IDS), cache)
     assert num_in_use(cache) == 0
-    assert not ran_on(in_a_thread(lambda: run(model, input_ids=IDS)), cache)
+    assert not ran_on(at_once(lambda: run(model, input_ids=IDS))[0], cache)
 
 
 def test_a_thread_s_own_block_comes_before_the_one_of_all_threads(
@@ -224,7 +218,7 @@ def test_a_thread_s_own_block_comes_before_the_one_of_all_threads(
         return inside, run(model, input_ids=IDS)
 
     with cache.in_all_threads():
-        for inside, after in (in_a_thread(inside_its_own_block), inside_its_own_block()):
+        for inside, after in (*at_once(inside_its_own_block), inside_its_own_block()):
             assert ran_on(inside, own)
             assert ran_on(after, cache)
     with own, cache.in_all_threads():
@@ -240,9 +234,9 @@ def test_a_second_cache_in_all_threads_is_refused_and_changes_nothing(
             second.in_all_threads().__enter__()
         with cache.in_all_threads(), other.in_all_threads():
             pass
-        assert ran_on(in_a_thread(lambda: run(model, input_ids=IDS)), cache)
+        assert ran_on(at_once(lambda: run(model, input_ids=IDS))[0], cache)
     with second.in_all_threads():
-        assert ran_on(in_a_thread(lambda: run(model, input_ids=IDS)), second)
+        assert ran_on(at_once(lambda: run(model, input_ids=IDS))[0], second)
 
 
 def test_a_generator_closed_in_another_thread_closes_a_block(model: PreTrainedModel, cache: PagedPrefixCache) -> None:
@@ -255,7 +249,7 @@ def test_a_generator_closed_in_another_thread_closes_a_block(model: PreTrainedMo
     assert ran_on(run(model, input_ids=IDS), cache)  # a generator holds its block open for its caller, too
     with ThreadPoolExecutor(1) as pool:  # whose thread has a block of the same cache open, entered last
         pool.submit(cache.__enter__).result(timeout=60)
-        pool.submit(in_a_thread, streamed.close).result(timeout=60)
+        pool.submit(at_once, streamed.close).result(timeout=60)
         pool.submit(cache.__exit__, None, None, None).result(timeout=60)
         assert not ran_on(run(model, input_ids=IDS), cache)
         assert not ran_on(pool.submit(run, model, input_ids=IDS).result(timeout=60), cache)
