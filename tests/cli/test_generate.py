@@ -112,6 +112,27 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
     assert '; input: "' in generate(prompts, model_folder, out).stderr
 
 
+MISTAKES: list[tuple[list[str], str]] = [
+    (["--batchsize", "4"], "--batchsize is no option of generate that a job takes; did you mean --batch-size?"),
+    (["--temprature=0.5"], "temprature is no option of generate that a job takes; did you mean temperature?"),
+    (["--max-length", "10"], "--max-length is not an option here: "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISTAKES)
+def test_a_mistake_is_one_line_before_a_model_is_loaded(
+    arguments: list[str], said: str, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "load_model", lambda *_, **__: pytest.fail("it was loaded"))
+    before = {path.name for path in tmp_path.iterdir()}
+    done = generate(prompts, "no-model", tmp_path / "out.jsonl", *arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("hf-paged-cache generate: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name for path in tmp_path.iterdir()} == before
+
+
 def test_a_value_that_generate_cannot_take_is_refused_by_its_name(
     prompts: Path, model_folder: str, tmp_path: Path
 ) -> None:
