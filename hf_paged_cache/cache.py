@@ -20,7 +20,7 @@ from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to
 from .integration.calls import Calls, Current, bytes_of_rows, forget
 from .integration.capturing import Capturing, require_capture
 from .integration.generate_arguments import GenerateArguments
-from .integration.hooks import attach, detach, how_to_run
+from .integration.hooks import attach, detach
 from .integration.ranks import Ranks
 from .integration.side_rows import SideRows
 from .model.layers import cache_layers
@@ -198,8 +198,9 @@ class PagedPrefixCache(Cache):
     def update(self, *states: Any, **kwargs: Any) -> NoReturn:
         """Raise ForwardMismatchError: only a forward that was not announced writes here; others write to rows."""
         raise ForwardMismatchError(
-            f"{how_to_run(self.store.model)} (a layer writes, and no forward was announced to the cache); another "
-            "model, also a copy of this one, needs a cache of its own: PagedPrefixCache(that_model)"
+            "a layer writes, and no forward was announced to the cache: run the model that the cache was built for "
+            "through its own __call__, not model.model(...), and enter `with cache:` after detach(); another model, "
+            "also a copy of this one, needs a cache of its own: PagedPrefixCache(that_model)"
         )
 
     update_conv_state = update_recurrent_state = update_indexer = update

@@ -1,11 +1,6 @@
-"""Runs the calls of one cache, each on rows of its own.
+"""Runs the calls of one cache, each on rows of its own, from the call's beginning to its end.
 
-    open    the prompt is read, what is known of it is leased, rows are filled with it; the model runs the rest
-    run     transformers alone
-    keep    complete columns go to the pool: the prompt once it is complete, the rest when the call closes
-
-No call is refused for want of blocks. An unusual call is bypassed: its rows reuse and keep nothing, and `last_call`
-says why.
+An unusual call is bypassed: its rows reuse and keep nothing, and `last_call` says why.
 """
 
 import contextlib
@@ -44,10 +39,6 @@ _RAN_ELSEWHERE = (
 # functions that decide what each step is passed
 _PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _RESUMED = "the last call's rows resumed"
-_NO_CACHE_WANTED = (
-    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole "
-    "prompt again in each step, after what the cache holds; pass use_cache=True, or no cache"
-)
 
 
 class Calls(Opening):
@@ -410,9 +401,7 @@ class Calls(Opening):
 
 
 def _require_whole_prompt(arguments: Mapping[str, Any]) -> None:
-    """Refuse a first forward that is to use no cache, or has no mask and positions that do not begin at 0."""
-    if arguments.get("use_cache") is False:
-        raise CacheArgumentError(_NO_CACHE_WANTED)
+    """Refuse a first forward that has no mask and positions that do not begin at 0."""
     positions, first = arguments.get("position_ids"), 0
     if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel():
         first = int(positions[:, 0].min())

@@ -89,13 +89,6 @@ def bracket_of(model: nn.Module) -> GenerateBracket | None:
     return bracket if isinstance(bracket, GenerateBracket) else None
 
 
-def how_to_run(model: nn.Module) -> str:
-    """Return advice on how to run a model so that its forwards are announced."""
-    if bracket_of(model) is None:
-        return "this cache is detached from its model; enter `with cache:`, or build another cache, to attach it again"
-    return "run the model that the cache was built for through its own __call__, not model.model(...)"
-
-
 def attach(model: Any) -> None:
     """Attach bracket and hooks to a model, unless it has them."""
     with _attaching:
