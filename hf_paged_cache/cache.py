@@ -160,6 +160,10 @@ class PagedPrefixCache(Cache):
         self._current.rows, self._current.is_unseen = rows, False
         return rows
 
+    def after_forward(self, output: Any) -> Any:
+        """Return the output: the forward has run on rows, and the rows are told."""
+        return output
+
     def adopt(self, rows: Rows, before: Rows) -> None:
         """Take the rows that a `generate` ran on which was passed the rows `before`, if these are this cache's."""
         if self._current.rows is before:

@@ -163,10 +163,10 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tell rows that their forward has returned, and give the caller a row for each row passed: a forward hook."""
-    for name in CACHE_ARGUMENTS:
-        if type(rows := kwargs.get(name)) is Rows:
-            return rows.after_forward(output)
-    return None
+    cache = kwargs.get("past_key_values")
+    if type(cache) is not Rows:  # under another name, or a view of rows
+        cache = _paged(kwargs)
+    return None if cache is None else cache.after_forward(output)
 
 
 def _paged(arguments: Mapping[str, Any]) -> Any:
