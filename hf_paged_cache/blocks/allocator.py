@@ -214,7 +214,8 @@ class PrefixCachingBlockAllocator:
 
     def match_prefix(self, block_hashes: Iterable[BlockHash], namespace: bytes = b"") -> list[int]:
         """Return the blocks of the longest leading run of hashes whose content is here, in this namespace."""
-        self._settle()
+        if self._dirty or self.collected:
+            self._settle()
         return self._states.match(block_hashes, namespace)
 
     def require(self, num_blocks: int, hits: Iterable[int] = (), namespace: bytes = b"") -> None:
@@ -252,7 +253,9 @@ class PrefixCachingBlockAllocator:
                 if any(states.namespaces[block_id] != each.namespace for block_id in each.block_ids):
                     raise BlockStateError(f"{each!r} has blocks of another namespace: {each.block_ids}")
         except BlockStateError as error:
-            raise BlockStateError(f"{error}\nallocations: {[*self._held.values()]}\n{vars(states)}") from error
+            hashes = [each and each.digest.hex()[:8] for each in states.hashes]  # and no tokens
+            state = {**vars(states), "hashes": hashes, "blocks": len(states.blocks)}
+            raise BlockStateError(f"{error}\nallocations: {[*self._held.values()]}\n{state}") from error
 
     # Blocks are taken and given back.
 

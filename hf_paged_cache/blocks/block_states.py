@@ -211,4 +211,4 @@ class BlockStates:
         for name in ("ref_counts", "hashes", "blocks", "uncomputed", "once", "again", "free"):
             found, expected = getattr(self, name), getattr(derived, name)
             if found != expected and (name != "free" or sorted(found) != sorted(expected)):
-                raise BlockStateError(f"{name}: {found}\nby what holders have, it is: {expected}")
+                raise BlockStateError(f"{name.replace('_', ' ')}: not what holders, hashes and times of blocks say")

@@ -91,6 +91,7 @@ class WindowBlocks:
         self.copies: list[tuple[int, int]] = []
         self._allocator = allocator
         self._block_size = allocator.block_size
+        self.is_dirty = True  # see `Changing`
         self.num_evictions = 0
         self.on_evict: Callable[[int | str, int, BlockHash, bytes], None] | None = None
         self.reset(num_blocks)
@@ -245,7 +246,7 @@ class WindowBlocks:
 
     def reset(self, num_blocks: int) -> None:
         """Forget everything and begin with `num_blocks` window blocks; no block may be in use."""
-        self.is_dirty: bool = True  # see `Changing`
+        self.is_dirty = True
         self.num_blocks = num_blocks
         self.places: dict[int, int] = {}
         self._passed: OrderedDict[int, None] = OrderedDict()  # ids of blocks that a sequence has passed

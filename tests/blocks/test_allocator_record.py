@@ -82,6 +82,7 @@ def test_check_notices_damage_and_prints_the_whole_state(make_allocator, hashes,
         allocator.check()
     for part in ("allocations: [[1", "'ref_counts': [", "'free': [", "'hashes': [", "'uncomputed': "):
         assert part in str(caught.value)
+    assert "token_bytes" not in str(caught.value)
     allocator._dirty = True  # any operation that finds the mark derives the state again ...
     if what not in ("a block twice", "no block"):  # ... from the lists, which are the truth
         allocator.check()
