@@ -20,26 +20,7 @@ from .hashing import (
     root_hash,
 )
 
-__all__ = [
-    "OF_WEIGHTS",
-    "TOKEN_BYTES",
-    "Allocation",
-    "BlockHash",
-    "BlockTable",
-    "Changing",
-    "Group",
-    "HashChain",
-    "PrefixCachingBlockAllocator",
-    "Resumption",
-    "RootFacts",
-    "Roots",
-    "Snapshots",
-    "TokenIds",
-    "Window",
-    "WindowBlocks",
-    "common_prefix_length",
-    "digest_behind",
-    "resumable",
-    "resumable_where",
-    "root_hash",
-]
+__all__ = ["Allocation", "BlockTable", "PrefixCachingBlockAllocator", "Resumption"]
+__all__ += ["Changing", "Group", "Snapshots", "Window", "WindowBlocks", "resumable", "resumable_where"]
+__all__ += ["OF_WEIGHTS", "TOKEN_BYTES", "BlockHash", "HashChain", "RootFacts", "Roots", "TokenIds"]
+__all__ += ["common_prefix_length", "digest_behind", "root_hash"]
