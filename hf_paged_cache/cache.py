@@ -18,7 +18,6 @@ from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
 from .integration.calls import Calls, Current, bytes_of_rows, forget
-from .integration.capturing import Capturing, require_capture
 from .integration.generate_arguments import GenerateArguments
 from .integration.hooks import attach, detach
 from .integration.ranks import Ranks
@@ -26,6 +25,7 @@ from .integration.side_rows import SideRows
 from .model.layers import cache_layers
 from .model.support import cache_argument
 from .prefix_store import PrefixStore, store_of
+from .rows.captured import Capturing, require_capture
 from .rows.request import CallState
 from .rows.rows import Rows
 from .stats import CacheStats, CallStats
@@ -103,7 +103,9 @@ class PagedPrefixCache(Cache):
             calls.require_may_begin(model, given)
             if given.only_new_tokens:
                 held = current.take()  # no other call goes on with these rows meanwhile
-                rows = held or calls.new_rows()  # without rows, there is nothing to continue: this is refused
+                rows = held or calls.new_rows(
+                    CallState("none")
+                )  # without rows, there is nothing to continue: this is refused
                 calls.resume(given, rows)
                 rows.is_behind_handle = False
             else:
@@ -139,7 +141,7 @@ class PagedPrefixCache(Cache):
                 running.discard(rows)
             previous = rows.previous
             self._calls.close(rows)
-            if rows.is_open and rows.state is not None and rows.state.counts:
+            if rows.is_open and rows.state.counts:
                 with self.store.blocks.lock:
                     self._counters.last = rows.state
             # where no forward has run, the rows of the call before are still there, or there are none
@@ -155,8 +157,8 @@ class PagedPrefixCache(Cache):
 
     def _begin_loop(self) -> Rows:
         """Return the rows of a loop of forwards that begins, or of a `generate` that no bracket has seen."""
-        rows, is_unseen = self._calls.new_rows(), self._current.is_unseen
-        rows.state = CallState("generate" if is_unseen else "forward", is_unseen=is_unseen)
+        is_unseen = self._current.is_unseen
+        rows = self._calls.new_rows(CallState("generate" if is_unseen else "forward", is_unseen=is_unseen))
         self._current.rows, self._current.is_unseen = rows, False
         return rows
 
@@ -197,7 +199,7 @@ class PagedPrefixCache(Cache):
 
     def _held(self) -> Rows:
         """Return the rows; if there are none, new rows that hold nothing."""
-        return self._current.rows or self._calls.new_rows()
+        return self._current.rows or self._calls.new_rows(CallState("none"))
 
     def update(self, *states: Any, **kwargs: Any) -> NoReturn:
         """Raise ForwardMismatchError: only a forward that was not announced writes here; others write to rows."""

@@ -34,8 +34,8 @@ from .model.trial import (
     require_continuable,
     text_types,
 )
+from .rows.graphs import Arena
 from .rows.shared import Looks
-from .rows.static import Arena
 from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.groups import SHARE_OF_A_BUDGET, StateRules
@@ -253,7 +253,6 @@ def _state_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | No
         sum(state.nbytes for state in inputs + others),
         traits.chunk,
         max([traits.num_pads_that_show, *(state.shape[-1] for state in inputs)]),
-        not others,
         traits.clamps_one_token,
     )
 

@@ -20,12 +20,11 @@ from hf_paged_cache.integration import ambient, chunked_prompt, opening, shared_
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
+from hf_paged_cache.rows import captured, moves
 from hf_paged_cache.rows import states as rows_states
-from hf_paged_cache.rows.groups import Group
 from hf_paged_cache.rows.ids import IdsStream
-from hf_paged_cache.rows.layers import RowsLayer, WindowLayer
+from hf_paged_cache.rows.layers import Group, RowsLayer, WindowLayer
 from hf_paged_cache.rows.rows import Rows
-from hf_paged_cache.rows.static import Arena
 from hf_paged_cache.store import groups, memory_budget, tier_load
 from hf_paged_cache.store.block_store import BlockStore
 from hf_paged_cache.store.groups import StateRules
@@ -76,7 +75,7 @@ def split_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 def capture_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Whatever may be captured is, whatever that takes."""
-    patch.setattr(Arena, "pays", lambda *_: True)
+    patch.setattr(captured, "NUM_EAGER", 0)
 
 
 def note_served(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:
@@ -203,7 +202,8 @@ FAULT_POINTS: list[tuple[Any, str]] = [
     *((Calls, name) for name in ("begin", "open", "confirm", "close", "keep")),
     *((Calls, name) for name in ("read", "with_roots", "is_same")),
     *((opening, name) for name in ("run_ahead", "fill")),
-    *((Rows, name) for name in ("before_forward", "after_forward", "apply", "start_at", "note_look")),
+    *((Rows, name) for name in ("before_forward", "after_forward", "begin", "note_look")),
+    (moves, "apply"),
     (Group, "take"),
     (RowsLayer, "update"),
     (IdsStream, "note"),
@@ -212,7 +212,7 @@ FAULT_POINTS: list[tuple[Any, str]] = [
 ]
 
 # Where a snapshot takes memory: a module, and the name of its function.
-SNAPSHOT_COPIES = [(groups, "copied"), (rows_states, "copied"), (rows_states, "to_device")]
+SNAPSHOT_COPIES = [(groups, "copied"), (rows_states, "copied")]
 
 
 @contextmanager

@@ -56,7 +56,6 @@ IMPORT_TRANSFORMERS = {  # exactly these do, for types as well
     "integration.chunked_prompt",
     "integration.generate_arguments",
     "kv.states",
-    "rows.states",
     "model.layers",
     "model.placeholders",
     "model.support",

@@ -10,7 +10,7 @@ from ..blocks import Window, WindowBlocks
 from ..kv.block_pool import Slab
 from ..kv.states import States, row_of, stacked
 from ..rows import memory
-from ..rows.groups import Group
+from ..rows.layers import Group
 from ..rows.memory import Shape
 from ..rows.request import RowInput
 from ..rows.rows import Rows
@@ -33,18 +33,16 @@ def fill(
 
     With `takes_over`, the memory of the call before may become these rows'.
     """
-    rows.begin(inputs, wanted)
-    captured, slabs, room = rows.captured, store.pool.all.slabs, max(start, wanted)
-    make = memory.make if captured is None else captured.make  # captured rows are dense, and begin where they stay
+    slabs, room = store.pool.all.slabs, max(start, wanted)
     if not start:
-        rows.all.take(make(memory.shapes_of_slabs(slabs), len(inputs), wanted) if slabs else [], 0)
-        rows.start_at(0, inputs)
+        rows.all.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted) if slabs else [], 0)
+        rows.begin(inputs, 0, wanted)
         return
     shared = None
-    if len(inputs) > 1 and rows.may_be_lazy and captured is None:
+    if len(inputs) > 1 and rows.may_be_lazy and rows.captured is None:
         shared = share_known(store, inputs, known, start, rows.looks)
     done = 0  # column up to which all rows have the memory of the call before
-    if takes_over and shared is None and captured is None:
+    if takes_over and shared is None:
         done = _take_over(rows, inputs, known, start, slabs)
     if done:
         if room > rows.all.room_end:
@@ -53,11 +51,11 @@ def fill(
         first = shared.plan.first_own
         rows.share(shared, memory.make(memory.shapes_of_slabs(slabs), len(inputs), room - first), start)
     else:
-        rows.all.take(make(_shapes(slabs, known, None), len(inputs), room), start)
-    for number, of_row in enumerate(known):
-        first = max(done, rows.prompts[number].pad if shared is None else shared.plan.ends[number])
+        rows.all.take(memory.make(_shapes(slabs, known, None), len(inputs), room), start)
+    for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
+        first = max(done, row.pad if shared is None else shared.plan.ends[number])
         if first < start:
-            _fill_row(store, rows, number, of_row, first, start)
+            _fill_row(store, rows.all, number, row.pad, of_row, first, start)
     for blocks in store.windows.groups:
         group = rows.windows.get(blocks.window)
         if group is None:
@@ -68,12 +66,12 @@ def fill(
             continue
         slabs = store.pool.groups[blocks.name].slabs
         group.make_window(_shapes(slabs, known, blocks.window), len(inputs), start, room)
-        for number, of_row in enumerate(known):
-            _fill_window(store, group, slabs, blocks, number, rows.prompts[number].pad, of_row, start)
+        for number, (row, of_row) in enumerate(zip(inputs, known, strict=True)):
+            _fill_window(store, group, slabs, blocks, number, row.pad, of_row, start)
     if rows.states is not None:
         of_rows = [_states_of(of_row, start - row.pad) for row, of_row in zip(inputs, known, strict=True)]
         rows.states.put(stacked(of_rows))
-    rows.start_at(start, inputs)
+    rows.begin(inputs, start, wanted)
 
 
 def _shapes(slabs: Sequence[Slab], known: Sequence[Known], window: Window | None) -> list[Shape]:
@@ -159,9 +157,9 @@ def _take_over(
     return done
 
 
-def _fill_row(store: BlockStore, rows: Rows, number: int, known: Known, done: int, start: int) -> None:
+def _fill_row(store: BlockStore, to: Group, number: int, pad: int, known: Known, done: int, start: int) -> None:
     """Copy the known columns `[done, start)` of one row into it, in the layers that see all columns."""
-    size, pad, to = store.block_size, rows.prompts[number].pad, rows.all
+    size = store.block_size
     first, end = max(0, done - pad) // size, min(known.num_in_blocks, max(0, start - pad))
     if known.lease is not None and end > first * size:
         block_ids = known.lease.block_ids[first : -(-end // size)]

@@ -128,7 +128,7 @@ class Finding:
     def look(self, latest: int) -> None:
         """Find what is known of rows that start at column `latest` at the latest."""
         store, previous = self._store, self._previous
-        chains = {} if previous is None or previous.state is None else previous.state.chains
+        chains = {} if previous is None else previous.state.chains
         exactly, is_alone = latest if self.is_exact else None, len(self.inputs) == 1
         with store.lock:
             if self.known:

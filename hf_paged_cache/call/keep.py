@@ -14,7 +14,7 @@ from ..blocks.image_tokens import filled_up
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import Slab
 from ..rows import memory
-from ..rows.groups import Group
+from ..rows.layers import Group
 from ..rows.request import CallState
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore

@@ -4,8 +4,6 @@ An unusual call is bypassed: its rows reuse and keep nothing, and `last_call` sa
 """
 
 import contextlib
-import copy
-import math
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -22,9 +20,10 @@ from ..errors import CacheArgumentError, CacheBusyError, ForwardMismatchError, P
 from ..kv.tensors import to_device
 from ..model.rope import RopeDeltas
 from ..model.support import cache_argument, require_layer_adapters
-from ..rows.layers import SPARE
+from ..rows import moves
+from ..rows.ids import Prompt
 from ..rows.request import CallState
-from ..rows.rows import Prompt, Rows
+from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from ..wording import where_of
 from .chunked_prompt import chunked_prompt, require_slices
@@ -52,8 +51,8 @@ class Calls(Opening):
             self.require_filled(given.passed, 0)
         self.ranks.is_settled = False
         self.captures = self.capturing.attach()
-        rows = self.new_rows()
-        rows.in_generate, rows.previous, rows.state = True, previous, self._state_of(given)
+        rows = self.new_rows(self._state_of(given))
+        rows.in_generate, rows.previous = True, previous
         rows.escaped = given.is_custom  # custom code may give the rows to anybody
         rows.reads_all = given.is_custom
         for name in _PREPARING:
@@ -146,12 +145,8 @@ class Calls(Opening):
     def fork(self, rows: Rows, sources: Sequence[int]) -> Rows:
         """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
         index = torch.tensor(sources, dtype=torch.int64, device="cpu")
-        if rows.why_bypassed is None:
-            shared = share_prompt(rows, sources, self.looks) if rows.may_be_lazy and len(sources) > 1 else None
-            forked = rows.forked(index, shared)
-        else:
-            forked = copy.deepcopy(rows)
-            forked.apply(index)
+        is_lazy = rows.may_be_lazy and rows.why_bypassed is None and len(sources) > 1
+        forked = moves.forked(rows, index, share_prompt(rows, sources, self.looks) if is_lazy else None)
         forked.in_generate, forked.calls = True, self
         return forked
 
@@ -168,7 +163,7 @@ class Calls(Opening):
         finally:
             if rows.captured is not None:
                 rows.captured.close()
-        if rows.is_open and rows.state is not None:
+        if rows.is_open:
             self._note_bytes(rows)
 
     def note_elsewhere(self, rows: Rows, given: GenerateArguments) -> None:
@@ -222,7 +217,9 @@ class Calls(Opening):
 
     def give_way(self, rows: Rows) -> None:
         """Give up the arena, and what the pool need not hold, when memory is short and these rows are given up."""
-        self.capturing.give_way(rows)
+        if rows.captured is not None:
+            rows.captured.close()
+        self.capturing.give_way()
         with self.store.lock:
             self.store.make_way()
 
@@ -270,8 +267,6 @@ class Calls(Opening):
         if why is not None:
             self.keep(rows)
             arguments = self.bypass(rows, arguments, why)
-            for row in state.counts:
-                row.stopped += f"; then {why}"
             if state.counts:  # if not, the call begins with this forward, and counts as bypassed when it has returned
                 with self.store.lock:
                     self.counters.note_bypass()
@@ -280,7 +275,7 @@ class Calls(Opening):
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
         may_capture = is_prompt and rows.in_generate and rows.captured is None and rows.chunks is None
         if why is None and may_capture and self.captures:
-            self.begin_captured(rows, request, rows.n, rows.n + num_new)
+            self.begin_captured(rows, request, rows.n + num_new)
         return arguments, num_new, [len(row.token_ids) for row in request.rows]
 
     # Methods that rows call after a forward, and as they change.
@@ -313,24 +308,12 @@ class Calls(Opening):
 
     def _spread(self, rows: Rows, copies: Sequence[int], output: Any) -> None:
         """Let rows that ran for several rows of the batch become these rows, and the forward's logits theirs."""
-        state, n, rows.copies = rows.state, rows.n, None
+        state, rows.copies = rows.state, None
         output.logits = output.logits.index_select(0, to_device(copies, output.logits.device))
         shared = share_prompt(rows, copies, self.looks) if rows.may_be_lazy and rows.captured is None else None
-        if shared is None:
-            rows.apply(copies)
-        else:  # they share what was computed, and go on apart
-            index, most = torch.tensor(copies, device="cpu"), state.limits.max_columns
-            spare = SPARE if math.isinf(most) else min(max(1, int(most) - n), n + SPARE)
-            own = rows.selected(index, shared.plan.first_own, spare)
-            rows.prompts = [copy.copy(rows.prompts[source]) for source in copies]
-            for group in rows.windows.values():
-                group.select(index, n, 0)
-            if rows.states is not None:
-                rows.states.select(index)
-            rows.ids.select(index)
-            rows.share(shared, own, n)
+        moves.apply(rows, copies, shared=shared)
         if state.beams and not state.is_custom:
-            rows.common_columns = n  # beams of a prompt change place only among themselves
+            rows.common_columns = rows.n  # beams of a prompt change place only among themselves
 
     def _count(self, rows: Rows) -> None:
         """Count a forward of a prompt that has returned; after the first one of all it is known what a block takes."""
@@ -366,7 +349,7 @@ class Calls(Opening):
         """
         state, store = rows.state, self.store
         rows.prompt_end = 0
-        if not rows.is_open or state is None:
+        if not rows.is_open:
             return
         is_source = rows.is_source
         rows.note_look(is_same=not is_source or rows.seen_same == rows.n or self.is_same(rows))
@@ -452,7 +435,7 @@ class Current:
     def is_loop(self) -> bool:
         """True if the rows are those of a loop of forwards, which may go on."""
         rows = self.rows
-        return rows is not None and rows.is_open and rows.state is not None and rows.state.kind == "forward"
+        return rows is not None and rows.is_open and rows.state.kind == "forward"
 
     def _is_loop_elsewhere(self) -> bool:
         """Return whether the thread that ran the rows last runs, and has a loop on them."""
@@ -467,7 +450,7 @@ class Current:
 
 def bytes_of_rows(held: Sequence[Rows | None], running: Sequence[Rows]) -> int:
     """Return the bytes of the last rows of caches, and of running rows as of their last forward of a prompt."""
-    of_running: int = sum(rows.state.kv_bytes for rows in running if rows.state is not None)
+    of_running: int = sum(rows.state.kv_bytes for rows in running)
     return of_running + sum(rows.kv_bytes for rows in held if rows is not None and rows not in running)
 
 

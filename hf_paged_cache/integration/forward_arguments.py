@@ -59,7 +59,7 @@ class ArgumentReader:
         before = rows.n
         # a row of padding alone has as much of it as there are columns: a forward that brought more may have failed
         old_pads = [min(prompt.pad, before) for prompt in rows.prompts]
-        has_padding = any(old_pads) and any(layer.filled for layer in rows.layers)
+        has_padding = any(old_pads) and rows.filled > 0 and rows.first is not None
         why = self._why_unread(arguments, by_default, resumes_padding=has_padding)
         num_rows, num_new = shape_of(arguments, before)
         if old_pads and num_rows != len(old_pads):

@@ -18,9 +18,9 @@ from ..errors import CacheArgumentError
 from ..locks import new_lock
 from ..model.layers import own_cache_class, present_before_forward, take_back_after_forward
 from ..model.support import cache_argument
+from ..rows.captured import detach_forward
 from ..rows.rows import Rows
 from .ambient import ambient_cache
-from .capturing import detach_forward
 from .generate_arguments import has_own_generate, read_generate
 
 CACHE_ARGUMENTS = ("past_key_values", "cache_params")  # names that forwards have for a cache

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 
@@ -18,15 +18,13 @@ from ..errors import CacheArgumentError
 from ..model.fingerprint import Fingerprint
 from ..model.layers import cache_layers
 from ..model.placeholders import Placeholders
-from ..rows.kinds import kinds_of
-from ..rows.layers import SPARE
-from ..rows.request import CallState, ForwardRequest, RequestRead, RowInput
+from ..rows.captured import Capturing
+from ..rows.layers import SPARE, kinds_of
+from ..rows.request import CallState, ForwardRequest, RequestRead, RowInput, RowsCalls
 from ..rows.rows import Rows
 from ..rows.shared import IN_CHUNKS as READ_IN_CHUNKS
 from ..rows.shared import MODEL_LOOKS, Looks
-from ..rows.states import StatePlaces
 from ..store.block_store import BlockStore
-from .capturing import Capturing
 from .chunked_prompt import IN_CHUNKS, ChunkedPrompt
 from .forward_arguments import ArgumentReader, cut
 from .generate_arguments import GenerateArguments
@@ -86,17 +84,16 @@ class Opening:
         self.has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         states = self.store.states
         self.carries_states = bool(states)
-        places = StatePlaces(states.align, states.rules.is_recorded, states.rules.clamps_one_token, states.kept.most)
-        kinds = kinds_of(cache_layers(self.model), places)  # rows of a model that has changed get more layers
-        margin = self.store.block_size + _MOST_TAKEN_BACK
-        self._kinds = kinds._replace(windows=self.store.windows.window_of, margin=margin)
+        self._kinds = kinds_of(cache_layers(self.model))._replace(  # rows of a model that has changed get more layers
+            windows=self.store.windows.window_of,
+            margin=self.store.block_size + _MOST_TAKEN_BACK,
+            align=states.align,
+            clamps_one_token=states.rules.clamps_one_token,
+        )
 
-    def new_rows(self) -> Rows:
-        """Make rows that no forward has run yet."""
-        kinds = self._kinds
-        if self.carries_states:
-            kinds = kinds._replace(places=kinds.places._replace(most=self.store.states.kept.most))
-        return Rows(self, kinds, self.looks)
+    def new_rows(self, state: CallState) -> Rows:
+        """Make rows of a call that no forward has run yet."""
+        return Rows(cast("RowsCalls", self), self._kinds, self.looks, state)
 
     # What a forward asks for.
 
@@ -270,7 +267,7 @@ class Opening:
             else:
                 return None
             if self.captures:
-                self.begin_captured(rows, request, start, stop)
+                self.begin_captured(rows, request, stop)
             rows.copies = [*asked.copies] if len(running) < len(asked.copies) else None
             fill(self.store, rows, running, found.known, start, self._columns_to_make(rows, stop), takes_over=True)
             state.pending = count_prompt(
@@ -290,15 +287,15 @@ class Opening:
     def bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str) -> Mapping[str, Any]:
         """Let rows run on transformers' own layers from here on; return the arguments of their forward."""
         rows.previous = None
-        rows.bypass(why, list(cache_layers(self.model)))
+        rows.bypass(why)
         images, rows.state.images = rows.state.images, None
         if images is None:
             return arguments
         num_rows = len(arguments["input_ids"])
         return images.encoded(arguments, range(num_rows), num_rows)  # type: ignore[no-any-return]
 
-    def begin_captured(self, rows: Rows, request: ForwardRequest, start: int, stop: int) -> None:
-        """Let the next forward, of the columns `[start, stop)`, and later ones run by graphs, if they may be."""
+    def begin_captured(self, rows: Rows, request: ForwardRequest, stop: int) -> None:
+        """Let the next forward, which ends with column `stop`, and later ones run by graphs, if they may be."""
         unusual, state = request.keep_columns, rows.state
         if state.adapters is not None:
             unusual = "adapters were given for each row"
@@ -308,8 +305,7 @@ class Opening:
             unusual = "the model takes images"
         elif rows.reads_all:
             unusual = "a function that is not transformers' says what each step is passed"
-        most = state.limits.max_columns
-        state.captured = self.capturing.begin(rows, len(request.rows), start, stop, max_columns=most, unusual=unusual)
+        state.captured = self.capturing.begin(rows, len(request.rows), stop, unusual)
 
     def begin_chunks(self, rows: Rows, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
         """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes later chunks."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..call.fill import fill
 from ..call.find import Finding, Known
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
-from ..rows.request import RowInput
+from ..rows.request import CallState, RowInput
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .forward_arguments import ArgumentReader
@@ -91,7 +91,7 @@ def _cut(store: BlockStore, found: Plan, rows: list[PlannedRow], known: Sequence
             first, last = max(of_row.num_tokens, ahead), max(of_row.num_in_blocks, ahead)
             most = bounds.latest - row.pad
             parts_at = min(of_row.num_matched, most) // states.align * states.align
-            if not states or states.rules.is_recorded:
+            if not states:
                 wanted, least = {parts_at} if store.windows else set[int](), first + 1
             else:
                 wanted = {most // states.align * states.align, parts_at}
@@ -118,7 +118,8 @@ def _run(
         some = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some]
         if going_on is None:
             start = 0 if all(row.pad >= start for row in some) else start
-            going_on = Rows(rows.calls, rows.kinds, rows.looks)
+            going_on = Rows(rows.calls, rows.kinds, rows.looks, CallState("ahead"))
+            going_on.must_confirm = False
             going_on.may_be_lazy = rows.may_be_lazy
             fill(store, going_on, some, [known[number] for number in numbers], start, stop)
             going_on.in_generate = True

@@ -43,9 +43,9 @@ class SideRows:
 
     def begin(self, kind: str) -> Rows:
         """Begin a call of this kind, and return its rows, before their first forward."""
-        rows: Rows = self._cache()._calls.new_rows()
+        state = CallState(kind, is_in_step=kind == "prefill")  # forwards of a prefill are cut already
+        rows: Rows = self._cache()._calls.new_rows(state)
         rows.in_generate = True
-        rows.state = CallState(kind, is_in_step=kind == "prefill")  # forwards of a prefill are cut already
         return rows
 
     def run(self, rows: Rows, inputs: Sequence[RowInput], stops: Sequence[int] = (), *, num_logits: int = 1) -> Tensor:

@@ -70,16 +70,11 @@ def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
         >>> list(runs([4, 5, 6, 2, 9, 10]))
         [(4, 3), (2, 1), (9, 2)]
     """
-    first = count = 0
-    for block_id in block_ids:
-        if count and block_id == first + count:
-            count += 1
-            continue
-        if count:
-            yield first, count
-        first, count = block_id, 1
-    if count:
-        yield first, count
+    start, num = 0, len(block_ids)
+    for stop in range(1, num + 1):
+        if stop == num or block_ids[stop] != block_ids[stop - 1] + 1:
+            yield block_ids[start], stop - start
+            start = stop
 
 
 def load_blocks(
@@ -154,9 +149,3 @@ def _alike(left: Sequence[_Together], right: Sequence[_Together]) -> Iterator[tu
         for name, part in zip(names, torch.split(tensor, 1), strict=True):
             if name in apart:
                 yield part, apart[name]
-
-
-def copy_rows(source: Sequence[Streams], to: Sequence[Streams], num_columns: int) -> None:
-    """Copy the first columns of all rows to as many rows of other memory."""
-    for held, new in _alike(source, to):
-        new[:, :, :, :num_columns].copy_(held[:, :, :, :num_columns])

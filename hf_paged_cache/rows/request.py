@@ -4,11 +4,13 @@ Columns are counted from the left, padding included; positions count a row's tok
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from ..blocks import HashChain, TokenIds
 from ..stats import RowStats
+from ..store.block_store import BlockStore
 from .shared import Seen
 
 
@@ -110,3 +112,43 @@ class RequestRead(BaseException):
     def __init__(self, request: ForwardRequest) -> None:
         super().__init__()
         self.request = request
+
+
+class RunsForwards(Protocol):
+    """`RunsForwards` runs the forwards of rows that lie in an arena; see `CapturedCall`."""
+
+    def forward(self, eager: Callable[..., Any], arguments: Mapping[str, Any]) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+class RowsCalls(Protocol):
+    """`RowsCalls` is what rows ask: it opens them at their first forward, and keeps what they compute."""
+
+    model: Any
+    store: BlockStore
+    salt: bytes
+
+    def begin_from(self, rows: Any, model: Any, given: Any) -> Any: ...
+
+    def begin_again(self, rows: Any) -> None: ...
+
+    def open(self, rows: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+    def go_on(self, rows: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]: ...
+
+    def confirm(self, rows: Any, output: Any) -> Any: ...
+
+    def keep(self, rows: Any) -> None: ...
+
+    def keep_full(self, rows: Any) -> None: ...
+
+    def close(self, rows: Any) -> None: ...
+
+    def fork(self, rows: Any, sources: Sequence[int]) -> Any: ...
+
+    def note_sharing(self, rows: Any) -> None: ...
+
+    def refuse(self, model: Any) -> NoReturn: ...
+
+    def require_not_running(self, rows: Any) -> None: ...

@@ -4,12 +4,10 @@ Owns what a forward and a caller may do with rows, and whatever moves rows. It d
 but asks `calls`. The columns lie in memory of these rows alone; before it may come segments that rows have in common.
 """
 
-import copy
 import math
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NoReturn
@@ -21,33 +19,18 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from ..attention import causal
 from ..blocks import TokenIds, Window
-from ..blocks.image_tokens import end_of_image, hold_images
-from ..errors import CacheArgumentError, ForwardMismatchError
+from ..errors import ForwardMismatchError
 from ..kv.states import put_states, read_states
 from ..model.layers import cache_layers, has_keys, streams_of
-from . import memory
-from .groups import Group
-from .ids import IdsStream
-from .kinds import LayerKinds
-from .layers import SPARE, RowsLayer, room_for
+from . import memory, moves
+from .ids import IdsStream, Prompt
+from .layers import Group, LayerKinds, RowsLayer, room_for
 from .memory import Columns, Streams
+from .request import CallState, Chunks, RowInput, RowsCalls, RunsForwards
 from .shared import Looks, Seen, SharedColumns
 from .states import RowStates
 
 _VERSION = attrgetter("_version")
-
-
-@dataclass(slots=True)
-class Prompt:
-    """`Prompt` says what one row began with."""
-
-    root: bytes  # the row's prefix key: a digest of all that shapes its keys and values besides tokens
-    pad: int  # columns of left padding
-    first_position: int  # position of the first token
-    shift: int | None  # how far images have moved the positions of the text after them; None: not known
-    kept: int = 0  # leading tokens whose blocks need not be kept any more
-    most_kept: int | None = None  # most leading tokens that may be kept, where those after them only fill the row up
-    image_end: int | None = None  # tokens up to the end of the last image, if its block is to be kept up to there
 
 
 class Rows(Cache):
@@ -56,18 +39,18 @@ class Rows(Cache):
     columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
 
     Args:
-        calls: `Calls` of the cache, which open the rows at their first forward, and keep what they compute.
+        calls: the calls of a cache.
         kinds: kinds of the model's layers.
         looks: whether the model looks at keys and values itself.
+        state: what is remembered of the call.
     """
 
     is_paged_prefix_cache = True
     layers: list[Any]
 
-    def __init__(self, calls: Any, kinds: LayerKinds, looks: Looks) -> None:
+    def __init__(self, calls: RowsCalls, kinds: LayerKinds, looks: Looks, state: CallState) -> None:
         super().__init__(layers=[])
-        self.calls, self.kinds, self.looks, self._itself = calls, kinds, looks, ref(self)
-        self.state: Any = None  # what `calls` remember of the rows
+        self.calls, self.kinds, self.looks, self.state, self._itself = calls, kinds, looks, state, ref(self)
         self.thread = threading.get_ident()  # that ran the rows last
         self.is_passed = False  # a `generate` of transformers was passed the rows since the call began
         self.in_generate = False  # `generate` runs the rows; it passes what it must
@@ -78,8 +61,8 @@ class Rows(Cache):
         self.previous: Rows | None = None  # rows of the call before; given up when these open
         self.handle: ref[Any] | None = None  # the cache of the call
         self.is_behind_handle = False  # forwards are passed the handle in place of the rows, and return the handle
-        self.captured: Any = None  # runs the forwards by graphs, and has the rows lie in the arena
-        self.chunks: Any = None  # sizes of the forwards that the prompt must come in; what comes in others is not kept
+        self.captured: RunsForwards | None = None  # runs the forwards by graphs, and has the rows lie in the arena
+        self.chunks: Chunks | None = None  # forwards that the prompt must come in; others are not kept
         self.may_be_lazy = False  # attention may be given keys and values that it reads lazily
         self.reset()
 
@@ -90,6 +73,7 @@ class Rows(Cache):
             layer.reset()
         self.layers[:] = layers = kinds.make(itself)  # the same list: whoever holds it sees these layers
         self.all, self.windows = Group(itself), dict[Window, Group]()  # columns of layers without, and with a window
+        self.apart = set[Window | None]()  # windows of layers that lie by themselves until the forward has ended
         self.first: Any = None  # first layer with columns; None: no layer has any, or the rows are bypassed
         for layer_idx, layer in enumerate(layers):
             if isinstance(layer, RowsLayer):
@@ -98,13 +82,18 @@ class Rows(Cache):
                 if layer.window is not None:
                     group = self.windows.setdefault(layer.window, Group(itself, layer.window))
                 group.layers[layer_idx] = layer
-        self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds.places) if kinds.num_states else None
+        self.states: RowStates | None = None
+        if kinds.num_states:
+            with_states = {at: layers[at] for at in kinds.num_states}
+            self.states = RowStates(with_states, kinds.align, clamps_one_token=kinds.clamps_one_token)
         # rows can go on only after certain columns, because layers have windows or carry states
         self.is_exact = bool(kinds.windows) or self.states is not None
+        self.groups = (self.all, *self.windows.values())
         self.layer_class_to_replicate = partial(_another_layer, itself)  # type: ignore[assignment]
         self.ids = IdsStream()  # token ids that ran
         self.prompts: list[Prompt] = []  # what each row began with; empty before the first forward
         self.n = 0  # columns
+        self.filled = 0  # columns that were known before the first forward
         self.wanted = 0  # columns that the rows will have; 0: not known
         self.why_bypassed: str | None = None  # why the rows run on transformers' own layers, and nothing is kept
         self.is_open = False
@@ -127,11 +116,6 @@ class Rows(Cache):
         self._versions: tuple[int, ...] = ()  # versions of these tensors after our own last write
         if self.records_drafts:
             self.activate_past_recording()
-
-    def add_layers(self, num_layers: int) -> None:
-        """Have so many layers, of which the model's config names fewer."""
-        while len(self.layers) < num_layers:
-            self.layers.append(_another_layer(self._itself))
 
     # Called by a `generate` that is passed rows which an earlier call has returned.
 
@@ -172,12 +156,14 @@ class Rows(Cache):
             self.calls.refuse(model)
         first = self.first
         if first is not None and first.n != self.n:
-            self._heed()
+            self.heed()
         if self.is_running and self.thread != threading.get_ident():
             self.calls.require_not_running(self)
         if self.is_running and not self.num_forwards:
             self.roll_back()
         if not self.is_open:
+            if self.all.memory:  # an interrupt has left it
+                self.reset()
             arguments = self.calls.open(self, arguments)
         elif (
             self.reads_next
@@ -204,10 +190,8 @@ class Rows(Cache):
         self.num_new, self.is_running = num_new, True
         if self.chunks is not None:
             self.keep_less(self.chunks.commit_end(self.n, num_new))
-        if self.states is not None:
-            if self.kinds.places.clamps_one_token and num_new == 1 and self.n:
-                self.keep_less(self.n)  # what is computed so differs from what a prompt computes
-            self.states.start_forward([prompt.pad for prompt in self.prompts], self.n, self.n + num_new)
+        if self.kinds.clamps_one_token and num_new == 1 and self.n:
+            self.keep_less(self.n)  # what is computed so differs from what a prompt computes
         self.ids.note(ids, self.n)
         if self.n + num_new > self.all.room_end:
             self.all.make_room(self.n + num_new, self.n, 0)
@@ -219,20 +203,19 @@ class Rows(Cache):
 
     def after_forward(self, output: Any) -> Any:
         """End a forward that has returned; return its output, as the caller is to get it."""
-        n, have_own = self.n + self.num_new, False
+        n = self.n + self.num_new
         for layer in self.layers if self.why_bypassed is None else ():
             if layer.n != n and layer.held is not None:
                 self.is_whole = False
-            have_own = have_own or layer.is_own
         self.n, self.is_running = n, False
-        if self.states is not None:
-            self.states.end_forward([prompt.pad for prompt in self.prompts], n)
-        if have_own:
+        if self.states is not None and n >= self.states.next_place:
+            self.states.take([prompt.pad for prompt in self.prompts], n, is_step=self.num_new == 1 and n > 1)
+        if self.apart:
             self._gather()
         else:
             self._versions = tuple(map(_VERSION, self._tensors))
         self.num_forwards += 1
-        if self.must_confirm and self.state is not None:
+        if self.must_confirm:
             output = self.calls.confirm(self, output)
         return output
 
@@ -249,9 +232,10 @@ class Rows(Cache):
     @property
     def is_written(self) -> bool:
         """True if a forward has written any layer."""
-        if any(has_keys(layer) and layer.get_seq_length() for layer in self.layers):
-            return True
-        return any(any(self.layers[at].has_previous_state.values()) for at in self.kinds.num_states)
+        for layer in self.layers:
+            if (has_keys(layer) and layer.get_seq_length()) or any(getattr(layer, "has_previous_state", {}).values()):
+                return True
+        return False
 
     def note_shown(self) -> None:
         """Note that somebody gets keys or values, and may write to them unseen: nothing is kept after that."""
@@ -263,10 +247,10 @@ class Rows(Cache):
         """Put what somebody gives a layer into a layer of transformers', on which the rows run from here on."""
         self.note_shown()
         if self.why_bypassed is None:
-            self.bypass("keys or values were put into its layers by hand", list(cache_layers(self.calls.model)))
+            self.bypass("keys or values were put into its layers by hand")
         setattr(self.layers[layer_idx], name, states)
 
-    def _heed(self) -> None:
+    def heed(self) -> None:
         """Go on with what is in the layers, and keep nothing more, if the first layer has other columns than the rows.
 
         Somebody has written them there, or a model inside this one has run forwards that told no hook.
@@ -278,8 +262,7 @@ class Rows(Cache):
 
     def is_lost(self, idents: Collection[int]) -> bool:
         """Return whether a call or a loop on the rows ran in one of these threads, which ended with a fork."""
-        is_loop = self.state is not None and self.state.kind == "forward"
-        return self.thread in idents and (self.in_generate or self.is_running or is_loop)
+        return self.thread in idents and (self.in_generate or self.is_running or self.state.kind == "forward")
 
     def roll_back(self) -> None:
         """Take back a forward that died; if it was the first one, the rows begin again."""
@@ -297,33 +280,23 @@ class Rows(Cache):
                 layer.crop(self.n - layer.n)
         self._gather()
         # of states, and of windows, what the next token needs may have been written over
-        if not self._windows_go_on_at(self.n):
+        if not self.windows_go_on_at(self.n):
             self.is_whole, self.is_broken = False, True
         self.is_broken = bool(self.n) and (self.is_broken or self.states is not None)
 
     # Memory of the rows.
 
-    def begin(self, inputs: Sequence[Any], wanted: int) -> None:
-        """Begin rows of these tokens, a `RowInput` each; they will have `wanted` columns, if that is not 0."""
-        prompts = list[Prompt]()
-        for row in inputs:
-            prompt = Prompt(row.root, row.pad, row.first_position, row.shift)
-            if hold_images(row.token_ids):
-                prompt.image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
-                self.ids.named = {**self.ids.named, len(prompts): row.token_ids}
-            prompts.append(prompt)
-        self.prompts, self.wanted, self.is_open = prompts, wanted, True  # open last: an interrupt comes before or after
-        if self.states is not None:
-            self.states.begin(len(inputs))
-
-    def start_at(self, n: int, inputs: Sequence[Any]) -> None:
-        """Note that the columns before `n` are there, and hold these tokens."""
-        self.n = n
+    def begin(self, inputs: Sequence[RowInput], n: int, wanted: int) -> None:
+        """Begin rows of these tokens, whose first `n` columns are there; they will have `wanted`, if that is not 0."""
+        self.n, self.filled, self.wanted = n, n, wanted
         for layer in self.layers:
             if layer.held is not None:
-                layer.n = layer.filled = n
-        self.ids.start(inputs, n)
+                layer.n = n
+        self.prompts = self.ids.start(inputs, n)
+        if self.states is not None:
+            self.states.begin(len(inputs))
         self.note_writes()
+        self.is_open = True  # last: an interrupt comes before or after
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """Let the layers without a window lie in this memory: its first columns are the columns `[base, n)`."""
@@ -332,18 +305,17 @@ class Rows(Cache):
         self.note_writes()
 
     def _gather(self) -> None:
-        """Let layers that got memory of their own lie in the memory of the rows, without a copy."""
-        for group in (self.all, *self.windows.values()):
-            group.gather()
+        """Let the rows lie where layers made memory of their own in a forward, without a copy."""
+        for group in self.groups:
+            if group.window in self.apart:
+                group.gather()
+        self.apart.clear()
         self.note_writes()
 
     def note_writes(self) -> None:
         """Note that everything written to the rows until here was written by us."""
-        tensors = []
-        for group in (self.all, *self.windows.values()):
-            for tensor, _ in group.memory:
-                tensors.append(tensor)
-        self._tensors, self._versions = tensors, tuple(map(_VERSION, tensors))
+        self._tensors = [tensor for group in self.groups for tensor, _ in group.memory]
+        self._versions = tuple(map(_VERSION, self._tensors))
 
     @property
     def is_edited(self) -> bool:
@@ -354,9 +326,9 @@ class Rows(Cache):
         """Return whether the rows hold all that the token after the first `n` columns needs."""
         if self.states is not None and (n != self.n or self.is_broken or self.is_running):
             return False
-        return self._windows_go_on_at(n)
+        return self.windows_go_on_at(n)
 
-    def _windows_go_on_at(self, n: int) -> bool:
+    def windows_go_on_at(self, n: int) -> bool:
         return all(group.can_go_on_at(n) for group in self.windows.values())
 
     def copy_columns(self, row: int, start: int, stop: int, to: list[Streams], to_row: int, column: int) -> None:
@@ -396,17 +368,12 @@ class Rows(Cache):
             self.is_whole = False
         self._gather()
         stop = max(self.n, *(layer.n for layer in self.layers))  # in a forward some layers have more columns
-        whole = self._dense(range(self.num_rows), stop, room_for(stop, self.wanted))
+        room, shapes = room_for(stop, self.wanted), memory.shapes_of_rows(self.all.memory)
+        made = memory.make(shapes, self.num_rows, room)
+        for row, prompt in enumerate(self.prompts):
+            self.copy_columns(row, prompt.pad, stop, made, row, prompt.pad)
         self.shared = self.reads = None
-        self.take(whole, self.n)
-
-    def _dense(self, sources: Sequence[int], stop: int, room: int) -> list[Streams]:
-        """Make memory in which row `i` has all columns of row `sources[i]` before column `stop`."""
-        made = memory.make(memory.shapes_of_rows(self.all.memory), len(sources), room)
-        for row, source in enumerate(sources):
-            pad = self.prompts[source].pad
-            self.copy_columns(source, pad, stop, made, row, pad)
-        return made
+        self.take(made, self.n)
 
     @property
     def kv_bytes(self) -> int:
@@ -414,7 +381,7 @@ class Rows(Cache):
         if self.why_bypassed is not None:
             return sum(states.nbytes for states in self._held_in_layers())
         num_bytes = 0 if self.shared is None else self.shared.num_bytes
-        for group in (self.all, *self.windows.values()):
+        for group in self.groups:
             num_bytes += memory.num_bytes(group.memory, self.n - group.base)
         return num_bytes + (0 if self.states is None else self.states.num_bytes)
 
@@ -425,9 +392,10 @@ class Rows(Cache):
                 yield from streams_of(layer).values()
         yield from read_states({at: self.layers[at] for at in self.kinds.num_states}).values()
 
-    def bypass(self, why: str, layers: list[Any]) -> None:
-        """Run the rows on these empty transformers layers from here on, and keep nothing more; `last_call` says why."""
+    def bypass(self, why: str) -> None:
+        """Run the rows on transformers' own layers from here on, and keep nothing more; `last_call` says why."""
         self.make_dense()
+        layers = list(cache_layers(self.calls.model))
         if self.records_drafts:
             for layer in layers:
                 getattr(layer, "activate_past_recording", lambda: None)()
@@ -437,13 +405,16 @@ class Rows(Cache):
                 layer.put_into(layers[number])
         if self.states is not None:
             put_states({at: layers[at] for at in self.kinds.num_states}, self.states.read())
+        for row in self.state.counts:
+            row.stopped += f"; then {why}"
         self.why_bypassed, self.is_open = why, True
-        self._run_on(layers)
+        self.run_on(layers)
 
-    def _run_on(self, layers: list[Any]) -> None:
+    def run_on(self, layers: list[Any]) -> None:
         """Have these layers of transformers, which hold what the rows hold, and nothing besides."""
-        self.all, self.windows, self.states, self.first = Group(self._itself), {}, None, None
+        self.all, self.windows, self.groups, self.states, self.first = Group(self._itself), {}, (), None, None
         self.is_exact, self._tensors, self._versions = False, [], ()
+        self.apart.clear()
         self.layers[:] = layers  # the same list: whoever holds it sees these layers
         self.layer_class_to_replicate = DynamicLayer
 
@@ -484,55 +455,19 @@ class Rows(Cache):
 
     # Ways to move rows.
 
-    def apply(self, index: Sequence[int] | Tensor, start: int = 0) -> None:
-        """Let row `i` continue as row `index[i]`, in all streams.
-
-        Args:
-            start: number of leading columns that rows which change places have in common.
-        """
-        self.roll_back()
-        self._heed()
-        at = index if isinstance(index, Tensor) else torch.tensor(index, dtype=torch.int64, device="cpu")
-        if not self.in_generate:
-            self._require_rows(at)
-        if self.why_bypassed is not None:
-            for layer in self.layers:
-                layer.reorder_cache(at)
-            return
-        is_whole, is_broken = self.is_whole and not self.is_edited, self.is_broken
-        self.is_whole, self.is_broken = False, True  # interrupted: some streams have changed
-        if not start:
-            self.make_dense()
-        for group in (self.all, *self.windows.values()):
-            group.select(at, self.n, start)
-        if self.states is not None:
-            self.states.select(at)
-        self.ids.select(at)
-        if at.shape[0] != self.num_rows:
-            self.common_columns = 0
-        if not start:
-            self.prompts = [copy.copy(self.prompts[number]) for number in at.tolist()]
-        self.note_writes()
-        self.is_whole, self.is_broken = is_whole, is_broken
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row `i` continue as row `beam_idx[i]`; full blocks of rows that are given up are kept first."""
-        if self.in_generate and self.state is not None:
+        if self.in_generate:
             self.calls.keep_full(self)
-        self.apply(beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
-
-    def _require_rows(self, index: Tensor) -> None:
-        numbers, num_rows = index.tolist(), self.batch()
-        if not numbers or not all(0 <= number < num_rows for number in numbers):
-            raise CacheArgumentError(f"rows {numbers} were asked for; there are {num_rows} rows, counted from 0")
+        moves.apply(self, beam_idx, self.common_columns if beam_idx.shape[0] == self.num_rows else 0)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.apply([row for row in range(self.batch()) for _ in range(repeats)])
+        moves.apply(self, [row for row in range(self.batch()) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the rows `indices` (int64, or a mask of booleans) alone."""
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-        self.apply(torch.where(chosen < 0, chosen + self.batch(), chosen))
+        moves.apply(self, torch.where(chosen < 0, chosen + self.batch(), chosen))
 
     def batch(self) -> int:
         if self.why_bypassed is None:
@@ -540,49 +475,8 @@ class Rows(Cache):
         return next((states.shape[0] for states in self._held_in_layers()), 0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
-
-        Raises:
-            CacheArgumentError: the number is positive or too large, or the tokens that are left need what layers have
-                given up.
-        """
-        if tokens_to_remove > 0:
-            raise CacheArgumentError(
-                f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}"
-            )
-        self.roll_back()
-        self._heed()
-        if self.is_edited:
-            self.is_whole = False
-        num, length = -int(tokens_to_remove), self.get_seq_length()
-        n = max(0, self.n - num)
-        if num > length:
-            raise CacheArgumentError(f"cannot take back {num} tokens; there are {length}")
-        if not n and not self.in_generate and self.why_bypassed is None:
-            self.reset()  # after that, other rows may begin
-            return
-        if num and not self._can_crop(num):
-            raise CacheArgumentError(
-                f"cannot take back {num} tokens: layers with a window or a state have given up what the token after "
-                "those that are left needs; reset() the rows, or pass the whole prompt to generate again"
-            )
-        if self.shared is not None and n < max(self.shared.plan.ends):
-            self.make_dense()
-        if self.states is not None:
-            self.states.crop(num, n, [prompt.pad for prompt in self.prompts])
-        for layer in self.layers:
-            if self.why_bypassed is not None or isinstance(layer, RowsLayer):
-                layer.crop(-num)
-        self.n = n
-        self.seen_same, self.common_columns = min(self.seen_same, n), min(self.common_columns, n)
-        for prompt in self.prompts:
-            prompt.kept = min(prompt.kept, max(0, n - prompt.pad))
-
-    def _can_crop(self, num: int) -> bool:
-        """Return whether layers with windows and states can go on without the last `num` columns."""
-        if self.states is not None and (self.is_broken or (num < self.n and not self.states.can_crop(num))):
-            return False
-        return self._windows_go_on_at(self.n - num)
+        """Take back the last `-tokens_to_remove` tokens; 0 changes nothing."""
+        moves.crop(self, tokens_to_remove)
 
     def activate_past_recording(self) -> None:
         """Get ready to take drafts back: a model that cannot say which logits it needs computes all of them."""
@@ -591,13 +485,6 @@ class Rows(Cache):
             super().activate_past_recording()  # type: ignore[no-untyped-call]
         elif self.states is not None:
             self.states.record_past()
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Update a convolution's state as transformers does, and record what is wanted of the convolution's inputs."""
-        inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
-        if self.states is not None:
-            self.states.record(layer_idx, state_idx, inputs)
-        return inputs
 
     # Called by transformers and by users.
 
@@ -622,7 +509,7 @@ class Rows(Cache):
             # transformers tells no length of layers that carry states alone
             return int(super().get_seq_length(layer_idx)) if any(map(has_keys, self.layers)) else self.n
         if self.first is not None and self.first.n != self.n:
-            self._heed()
+            self.heed()
         return self.n if layer_idx in (0, -len(self.layers)) or self.layers[layer_idx].held is not None else 0
 
     @property
@@ -631,54 +518,9 @@ class Rows(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rows":
         """Make other rows with the same columns, which go on by themselves."""
-        if self.why_bypassed is not None:
-            copied = self._begun_alike()
-            copied._run_on(copy.deepcopy(self.layers, memo))
-        else:
-            copied = self.forked(torch.arange(self.num_rows, device="cpu"), None)
+        copied: Rows = moves.forked(self, torch.arange(self.batch(), device="cpu"))
         memo[id(self)] = copied
         return copied
-
-    def _begun_alike(self) -> "Rows":
-        """Make other rows of the same call, without columns."""
-        self.roll_back()
-        copied = type(self)(self.calls, self.kinds, self.looks)
-        for name in _COPIED:
-            setattr(copied, name, getattr(self, name))
-        copied.state = None if self.state is None else self.state.copy()
-        copied.is_whole = self.is_whole and not self.is_edited
-        copied.prompts, copied.ids = [*map(copy.copy, self.prompts)], self.ids.copy()
-        return copied
-
-    def forked(self, index: Tensor, shared: SharedColumns | None) -> "Rows":
-        """Make other rows that go on by themselves: row `i` begins where row `index[i]` of these stands.
-
-        These rows must not be bypassed. The others may have segments in common.
-        """
-        copied, n = self._begun_alike(), self.n
-        copied.ids.select(index)
-        copied.prompts = [copy.copy(self.prompts[number]) for number in index.tolist()]
-        if shared is not None:
-            copied.share(shared, self.selected(index, shared.plan.first_own, SPARE), n)
-        elif self.shared is not None:
-            copied.take(self._dense(index.tolist(), n, n + SPARE), n)
-        elif n:
-            copied.take(self.selected(index, self.all.base, SPARE), n, self.all.base)
-        for window, group in self.windows.items():
-            copied.windows[window].take(group.selected(index, n), n, group.base)
-        copied.note_writes()
-        if self.states is not None and copied.states is not None:
-            self.states.copy_to(copied.states, index)
-        for layer, of in zip(copied.layers, self.layers, strict=True):
-            layer.n, layer.filled = layer.n if layer.held is None else of.n, of.filled  # a forward may have skipped it
-        return copied
-
-    def selected(self, index: Tensor, first: int, spare: int) -> list[Streams]:
-        """Make memory in which row `i` has the columns from `first`, which is the first one that lies in the memory or
-        `n`, on of row `index[i]`.
-        """
-        num = self.n - first
-        return memory.selected(self.all.memory, index, num, num + spare)
 
     def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
         """Let the rows, of `n` columns, have these segments in common; in `held` their own columns follow."""
@@ -686,12 +528,6 @@ class Rows(Cache):
         self.calls.note_sharing(self)
         self.take(held, n, shared.plan.first_own)
         self.shared = self.reads = shared
-
-
-_COPIED = (
-    *("n", "seen_same", "keep_end", "is_open", "in_generate", "is_broken", "why_bypassed", "num_forwards"),
-    *("records_drafts", "may_be_lazy", "chunks"),
-)
 
 
 def _another_layer(owner: "ref[Rows]") -> RowsLayer:

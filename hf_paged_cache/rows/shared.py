@@ -11,7 +11,7 @@ mask that was passed. Parts are merged by their lse. What cannot be served like 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -49,6 +49,14 @@ class Seen:
     dense: str = ""  # why what rows share was read for each row by itself, if it was
 
 
+class Forward(NamedTuple):
+    """`Forward` is one forward of rows that share segments, of the columns `[start, stop)`."""
+
+    start: int
+    stop: int
+    masks: KnownMasks
+
+
 class SharedColumns:
     """`SharedColumns` has the segments of the rows of one call.
 
@@ -77,8 +85,9 @@ class SharedColumns:
         shared_by = [len(segment.rows) for segment in plan.segments]
         self._num_rows = max((number for number in shared_by if number > 1), default=0)
         self._num_tokens = sum(num for num, number in zip(self.lengths, shared_by, strict=True) if number > 1)
-        self._bounds: dict[torch.device, Tensor] = {}  # see `SharedForward`
-        self._forward: SharedForward | None = None
+        # device -> paddings of the rows, and columns at which their tails begin; sent once for all forwards
+        self._bounds: dict[torch.device, Tensor] = {}
+        self._forward = Forward(0, 0, KnownMasks())
         self._of_layer: dict[int, dict[str, list[Tensor]]] = {}
         for held in segments:
             for tensor, names in held:
@@ -91,12 +100,11 @@ class SharedColumns:
 
     def start_forward(self, start: int, stop: int) -> None:
         """Begin a forward of the columns `[start, stop)`."""
-        self._forward = SharedForward(self.plan, self._bounds, start, stop)
+        self._forward = Forward(start, stop, KnownMasks())
 
     def read(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a layer reads, lazily, [R, H, columns, D]: segments, and each row's own columns."""
         forward, held = self._forward, self._of_layer[layer_idx]
-        assert forward is not None
         if keys.shape[2] + self.plan.first_own == forward.stop and held["key"][0].dtype == keys.dtype:
             reads = LayerReads(self, forward, held, {"key": keys, "value": values})
             return lazily(reads, keys, values, forward.stop)
@@ -128,26 +136,16 @@ class SharedColumns:
                 yield start, Columns(held, 0, start - first, end - first)
                 start = end
 
-
-class SharedForward:
-    """`SharedForward` holds what the layers have in common in one forward of rows that share segments.
-
-    Args:
-        bounds: device -> paddings of the rows, and columns at which their tails begin; sent once for all forwards.
-    """
-
-    def __init__(self, plan: Plan, bounds: dict[torch.device, Tensor], start: int, stop: int) -> None:
-        self.plan, self.start, self.stop = plan, start, stop
-        self._bounds, self.masks = bounds, KnownMasks()
-
     def mask_of_tails(
-        self, mask: Tensor | None, dtype: torch.dtype, device: torch.device
+        self, mask: Tensor | None, start: int, stop: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[bool, Tensor | None]:
         """Return whether a mask only says where rows begin and that they are causal, and what it says of the tails.
 
+        It is the mask of a forward of the columns `[start, stop)`.
+
         That is [R, 1, T, columns of the tails], added to scores; None: queries see all of the tails.
         """
-        plan, start, stop = self.plan, self.start, self.stop
+        plan = self.plan
         first, last, num_rows, length = plan.first_own, max(plan.ends), len(plan.pads), stop - start
         if mask is None:
             if length > 1 or any(plan.pads):
@@ -193,7 +191,7 @@ class LayerReads:
     def __init__(
         self,
         shared: SharedColumns,
-        forward: SharedForward,
+        forward: Forward,
         segments: Mapping[str, Sequence[Tensor]],
         tails: Mapping[str, Tensor],
     ) -> None:
@@ -201,9 +199,9 @@ class LayerReads:
 
     def dense(self, name: str, *, is_call: bool) -> Tensor:
         self._shared.look(is_call=is_call)
-        forward, tail = self._forward, self._tails[name]
-        plan, (rows, heads, _, size) = forward.plan, tail.shape
-        whole = tail.new_zeros((rows, heads, forward.stop, size))
+        plan, tail = self._shared.plan, self._tails[name]
+        rows, heads, _, size = tail.shape
+        whole = tail.new_zeros((rows, heads, self._forward.stop, size))
         whole[:, :, plan.first_own :] = tail
         for segment, states in zip(plan.segments, self._segments[name], strict=True):
             for row in segment.rows:
@@ -213,8 +211,9 @@ class LayerReads:
 
     def attend(self, query: Tensor, mask: Tensor | None, scale: float | None) -> Tensor | None:
         """Attend to segments and tails, and merge the parts."""
-        forward, keys, values = self._forward, self._tails["key"], self._tails["value"]
-        plan, length = forward.plan, forward.stop - forward.start
+        plan, keys, values = self._shared.plan, self._tails["key"], self._tails["value"]
+        start, stop, masks = self._forward
+        length = stop - start
         num_rows, num_heads, num_queries, size = query.shape
         if num_rows != len(plan.pads) or (num_queries != length and length != 1) or not is_fused():
             return None
@@ -222,7 +221,7 @@ class LayerReads:
             self._shared.look()
             return None
         kind = query.dtype, query.device
-        fits, of_tails = forward.masks.of(mask, kind, lambda: forward.mask_of_tails(mask, *kind))
+        fits, of_tails = masks.of(mask, kind, lambda: self._shared.mask_of_tails(mask, start, stop, *kind))
         if not fits:
             return None
         self._shared.count()

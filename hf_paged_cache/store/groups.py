@@ -76,14 +76,12 @@ class StateRules(NamedTuple):
         num_bytes: bytes of a row's states.
         chunk: number of tokens that kernels compute at once; a split elsewhere rounds otherwise.
         width: columns of padding that a row must see, if it has so many, to be as if it had seen all of them.
-        is_recorded: True if the states are of convolutions alone: a forward shows the states after each of its tokens.
         clamps_one_token: True if one token is computed otherwise than several.
     """
 
     num_bytes: int
     chunk: int = 1
     width: int = 0
-    is_recorded: bool = False
     clamps_one_token: bool = False
 
     def bytes_beside(self, bytes_per_block: int) -> int:

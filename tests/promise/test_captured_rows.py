@@ -18,7 +18,7 @@ import torch
 from transformers import GenerationMixin
 
 from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache
-from hf_paged_cache.integration.capturing import CapturedForward, Capturing, attach_forward
+from hf_paged_cache.rows.captured import CapturedForward, Capturing, attach_forward
 from hf_paged_cache.rows.graphs import Captured, Model
 
 from ..internals import capture_everywhere
@@ -471,14 +471,14 @@ def test_what_is_attached_copies_pickles_and_comes_off() -> None:
 def test_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.accumulate(itertools.cycle([1.0, 1.0, 20.0] if pays else [1.0, 20.0, 1.0]))
     monkeypatch.setattr(Capturing, "attach", lambda self: attach_forward(self._fingerprint.model) is None)
-    monkeypatch.setattr("hf_paged_cache.rows.captured.CapturedCall._now", lambda call: next(clock))
+    monkeypatch.setattr("hf_paged_cache.rows.captured.CapturedCall._now", lambda *_: next(clock))
     model = build("llama")
     reference, cache = run(model, input_ids=IDS, max_new_tokens=STEPS), PagedPrefixCache(model, capture="auto")
     said = []
     for _ in range(12):
         assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
         said.append(cache.last_call.captured)
-    assert said[0] == "a capture takes more time than it would save"
+    assert said[0].endswith("a capture takes more time than it would save")
     if pays:
         assert said[-1] == f"{STEPS} of {STEPS} forwards were captured"
     else:
