@@ -97,28 +97,15 @@ class PagedPrefixCache(Cache):
 
     def begin_rows(self, model: Any, given: GenerateArguments) -> Rows:
         """Begin a `generate`, and return the rows that it runs on."""
-        calls, current = self._calls, self._current
-        held = None
+        held = self._current.take(unless_elsewhere=not given.only_new_tokens)  # no other call goes on with these rows
         try:
-            calls.require_may_begin(model, given)
-            if given.only_new_tokens:
-                held = current.take()  # no other call goes on with these rows meanwhile
-                rows = held or calls.new_rows(
-                    CallState("none")
-                )  # without rows, there is nothing to continue: this is refused
-                calls.resume(given, rows)
-                rows.is_behind_handle = False
-            else:
-                held = current.take(unless_elsewhere=True)
-                if held is not None and held.is_exact:  # of others, the new rows keep what they take over
-                    calls.close(held)
-                rows = calls.begin(given, held)
+            rows = self._calls.begin(model, given, held)
         except PagedCacheError as error:
             if held is not None:
-                current.put(held)
+                self._current.put(held)
             self._ranks.tell_refusal(error, always=True)
             raise
-        rows.handle = ref(self)
+        rows.handle, rows.is_behind_handle = ref(self), False
         return rows
 
     @contextlib.contextmanager

@@ -45,10 +45,27 @@ class Calls(Opening):
 
     # Calls of `generate`.
 
-    def begin(self, given: GenerateArguments, previous: Rows | None) -> Rows:
-        """Begin a `generate` after the rows of the call before, and return the rows that it is to run on."""
+    def begin(self, model: Any, given: GenerateArguments, previous: Rows | None) -> Rows:
+        """Begin a `generate` after the rows of the call before, and return the rows that it is to run on.
+
+        It is refused for another model, under adapters that do more than change layers, and on another cache.
+        """
+        if model is not self.model:
+            self.refuse(model)
+        require_layer_adapters(model)
+        if given.cache_implementation is not None:
+            raise CacheArgumentError(
+                f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
+                "leave it out, or leave past_key_values out"
+            )
+        if given.only_new_tokens:
+            rows = previous or self.new_rows(CallState("none"))  # which has nothing to continue: this is refused
+            self._resume(given, rows)
+            return rows
         if self.placeholders.kinds:
             self.require_filled(given.passed, 0)
+        if previous is not None and previous.is_exact:  # of others, the new rows keep what they take over
+            self.close(previous)
         self.ranks.is_settled = False
         self.captures = self.capturing.attach()
         rows = self.new_rows(self._state_of(given))
@@ -56,11 +73,11 @@ class Calls(Opening):
         rows.escaped = given.is_custom  # custom code may give the rows to anybody
         rows.reads_all = given.is_custom
         for name in _PREPARING:
-            module = getattr(getattr(type(self.model), name, None), "__globals__", {}).get("__name__", "")
-            if name in vars(self.model) or str(module).partition(".")[0] != "transformers":
+            module = getattr(getattr(type(model), name, None), "__globals__", {}).get("__name__", "")
+            if name in vars(model) or str(module).partition(".")[0] != "transformers":
                 rows.reads_all = True
         if given.chunk_size is not None and not given.is_own:
-            chunked = chunked_prompt(self.model, given)
+            chunked = chunked_prompt(model, given)
             if chunked is not None:
                 self.begin_chunks(rows, chunked, given)
                 self._count(rows)
@@ -68,15 +85,12 @@ class Calls(Opening):
 
     def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
         """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on."""
-        self.require_may_begin(model, given)
-        if given.only_new_tokens:
-            self.resume(given, rows)
-            return rows
-        rows.escaped = True
         previous: Rows | None = rows
-        if not rows.is_open:  # the rows were given to a function that calls `generate` itself
-            previous, rows.previous = rows.previous, None
-        begun = self.begin(given, previous)
+        if not given.only_new_tokens:
+            rows.escaped = True
+            if not rows.is_open:  # the rows were given to a function that calls `generate` itself
+                previous, rows.previous = rows.previous, None
+        begun = self.begin(model, given, previous)
         begun.handle = rows.handle
         return begun
 
@@ -86,18 +100,7 @@ class Calls(Opening):
         rows.reset()
         rows.in_generate = True
 
-    def require_may_begin(self, model: Any, given: GenerateArguments) -> None:
-        """Refuse a `generate` of another model, under adapters that do more than change layers, or on another cache."""
-        if model is not self.model:
-            self.refuse(model)
-        require_layer_adapters(model)
-        if given.cache_implementation is not None:
-            raise CacheArgumentError(
-                f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
-                "leave it out, or leave past_key_values out"
-            )
-
-    def resume(self, given: GenerateArguments, rows: Rows) -> None:
+    def _resume(self, given: GenerateArguments, rows: Rows) -> None:
         """Let a `generate` of new tokens alone go on with rows, exactly where they stopped.
 
         This is checked here because a mask of ones never reaches the forward.

@@ -77,7 +77,7 @@ class SideRows:
             chunk_size=size,
             num_logits=num_logits,
         )
-        rows = calls.begin(given, None)
+        rows = calls.begin(self.model, given, None)
         found, first = [], num_tokens - num_logits
         for start in range(rows.n, num_tokens, size):
             stop = min(num_tokens, start + size)
