@@ -90,6 +90,7 @@ class PagedPrefixCache(Cache):
         )
         self._current = Current(store.blocks, self.cache_salt, self._calls.close)
         self._num_looks = 0  # see `AskedCache`
+        self._records_past = False  # whether rows record past columns from a loop's first forward on
         self._without_rows = list(cache_layers(store.model))  # layers that hold nothing
         super().__init__(layers=self._without_rows)
 
@@ -138,16 +139,15 @@ class PagedPrefixCache(Cache):
 
     def before_forward(self, model: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Let a forward that was passed this cache itself run on the rows of the running loop, or begin a loop."""
-        rows = self._current.rows or self._begin_loop()
+        rows = self._current.rows
+        if rows is None:
+            is_unseen = self._current.is_unseen
+            rows = self._calls.new_rows(CallState("generate" if is_unseen else "forward", is_unseen=is_unseen))
+            self._current.rows, self._current.is_unseen = rows, False
+        if self._records_past:
+            rows.activate_past_recording()
         rows.handle, rows.is_behind_handle = ref(self), True
         return rows.before_forward(model, {**arguments, cache_argument(model): rows})
-
-    def _begin_loop(self) -> Rows:
-        """Return the rows of a loop of forwards that begins, or of a `generate` that no bracket has seen."""
-        is_unseen = self._current.is_unseen
-        rows = self._calls.new_rows(CallState("generate" if is_unseen else "forward", is_unseen=is_unseen))
-        self._current.rows, self._current.is_unseen = rows, False
-        return rows
 
     def after_forward(self, output: Any) -> Any:
         """Return the output: the forward has run on rows, and the rows are told."""
@@ -212,7 +212,11 @@ class PagedPrefixCache(Cache):
 
     def activate_past_recording(self) -> None:
         """Expect drafts to be verified: a model that cannot say which logits it needs computes all of them."""
-        (self._current.rows or self._begin_loop()).activate_past_recording()
+        if self._current.rows is None:
+            self._records_past = True
+            super().activate_past_recording()  # type: ignore[no-untyped-call]
+        else:
+            self._current.rows.activate_past_recording()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row `i` continue row `beam_idx[i]`."""
@@ -241,7 +245,7 @@ class PagedPrefixCache(Cache):
     def reset(self) -> None:
         """Drop the rows, as transformers means it; full blocks stay in the prefix cache."""
         self._current.end()
-        self._without_rows = list(cache_layers(self.store.model))
+        self._records_past, self._without_rows = False, list(cache_layers(self.store.model))
 
     # Methods that users call.
 
