@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..blocks import HashChain
 from ..blocks.image_tokens import num_common, said_image, shown_ids
 from ..call.find import PreviousRow, continuation, known_of, previous_rows, why_stopped
 from ..errors import CacheArgumentError
@@ -131,8 +130,7 @@ def _look_up(cache: AskedCache, asked: AskedPrompt, last: Sequence[PreviousRow])
     most = max(0, len(row.token_ids) - num_needed)  # the last tokens run in any case
     with blocks.lock:
         blocks.settle()
-        chain = HashChain(row.root, size, row.token_ids)
-        known = known_of(blocks, row, chain, last, most if blocks.groups else None, leases=False)
+        known = known_of(blocks, row, {}, last, most if blocks.groups else None, leases=False)
         below = tier_load.look_up(blocks, tier_load.Wanted(row.root, row.salt, row.token_ids, most))
     num_tokens, stopped, tier = known.num_found, known.stopped, "device" if known.num_found else None
     if below is not None and below[0] > num_tokens:

@@ -1,7 +1,6 @@
-"""Computes attention over a part of what a query sees, with what is needed to join the parts. Holds nothing.
+"""Computes attention over a part of what a query sees, and the log of the sum of exponentials, *lse*, to join parts.
 
-The log of the sum of a part's exponentials, its *lse*, says how much the part weighs. Every query must see something of
-a part: kernels disagree about the lse of a part that is hidden whole.
+Every query must see something of a part: kernels disagree about the lse of a part that is hidden whole.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -60,10 +59,7 @@ def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tu
 
 
 def by_fused_of_cuda(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `attend` by torch's fused kernels for CUDA.
-
-    The heads of queries to one head of the part become further queries to that head, so no head is repeated.
-    """
+    """Compute `attend` by torch's fused kernels for CUDA; heads of queries to one head become queries to that head."""
     key, value, mask = part
     num_rows, num_heads, length, size = query.shape
     folded = query.reshape(num_rows, key.shape[1], -1, size)
@@ -94,10 +90,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 def merge(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what queries get of two parts together, in fp32 at least, from what they get of each part.
-
-    Source: Juravsky et al. 2024 (arXiv:2402.05099).
-    """
+    """Return what queries get of two parts together, in fp32 at least (Juravsky et al. 2024, arXiv:2402.05099)."""
     (out, lse), (other, other_lse) = left, right
     exact = torch.promote_types(out.dtype, torch.float32)
     share = torch.sigmoid(lse - other_lse).unsqueeze(-1)

@@ -1,8 +1,7 @@
 """Attends a forward of many new columns after few known ones as one causal square.
 
-After known columns a forward is given a mask, and kernels compute every score of a mask. Of a causal square they skip
-up to half. So where a mask hides no more than a causal square does, queries of zeros stand in for the known columns,
-and their results are left out. Where torch's fused kernel does not serve, nothing would be skipped, and the mask stays.
+After known columns a forward is given a mask, and kernels compute every score of a mask, but of a causal square only
+half. So queries of zeros stand in for the known columns, and their results are left out.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
-"""Fills rows that begin with what is known of them.
+"""Fills rows that begin with what is known of them: from leased blocks, rows that ran ahead, or the call before.
 
-What is known comes from leased blocks, from rows that ran ahead, or from the rows of the call before. The memory of the
-call before becomes the rows' own where they go on in it: then nothing is copied at all.
+The memory of the call before becomes the rows' own where they go on in it: then nothing is copied at all.
 """
 
 from collections.abc import Sequence
@@ -132,10 +131,9 @@ def _take_over(
     start: int,
     slabs: Sequence[Slab],
 ) -> int:
-    """Take the memory of the call before, where each row goes on in its own row there.
+    """Take the memory of the call before, where each row goes on in its own row there; return up to which column.
 
-    Return the column up to which all rows do; 0: the memory was not taken. That is so, too, where its streams do not
-    lie together as in the slabs: they would lie apart from then on.
+    It is not taken, and 0 returned, where its streams do not lie together as in the slabs: they would never again.
     """
     previous = None if known[0].previous is None else known[0].previous.rows
     if previous is None or previous.escaped or previous.shared is not None or len(inputs) != len(previous.prompts):

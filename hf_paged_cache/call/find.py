@@ -33,7 +33,7 @@ def previous_rows(rows: Rows | None) -> list[PreviousRow]:
     """List the rows of the call before; there are none where these may hold something else than their tokens say."""
     found = list[PreviousRow]()
     if rows is not None and rows.is_source:
-        for number, token_ids in enumerate(rows.token_ids()):
+        for number, token_ids in enumerate(rows.ids.rows(rows.prompts, int(min(rows.n, rows.keep_end)))):
             found.append(PreviousRow(rows, number, rows.prompts[number].root, token_ids))
     return found
 
@@ -59,7 +59,7 @@ class Source(NamedTuple):
 class Known:
     """`Known` says what is known of one row."""
 
-    chain: HashChain  # the row's tokens and their hashes
+    chain: HashChain | None  # the row's tokens and their hashes; where blocks were not asked, those of an earlier row
     lease: Allocation | None  # lease of the blocks that hold its first tokens; None: the blocks were not asked for
     num_in_blocks: int  # leading tokens that blocks hold
     previous: Source | None  # row of the call before that begins alike
@@ -85,9 +85,6 @@ class Known:
         """Limit what the row knows to so many tokens: another rank knows no more."""
         if num_tokens < self.num_tokens:
             self.num_tokens, self.stopped = num_tokens, f"{self.stopped}; another rank's hit is shorter"
-            self.num_in_blocks = min(self.num_in_blocks, num_tokens)
-            if self.previous is not None:
-                self.previous = self.previous._replace(num_tokens=min(self.previous.num_tokens, num_tokens))
 
     def learn(self, ahead: Rows, number: int, num_tokens: int) -> None:
         """Note that so many tokens were computed first, in a row of these rows."""
@@ -134,13 +131,13 @@ class Finding:
             if self.known:
                 self._give_back()
             self.known = found = []
-            store.settle()
+            for group in store.windows.groups:
+                group.settle()
             if previous is not None:
                 previous.is_lent = True  # nobody moves these rows meanwhile
             before = previous_rows(previous)
             for row in self.inputs:
-                chain = chain_of(row.root, store.block_size, row.token_ids, chains)
-                known = known_of(store, row, chain, before, exactly, is_alone=is_alone)
+                known = known_of(store, row, chains, before, exactly, is_alone=is_alone)
                 if self._brought and known.lease is not None:
                     tiers = Counter(self._brought[each] for each in known.lease.block_ids if each in self._brought)
                     known.brought = {name: number * store.block_size for name, number in tiers.items()}
@@ -170,7 +167,7 @@ class Finding:
 def known_of(
     store: BlockStore,
     row: RowInput,
-    chain: HashChain,
+    chains: Mapping[bytes, HashChain],
     previous: Sequence[PreviousRow],
     latest: int | None,
     *,
@@ -183,17 +180,20 @@ def known_of(
     latest; else that is None, and it starts after any of its known tokens. A row that runs alone asks no blocks where a
     row of the call before knows all of it.
     """
-    size, tokens, lease = store.block_size, row.token_ids, None
+    size, tokens, chain, lease = store.block_size, row.token_ids, chains.get(row.root), None
     most = len(tokens) if latest is None else max(0, latest - row.pad)
     closest, num_common = closest_row(previous, row)
     begins_otherwise = closest is not None and not num_common and bool(closest.token_ids)
-    num_there = whole_images(tokens, min(num_common, most))
+    num_there = min(num_common, most)
+    if num_there < len(tokens):
+        num_there = whole_images(tokens, num_there)
     if closest is None or (closest.rows.is_exact and not _goes_on(closest, num_there)):
         closest, num_there, num_common = None, 0, 0
     if latest is None:
         num_common = num_there
     num_held = num_whole = num_matched = 0
     if not is_alone or latest is not None or num_there < len(tokens):
+        chain = chain_of(row.root, size, tokens, chains)
         hashes, (num_held, num_whole, num_matched) = _in_blocks(store, row, chain, most)
         if num_held and leases:
             lease = store.leases.take(hashes, row.salt, num_held)

@@ -112,10 +112,9 @@ def _write(rows: Rows, number: int, start: int, block_ids: Sequence[int], slabs:
 def _keep_windows(
     store: BlockStore, windows: Mapping[Window, Group], pad: int, n: int, number: int, held: Allocation
 ) -> None:
-    """Keep what layers with a window see at the end of the blocks that are held.
+    """Keep what layers with a window see at the end of the blocks held, and as far as there is room what is before.
 
-    What they see before that end is kept as far as there is room; without room for the end, OutOfBlocksError is raised
-    and nothing has changed. The store's lock is held, so that nobody finds what is not written yet.
+    Without room for the end, OutOfBlocksError is raised. The store's lock is held: nobody finds what is not written.
     """
     size, num_tokens = store.block_size, len(held.block_ids) * store.block_size
     groups, block_ids = store.windows.groups, held.block_ids
@@ -178,10 +177,7 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
 
 
 def lay_out(store: BlockStore, rows: Rows) -> int | None:
-    """Let the pool have tensors for all streams of the rows, and know how many blocks there can be.
-
-    Return the number of the pool's layout; None where there is no memory, or too many blocks for the streams' dtype.
-    """
+    """Let the pool have tensors for all streams of the rows; return the number of its layout, or None without room."""
     pool = store.pool
     with store.lock:
         if store.budget.is_settled and _lies_alike(store, rows):
@@ -209,10 +205,7 @@ def lay_out(store: BlockStore, rows: Rows) -> int | None:
 
 
 def _lies_alike(store: BlockStore, rows: Rows) -> bool:
-    """Return whether streams that lie together in the rows do so in the pool, too.
-
-    They do so only in the same dtype and on the same device. The store's lock is held.
-    """
+    """Return whether streams that lie together in the rows do so in the pool, in the same dtype and on one device."""
     slabs, is_held = {}, False
     for tensors in store.pool.groups.values():
         for held, names in tensors.slabs:

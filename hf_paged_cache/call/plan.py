@@ -1,7 +1,5 @@
 """Plans which forwards run ahead of one over all rows, so that all rows start at one column.
 
-Pure: rows in, plan out; no table, no tensor.
-
 A row starts after any of its known tokens. Where layers carry states or have windows, it starts after exactly so many
 tokens, or begins anew, in its padding. Rows that know less than others run ahead up to the column at which all start,
 those that start close to each other together. A prefix that rows share is computed in one row first. Forwards are cut
@@ -118,10 +116,7 @@ def plan(rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:
 
 
 def _shared(rows: Sequence[PlannedRow], bounds: Bounds) -> list[tuple[tuple[int, ...], int]]:
-    """List groups of rows with the number of tokens that they have in common.
-
-    Shorter prefixes come first; for the same rows, only the longest prefix is listed.
-    """
+    """List groups of rows with the number of tokens that they have in common, shorter ones first."""
     order = sorted(
         (number for number, row in enumerate(rows) if row.token_ids),
         key=lambda number: (rows[number].root, rows[number].token_ids.tobytes()),
@@ -176,10 +171,7 @@ def _catch_up(rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:
 
 
 def cut(plan: Plan, rows: Sequence[PlannedRow], bounds: Bounds) -> Plan:
-    """Cut the forwards of a plan, and the one over all rows, where snapshots are wanted.
-
-    All cuts that all rows of a forward want are made, others as far as they cost an eighth of the forward.
-    """
+    """Cut the forwards of a plan where all rows want snapshots, and where some do as far as that costs an eighth."""
     made, column = list[Step](), plan.column
     for step in (*plan.steps, Step(tuple(range(len(rows))), column, bounds.latest)):
         wanted: Counter[int] = Counter()

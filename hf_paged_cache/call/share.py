@@ -1,19 +1,25 @@
 """Finds the columns that rows of a call have in common, and where these lie, so that they are held once.
 
-Rows share blocks that are known when they begin, and the whole prompt where one row has run it for several.
+Rows share blocks that are known when they begin, and the whole prompt where one row has run it for several. A
+*segment* is a run of full blocks that some rows have in common. Segments nest: a few-shot prompt of all rows, then the
+question of its beams. What follows a row's last segment is its *tail*.
+
+    row 0   pad pad [-------- A --------][---- B ----] tail
+    row 1   pad pad [-------- A --------][---- B ----] tail
+    row 2           [-------- A --------] tail ...........
+                                         ^ first column of the tails
 """
 
 from collections.abc import Sequence
 
 from ..attention.backends import launch_tokens
-from ..attention.segments import Plan, Segment, find_segments, follow
 from ..blocks import Allocation
 from ..kv.block_pool import Slab
 from ..rows import memory
 from ..rows.memory import Streams
 from ..rows.request import RowInput
 from ..rows.rows import Rows
-from ..rows.shared import Looks, SharedColumns
+from ..rows.shared import Looks, Plan, Segment, SharedColumns
 from ..store.block_store import BlockStore
 from .find import Known
 
@@ -33,7 +39,8 @@ def share_known(
     pads, tables = [row.pad for row in inputs], list[list[int]]()
     for row, of_row in zip(inputs, known, strict=True):
         num_blocks = max(0, min(start - row.pad, of_row.num_tokens)) // size
-        digests = [each.digest for each in of_row.chain.hashes_of(0, num_blocks)]
+        hashes = [] if of_row.chain is None else of_row.chain.hashes_of(0, num_blocks)
+        digests = [each.digest for each in hashes]
         tables.append([numbers.setdefault(each, len(numbers)) for each in digests])
     launch = launch_tokens([slab for slab, _ in slabs], are_padded=any(pads)) if looks.weighs_launches else 0.0
     plan = find_segments(pads, tables, start, size, launch)
@@ -118,3 +125,52 @@ def _where(
                 part, held_by = slice(column - base, column - base + num * size), slice(number, number + 1)
                 return ([Streams(held[:, held_by, :, part], names) for held, names in source.all.memory],)
     return None
+
+
+def find_segments(
+    pads: Sequence[int], tables: Sequence[Sequence[int]], start: int, block_size: int, launch_tokens: float
+) -> Plan | None:
+    """Return the plan that reads least before column `start`; None if none reads less than each row by itself.
+
+    A plan costs the tokens that it reads, and `launch_tokens` for each segment. `tables` are the ids of the full blocks
+    of each row, from its first token on; equal ids hold equal tokens.
+
+    Examples:
+        >>> tables = [7, 3, 4], [7, 3, 5]
+        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=2).segments
+        (Segment(rows=(0, 1), start=0, block_ids=(7, 3)),)
+        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=20) is None
+        True
+    """
+    limits = [min(len(table), max(0, start - pad) // block_size) for pad, table in zip(pads, tables, strict=True)]
+    ends, segments, num_rows = [*pads], list[Segment](), len(pads)
+    waiting = [([*range(num_rows)], 0, 0)]  # rows, number of common blocks, number of these in segments
+    while waiting:
+        members, depth, begin = waiting.pop()
+        at: dict[int, list[int]] = {}
+        for row in members:
+            if limits[row] > depth:
+                at.setdefault(tables[row][depth], []).append(row)
+        for sharing in at.values():
+            if len(sharing) < 2 or not follow(sharing):
+                continue
+            common, done = depth, begin
+            for blocks in zip(*(tables[row][depth : limits[row]] for row in sharing), strict=False):
+                if len({*blocks}) > 1:
+                    break
+                common += 1
+            if (len(sharing) - 1) * (common - begin) * block_size > launch_tokens:
+                segments.append(Segment(tuple(sharing), begin * block_size, tuple(tables[sharing[0]][begin:common])))
+                done = common
+                for row in sharing:
+                    ends[row] = pads[row] + common * block_size
+            waiting.append((sharing, common, done))
+    cost = sum(len(segment.block_ids) * block_size + launch_tokens for segment in segments)
+    if not segments or cost + num_rows * (start - min(ends)) >= num_rows * (start - min(pads)):
+        return None
+    return Plan(tuple(segments), tuple(pads), tuple(ends), min(ends))
+
+
+def follow(rows: Sequence[int]) -> bool:
+    """Return whether rows, in ascending order, follow one another."""
+    return rows[-1] - rows[0] == len(rows) - 1

@@ -274,7 +274,8 @@ class Opening:
                 request, found.known, num_found, asked.members, asked.copies, start, ahead.num_computed
             )
             for row in found.known:
-                state.chains[row.chain.root] = row.chain
+                if row.chain is not None:
+                    state.chains[row.chain.root] = row.chain
         return start
 
     def _columns_to_make(self, rows: Rows, stop: int) -> int:

@@ -1,7 +1,7 @@
 """Owns the tensors of all keys and values that the cache holds, and their growth.
 
-Layers that need the same tokens are a group, whose tensors all hold the same number of blocks. Knows nothing of tokens,
-hashes, rows or who holds a block. Block ids are trusted: a range check would synchronise an accelerator.
+Layers that need the same tokens are a group, whose tensors all hold the same number of blocks. Block ids are trusted: a
+range check would synchronise an accelerator.
 """
 
 from collections import Counter
@@ -28,10 +28,9 @@ class Slab(NamedTuple):
 
 
 class StreamOrder:
-    """`StreamOrder` orders the streams of each accelerator on which a store's calls launch.
+    """`StreamOrder` lets what one call has launched on its stream be done before another call uses the same blocks.
 
-    What one call has launched on its stream must be done before another call reads or writes the same block, or uses a
-    tensor that was made or has grown meanwhile. The host waits for nothing, nor does anybody where there is one stream.
+    The host waits for nothing, nor does anybody where there is one stream.
     """
 
     def __init__(self) -> None:

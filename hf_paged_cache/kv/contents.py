@@ -1,7 +1,6 @@
-"""Copies what blocks hold, as rows of bytes, out of a pool's tensors and back into them.
+"""Copies what blocks hold, as rows of bytes with all layers of a block, out of a pool's tensors and back into them.
 
-A row has all layers of one block, so that many blocks are copied at once, whatever the number of layers. Knows nothing
-of hashes or tokens. Where a model lies on several devices, a block has a row in each *part*.
+Where a model lies on several devices, a block has a row in each *part*.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

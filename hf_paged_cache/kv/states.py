@@ -93,10 +93,7 @@ def copied(states: States) -> dict[StateKey, Tensor]:
 
 
 def stacked(rows: Sequence[States]) -> dict[StateKey, Tensor]:
-    """Return copies of the states of single rows, one row after the other.
-
-    A row without a state gets zeros for it: the row has seen nothing yet.
-    """
+    """Return copies of the states of single rows, one after the other; a row that has seen nothing gets zeros."""
     keys = dict.fromkeys(key for row in rows for key in row)
     made = {}
     for key in keys:

@@ -1,7 +1,6 @@
 """Makes zeroed tensors, and moves numbers between the host and devices: what is needed together in one transfer.
 
-Each transfer to the host waits for the device. A transfer to a device comes from pinned memory where there is any, and
-then nobody waits for it. On a CPU nothing is copied.
+Each transfer to the host waits for the device. One to a device comes from pinned memory, so nobody waits for it.
 """
 
 import contextlib

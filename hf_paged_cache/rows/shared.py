@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..attention.backends import Part, aligned, attend, can_attend, is_fused, merge
 from ..attention.lazy import KnownMasks, lazily
-from ..attention.segments import Plan
 from ..blocks import Allocation
 from ..kv.tensors import to_device
 from .memory import Columns, Streams
@@ -30,6 +29,23 @@ CALL_LOOKS = (
     "or all of it by a compiled forward"
 )
 IN_CHUNKS = "prefill_chunk_size was given, and what is read in parts rounds otherwise"
+
+
+class Segment(NamedTuple):
+    """`Segment` is a run of tokens that some rows have."""
+
+    rows: tuple[int, ...]  # that have the segment, and follow one another
+    start: int  # tokens before the segment in each of these rows
+    block_ids: tuple[int, ...]  # of the blocks that hold the segment
+
+
+class Plan(NamedTuple):
+    """`Plan` says what is read once, and from where on each row is read by itself."""
+
+    segments: tuple[Segment, ...]  # those of a row follow one another, from the row's first token on
+    pads: tuple[int, ...]  # row -> columns of padding
+    ends: tuple[int, ...]  # row -> column at which its segments end, and its tail begins
+    first_own: int  # first column of any tail; all tails are read from there on
 
 
 @dataclass
