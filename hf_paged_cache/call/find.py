@@ -187,8 +187,12 @@ def known_of(
     num_there = min(num_common, most)
     if num_there < len(tokens):
         num_there = whole_images(tokens, num_there)
-    if closest is None or (closest.rows.is_exact and not _goes_on(closest, num_there)):
-        closest, num_there, num_common = None, 0, 0
+    if closest is not None and closest.rows.is_exact:
+        # windows may have given up what is seen there; where layers carry states, only after the last token it goes on
+        if not closest.rows.can_go_on_at(closest.rows.prompts[closest.number].pad + num_there):
+            closest = None
+    if closest is None:
+        num_there = num_common = 0
     if latest is None:
         num_common = num_there
     num_held = num_whole = num_matched = 0
@@ -217,14 +221,6 @@ def known_of(
     if begins_otherwise and not known.num_tokens:
         known.stopped += ", and the last call's begin otherwise"
     return known
-
-
-def _goes_on(row: PreviousRow, num_tokens: int) -> bool:
-    """Return whether another row may go on after the first tokens of a row whose layers have windows or states.
-
-    It may not where windows have given up what is seen there, and where layers carry states only after the last token.
-    """
-    return row.rows.can_go_on_at(row.rows.prompts[row.number].pad + num_tokens)
 
 
 def _in_blocks(store: BlockStore, row: RowInput, chain: HashChain, most: int) -> tuple[Sequence[BlockHash], Resumable]:
