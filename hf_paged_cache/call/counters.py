@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..rows.request import CallState, ForwardRequest
-from ..rows.shared import Seen
 from ..stats import CallStats, RowStats
 from ..store.totals import CallTotals
 from .find import Known
@@ -42,7 +41,6 @@ class PromptCounters(CallTotals):
         state = self.last
         rows = tuple(replace(row) for row in state.counts)
         prompt, reused = sum(row.prompt_tokens for row in rows), sum(row.reused_tokens for row in rows)
-        seen = state.seen or Seen()
         return CallStats(
             kind=state.kind,
             prompt_tokens=prompt,
@@ -52,9 +50,9 @@ class PromptCounters(CallTotals):
             hit_rate=reused / prompt if prompt else 0.0,
             peak_kv_bytes=state.peak_kv_bytes,
             rows=rows,
-            read_once_tokens=seen.tokens,
-            read_once_rows=seen.rows,
-            dense=seen.dense,
+            read_once_tokens=state.seen.tokens,
+            read_once_rows=state.seen.rows,
+            dense=state.seen.dense,
             captured=str(state.captured),
         )
 

@@ -88,7 +88,7 @@ class CallState:
     chains: dict[bytes, HashChain] = field(default_factory=dict)  # root -> a row's tokens and their hashes
     kv_bytes: int = 0  # of the call's rows, as of its last forward of a prompt
     peak_kv_bytes: int = 0  # most bytes that blocks in use and rows took
-    seen: Seen | None = None  # how attention read the call's rows, from its first forward on
+    seen: Seen = field(default_factory=Seen)  # how attention read the call's rows, from its first forward on
     captured: object = ""  # how the call's forwards ran, as text
     is_custom: bool = False  # a function of the caller's own runs the forwards
     is_unseen: bool = False  # transformers' `generate` may begin that no bracket has seen
