@@ -1,7 +1,5 @@
 """Shared by the tests of `blocks`: hashes of a chain, and an allocator that is checked when a test ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator, root_hash

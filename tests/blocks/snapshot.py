@@ -1,7 +1,5 @@
 """What an allocator is like, as a value."""
 
-from __future__ import annotations
-
 from hf_paged_cache.blocks import PrefixCachingBlockAllocator
 
 

@@ -1,7 +1,5 @@
 """Who holds what: collection, repair, and what `check` notices."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks import Allocation

@@ -1,14 +1,11 @@
 """Numbers that a caller gives: what is refused, and with which words."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks.arguments import (
     file_mode,
     file_mode_of_text,
     int_of_at_least,
-    negative,
     num_bytes_of,
 )
 from hf_paged_cache.errors import CacheArgumentError
@@ -23,12 +20,6 @@ def test_what_is_no_int_or_too_small_is_refused(value: object) -> None:
 
 def test_an_int_of_the_least_is_given_back() -> None:
     assert int_of_at_least("num_blocks", 1, 1, "blocks") == 1
-
-
-def test_a_number_below_0_is_named() -> None:
-    error = negative("num_tokens", -1)
-    assert isinstance(error, CacheArgumentError)
-    assert str(error) == "num_tokens is -1; it must be 0 or more"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,4 @@
-"""One sequence: what it refuses, and what `random_operations`, which plays it beside a naive model, does not meet."""
-
-from __future__ import annotations
+"""One sequence: what it refuses, and what `test_random_operations`, which plays it, does not meet."""
 
 import gc
 

@@ -1,7 +1,5 @@
 """A table of a model some of whose layers see a window: what it hits, needs, lets go of and refuses."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, Window, WindowBlocks, root_hash

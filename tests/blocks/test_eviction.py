@@ -1,7 +1,5 @@
 """Which cached block is handed out next."""
 
-from __future__ import annotations
-
 import pytest
 
 

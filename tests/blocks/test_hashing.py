@@ -1,7 +1,5 @@
 """What a block hash covers. Scenarios 1 to 7, 28 (nothing is hashed that nobody asked for)."""
 
-from __future__ import annotations
-
 import hashlib
 import struct
 import subprocess

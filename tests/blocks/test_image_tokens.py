@@ -1,13 +1,11 @@
 """Image tokens: what a row's ids say of an image, and where a row may be cut."""
 
-from __future__ import annotations
-
 from array import array
 from hashlib import sha256
 
 import pytest
 
-from hf_paged_cache.blocks import HashChain, root_hash
+from hf_paged_cache.blocks import HashChain, TokenIds, root_hash
 from hf_paged_cache.blocks.image_tokens import (
     end_of_image,
     filled_up,
@@ -21,11 +19,11 @@ PLACEHOLDER = 500_000
 ONE, OTHER = sha256(b"one").digest(), sha256(b"other").digest()
 
 
-def row(before: int, image: int = 20, after: int = 10) -> array[int]:
+def row(before: int, image: int = 20, after: int = 10) -> TokenIds:
     return array("q", [*range(1, before + 1), *[PLACEHOLDER] * image, *range(100, 100 + after)])
 
 
-def named(digest: bytes, before: int, image: int = 20, block_size: int = 16) -> array[int]:
+def named(digest: bytes, before: int, image: int = 20, block_size: int = 16) -> TokenIds:
     tokens = row(before, image)
     assert name_image(tokens, before, before + image, digest, block_size)
     return tokens
@@ -58,7 +56,7 @@ def test_the_same_image_has_the_same_name_in_any_row_and_tokens_of_it_differ() -
 
 
 def test_two_images_side_by_side_are_told_apart_whichever_is_another() -> None:
-    def pair(first: bytes, second: bytes) -> array[int]:
+    def pair(first: bytes, second: bytes) -> TokenIds:
         tokens = row(13, 40)
         assert name_image(tokens, 13, 31, first, 16)
         assert name_image(tokens, 31, 53, second, 16)

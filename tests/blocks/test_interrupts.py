@@ -4,8 +4,6 @@ Each program is run once for every fifth instruction of `blocks/` that its last 
 KeyboardInterrupt raised before that instruction.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -1,7 +1,5 @@
 """The slots of a ring of blocks, and how it begins and ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks.for_engines import Ring

@@ -1,7 +1,5 @@
 """A snapshot is found with its block, and gone with it or before."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Snapshots, resumable, root_hash

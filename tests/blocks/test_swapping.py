@@ -1,7 +1,5 @@
 """Tables go to the host and come back: what is copied, what is found there, what is shared, and what is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, HashChain, PrefixCachingBlockAllocator, Window, WindowBlocks, root_hash

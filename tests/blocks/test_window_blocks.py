@@ -1,7 +1,5 @@
 """Window blocks: which a sequence needs, who gets one when there are few, and what an idle one is still good for."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_paged_cache.blocks import BlockTable, PrefixCachingBlockAllocator, Resumption, Window, WindowBlocks, root_hash
