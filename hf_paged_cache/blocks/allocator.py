@@ -264,9 +264,7 @@ class PrefixCachingBlockAllocator:
     ) -> Allocation:
         """Hold the prefix hit of `block_hashes` in this namespace, then fresh blocks to write into.
 
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a negative number, or a hash given twice.
+        Raises OutOfBlocksError, with nothing changed, and CacheArgumentError below 0 or for a hash given twice.
         """
         if num_mutable_blocks < 0:
             raise negative("num_mutable_blocks", num_mutable_blocks)
@@ -303,9 +301,7 @@ class PrefixCachingBlockAllocator:
         A fresh block gets the hash, but is not hit, and loses the hash when it is freed, until `mark_computed`. It gets
         none where the digest belongs to other tokens (a collision of 256 bits) or to another namespace.
 
-        Raises:
-            OutOfBlocksError: nothing has changed.
-            CacheArgumentError: a hash that is given twice, or is that of a block which `allocation` holds.
+        Raises OutOfBlocksError, with nothing changed, and CacheArgumentError for a hash given twice, or held already.
         """
         block_ids, hashes = self._list_of(allocation), list(block_hashes)
         found = [self._states.find(block_hash, allocation.namespace) for block_hash in hashes]
@@ -384,9 +380,7 @@ class PrefixCachingBlockAllocator:
         block in `block_ids`. If it is uncomputed, has other tokens, is of another namespace, or belongs to the same
         allocation, the block stays without a hash.
 
-        Raises:
-            CacheArgumentError: more hashes than there are blocks from `start`.
-            BlockStateError: a block has another hash already.
+        Raises CacheArgumentError for more hashes than blocks, and BlockStateError if a block has another hash already.
         """
         block_ids, hashes, states = self._list_of(allocation), list(block_hashes), self._states
         if not 0 <= start <= start + len(hashes) <= len(block_ids):
@@ -481,9 +475,7 @@ class PrefixCachingBlockAllocator:
     def reset_prefix_cache(self, num_blocks: int | None = None) -> None:
         """Forget every hash and start anew, with `num_blocks` blocks if given.
 
-        Raises:
-            BlockStateError: blocks are in use; nothing has changed.
-            CacheArgumentError: `num_blocks` is below 2.
+        Raises BlockStateError, with nothing changed, if blocks are in use, and CacheArgumentError below 2 blocks.
         """
         if self.num_blocks_in_use:
             raise BlockStateError(f"cannot reset: {self.num_blocks_in_use} blocks are in use; free their holders first")

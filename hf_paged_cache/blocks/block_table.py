@@ -213,16 +213,12 @@ class BlockTable:
         return slots
 
     def commit_full_blocks(self, num_computed_tokens: int) -> Sequence[BlockHash]:
-        """Let others hit every full block of the first `num_computed_tokens` tokens.
+        """Let others hit every full block of the first `num_computed_tokens` tokens; return the hashes of those committed now.
 
         A block that is known already takes the place of the table's own, so `block_ids` may change. With windows, the
         table's own block has what the window shows, and so becomes the one that is known.
 
-        Returns:
-            Hashes of the blocks that this call has committed.
-
-        Raises:
-            CacheArgumentError: `num_computed_tokens` is negative or above `num_tokens`.
+        Raises CacheArgumentError if `num_computed_tokens` is negative or above `num_tokens`.
         """
         if not 0 <= num_computed_tokens <= self.num_tokens:
             raise CacheArgumentError(f"{num_computed_tokens} tokens computed; the table has {self.num_tokens}")
@@ -246,12 +242,9 @@ class BlockTable:
         return resumable(self.groups, self.block_ids, num_tokens)
 
     def release_passed(self, num_tokens: int | None = None) -> None:
-        """Say that the sequence resumes after `num_tokens` tokens or more: windows have passed what lies before them.
+        """Say that the sequence resumes after `num_tokens` tokens (None: all) or more: windows have passed the others.
 
         Blocks that are to be hit are committed before. Only layers with a window need this.
-
-        Args:
-            num_tokens: None: all tokens of the table.
         """
         if self.groups:
             start = self.num_tokens if num_tokens is None else max(self._resumption.start, num_tokens)
@@ -332,11 +325,7 @@ class BlockTable:
             )
 
     def _need(self, new: Resumption, before: Sequence[int]) -> None:
-        """Hold the window blocks that `new` needs, and release those that are needed no more.
-
-        Args:
-            before: blocks of the table, with those that were cut off.
-        """
+        """Hold the window blocks that `new` needs, and release others, those of blocks that were cut off, too."""
         old, block_ids = self._resumption, self.block_ids
         self.allocation.resumption = new
         for group in self.groups:

@@ -59,15 +59,10 @@ class Ring:
         return forked
 
     def slots(self, start: int, stop: int) -> list[int]:
-        """Return the slot of each position in `[start, stop)`.
+        """Return the slot of each position in `[start, stop)`; CacheArgumentError beyond the ring's positions.
 
-        Any `window` positions in a row have slots of their own, also where the window is no multiple of block_size: a
-        ring written in order holds its last `window` tokens. Several tokens written at once overwrite tokens that the
-        first of them may still see; read the overwritten tokens before. Of more tokens than the blocks have slots,
-        write only the last ones: the others have the same slots.
-
-        Raises:
-            CacheArgumentError: not 0 <= start <= stop <= num_tokens.
+        Any `window` positions in a row have slots of their own. Several tokens written at once overwrite tokens that
+        the first of them may still see: read these before. Of more tokens than there are slots, write the last ones.
         """
         size, block_ids = self._allocator.block_size, self.allocation.block_ids
         num_positions = self.num_tokens if block_ids else 0  # a freed ring has no positions
@@ -113,10 +108,7 @@ class BlockSwapper:
     inside a swap, some of its tables may have moved: see `is_on_host`. Not thread-safe: use one lock for both sides.
 
     Args:
-        device, host: two allocators of one block size.
-
-    Raises:
-        CacheArgumentError: the two are one allocator, or have different block sizes.
+        device, host: two allocators of one block size; for others, CacheArgumentError is raised.
 
     Examples:
         >>> from . import BlockTable, PrefixCachingBlockAllocator, root_hash

@@ -198,9 +198,7 @@ class WindowBlocks:
     def release(self, block_ids: Iterable[int], *, num_own: int, is_end: bool) -> None:
         """Note that a holder needs these blocks no more; what nobody needs becomes idle, or free if it cannot be hit.
 
-        Args:
-            num_own: 1 if the holder still holds the blocks, else 0.
-            is_end: whether the blocks are the end of a sequence, where others are likely to resume.
+        `num_own` is 1 if the holder still holds the blocks, else 0; at an end, others are likely to resume.
         """
         released = [block_id for block_id in block_ids if block_id in self.places]
         are_shared = any(self._allocator.ref_count(block_id) > num_own for block_id in released)
