@@ -321,7 +321,7 @@ class PagedPrefixCache(Cache):
     def release(self) -> None:
         """Give back the memory of static rows and all graphs, for all caches of the store.
 
-        The next call that pays captures anew.
+        Later calls capture anew.
 
         Raises:
             CacheBusyError: a call runs on static rows.

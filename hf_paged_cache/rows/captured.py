@@ -26,7 +26,7 @@ from .memory import Columns, Streams
 from .rows import Rows
 
 NOT_WORTH_IT = "a capture takes more time than it would save"
-NUM_EAGER = 16  # number of eager forwards of a shape after which a capture is expected to pay
+NUM_EAGER = 8  # number of eager forwards of a shape after which a capture is expected to pay
 CAPTURES = ("auto", False, "dry")
 _ATTENTIONS = ("sdpa", "eager")
 _TOLERANCE = 1e-4  # allowed difference in float32, as a share of the largest logit
