@@ -103,11 +103,7 @@ class Said:
 class CapturedCall:
     """`CapturedCall` runs the forwards of one call, whose rows are static as long as they can be.
 
-    It has the arena from `begin` until it is closed.
-
-    Args:
-        num_before: number of eager forwards of a shape before the shape is captured; 0: whatever that takes.
-        may_change: whether anybody could have changed the model since the last forward.
+    It has the arena from `begin` until it is closed. A shape is captured after `num_before` eager forwards.
     """
 
     def __init__(
@@ -311,11 +307,7 @@ def tolerance(dtype: torch.dtype, rows: Rows) -> float:
 class Capturing:
     """`Capturing` lets calls of one cache run on static rows.
 
-    Args:
-        fingerprint: the model, and what its keys and values depend on.
-        capture: "auto", False, or "dry": static rows whose forwards call the model in place of a graph, on any device.
-        arena: memory of static rows of the store.
-        takes_positions: whether the model's forward has `position_ids`.
+    Where `capture` is "dry", their forwards call the model in place of a graph, on any device.
     """
 
     def __init__(self, fingerprint: Fingerprint, capture: Any, arena: Arena, *, takes_positions: bool) -> None:
@@ -335,10 +327,7 @@ class Capturing:
     def begin(self, rows: Rows, num_rows: int, num_columns: int, unusual: str | None) -> Said:
         """Have rows run by graphs from their next forward on, which ends with this column, if they may be.
 
-        Return what tells how the call's forwards run. Rows of graphs have the arena until the call is closed.
-
-        Args:
-            unusual: why this call is not captured; None: nothing is unusual about it.
+        Return what tells how the call's forwards run. Where it is `unusual`, that says why they are not captured.
         """
         state = rows.state
         why, model = self._of_model(state.digest)

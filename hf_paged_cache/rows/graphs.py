@@ -43,11 +43,8 @@ _sides: dict[torch.device, Any] = {}  # device -> the stream on which all its gr
 class StaticCache(Cache):
     """`StaticCache` is the cache that the model is given inside a graph.
 
-    Its layers write at `columns`, [T] int64, of the running forward, and read the whole room.
-
-    Args:
-        length: number of valid columns, [1] int64.
-        keeps_heads: attention is torch's, and may be given fewer heads of keys than of queries.
+    Its layers write at `columns`, [T] int64, behind `length` valid ones, [1] int64, and read the whole room. Where it
+    `keeps_heads`, attention is torch's, and may be given fewer heads of keys than of queries.
     """
 
     def __init__(
@@ -135,12 +132,7 @@ def _takes_groups(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | No
 
 
 class Model:
-    """`Model` says what is captured of a model: its forward, and what is to be the same in each replay.
-
-    Args:
-        model: the model, of whose layers all see all tokens, with torch's or with eager attention.
-        forward: its forward, without what is attached round it.
-    """
+    """`Model` says what is captured of a model: its own forward, and what is to be the same in each replay."""
 
     def __init__(self, model: Any, forward: Callable[..., Any]) -> None:
         self.forward, self.num_layers = forward, len(cache_layers(model))

@@ -48,11 +48,7 @@ def _stream(name: str, place: int) -> Any:
 
 
 class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' __init_subclass__
-    """`RowsLayer` holds the keys and values of one layer, [R, H, columns, D].
-
-    Args:
-        owner: reference to the rows that the layer belongs to.
-    """
+    """`RowsLayer` holds the keys and values of one layer, [R, H, columns, D], of the rows that `owner` refers to."""
 
     is_compileable = False
     is_sliding = False
@@ -430,23 +426,13 @@ def kinds_of(layers: Sequence[Any]) -> LayerKinds:
 
 
 class Group:
-    """`Group` has the columns of all rows in layers that hold the same of them: all columns, or one window.
-
-    Args:
-        owner: reference to the rows that the layers belong to.
-        window: window of the layers; None: they see all columns.
-
-    Attributes:
-        layers: layer index -> layer.
-        memory: where the columns lie; streams of one shape lie in one tensor.
-        room_end: column at which the shortest tensor of the memory ends.
-    """
+    """`Group` has the columns of all rows in layers that hold the same of them: all columns, or one window."""
 
     def __init__(self, owner: Callable[[], Any], window: Window | None = None) -> None:
         self._owner, self.window = owner, window
-        self.layers: dict[int, RowsLayer] = {}
-        self.memory: list[Streams] = []
-        self.room_end = math.inf
+        self.layers: dict[int, RowsLayer] = {}  # by layer index
+        self.memory: list[Streams] = []  # where the columns lie
+        self.room_end = math.inf  # column at which the shortest tensor of the memory ends
 
     @property
     def base(self) -> int:

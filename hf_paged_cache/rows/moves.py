@@ -103,11 +103,7 @@ def crop(rows: "Rows", tokens_to_remove: int) -> None:
 
 
 def forked(rows: "Rows", index: Tensor, shared: SharedColumns | None = None) -> "Rows":
-    """Make other rows that go on by themselves: row `i` begins where row `index[i]` of these stands.
-
-    Args:
-        shared: segments that the others have in common.
-    """
+    """Make other rows that go on by themselves, with segments in common: row `i` begins where row `index[i]` stands."""
     rows.roll_back()
     copied = type(rows)(rows.calls, rows.kinds, rows.looks, rows.state.copy())
     for name in _COPIED:

@@ -37,12 +37,6 @@ class Rows(Cache):
     """`Rows` runs one call, or one loop of forwards.
 
     columns: [0, pad) padding | [pad, n) valid in all layers, between two forwards
-
-    Args:
-        calls: the calls of a cache.
-        kinds: kinds of the model's layers.
-        looks: whether the model looks at keys and values itself.
-        state: what is remembered of the call.
     """
 
     is_paged_prefix_cache = True

@@ -80,9 +80,7 @@ class SharedColumns:
         plan: which rows have which segment; its block ids mean nothing here.
         segments: for each segment, memory of one row whose columns are the segment's tokens.
         leases: leases of the blocks in which segments lie.
-        looks: whether the model looks at keys and values itself.
-        num_pool_blocks: number of blocks that the pool had room for when the segments were made. Once the pool has
-            grown, the segments lie in its old memory.
+        num_pool_blocks: blocks that the pool had room for then; when it has grown, segments lie in its old memory.
     """
 
     rows: ref[Any]  # the rows, once they hold these segments
