@@ -149,7 +149,7 @@ class Calls(Opening):
         """Make rows that go on beside `rows`, row `i` from row `sources[i]`; where that pays, they read in place."""
         index = torch.tensor(sources, dtype=torch.int64, device="cpu")
         is_lazy = rows.may_be_lazy and rows.why_bypassed is None and len(sources) > 1
-        forked = moves.forked(rows, index, share_prompt(rows, sources, self.looks) if is_lazy else None)
+        forked: Rows = moves.forked(rows, index, share_prompt(rows, sources, self.looks) if is_lazy else None)
         forked.in_generate, forked.calls = True, self
         return forked
 

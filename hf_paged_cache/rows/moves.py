@@ -1,11 +1,11 @@
 """Moves the rows of a call: they change places, repeat, give their last columns back, and go on apart.
 
-Whatever moves, all streams move alike: columns, states, token ids, and what the rows began with.
+Whatever moves, all streams move alike: columns, states, token ids, and what the rows began with. `rows` are `Rows`.
 """
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,16 +15,13 @@ from . import memory
 from .layers import SPARE, RowsLayer
 from .shared import SharedColumns
 
-if TYPE_CHECKING:
-    from .rows import Rows
-
 _COPIED = (
     *("n", "filled", "seen_same", "keep_end", "is_open", "in_generate", "is_broken", "why_bypassed", "num_forwards"),
     *("records_drafts", "may_be_lazy", "chunks", "shared"),
 )
 
 
-def apply(rows: "Rows", index: Sequence[int] | Tensor, start: int = 0, shared: SharedColumns | None = None) -> None:
+def apply(rows: Any, index: Sequence[int] | Tensor, start: int = 0, shared: SharedColumns | None = None) -> None:
     """Let row `i` continue as row `index[i]`, in all streams.
 
     Args:
@@ -61,7 +58,7 @@ def apply(rows: "Rows", index: Sequence[int] | Tensor, start: int = 0, shared: S
     rows.is_whole, rows.is_broken = is_whole, is_broken
 
 
-def crop(rows: "Rows", tokens_to_remove: int) -> None:
+def crop(rows: Any, tokens_to_remove: int) -> None:
     """Take back the last `-tokens_to_remove` tokens; 0 changes nothing.
 
     Raises:
@@ -102,7 +99,7 @@ def crop(rows: "Rows", tokens_to_remove: int) -> None:
         prompt.kept = min(prompt.kept, max(0, n - prompt.pad))
 
 
-def forked(rows: "Rows", index: Tensor, shared: SharedColumns | None = None) -> "Rows":
+def forked(rows: Any, index: Tensor, shared: SharedColumns | None = None) -> Any:
     """Make other rows that go on by themselves, with segments in common: row `i` begins where row `index[i]` stands."""
     rows.roll_back()
     copied = type(rows)(rows.calls, rows.kinds, rows.looks, rows.state.copy())

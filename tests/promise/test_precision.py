@@ -154,7 +154,7 @@ def test_rows_that_went_on_under_autocast_leave_nothing_behind_for_calls_without
         model(IDS[:, 40:], past_key_values=cache)
     again = PagedPrefixCache(store) if other_cache else cache  # finds whole blocks, or its own rows as well
     output = run(model, again, **PROMPTS)
-    assert {each.reused_tokens for each in again.last_call.rows} == {16 if other_cache else 20}
+    assert {each.reused_tokens for each in again.last_call.rows} == {16}  # rows that hold two dtypes lend nothing
     assert_same(reference, output)
 
 
