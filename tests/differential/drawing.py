@@ -45,6 +45,8 @@ class Draw(Prompts):
         super().__init__(random.Random(f"{kind} {seed}"), longer=60 if IN_CHUNKS.match(kind) else 0)
         self.case = self._case(kind)
         self.block_size = self.case.block_size
+        if "dynamic_rope" in kind:  # longer prompts are computed with the frequencies that the call before left
+            self.longest = 23
 
     def _case(self, kind: str) -> Case:
         rng = self.rng
@@ -324,7 +326,9 @@ class Draw(Prompts):
         left = [row[:-away] for row in held]
         if not all(any(row) for row in left):
             return self._forward(slot)
-        return self._alike("crop", slot, f"CACHE.crop(-{away})", mask=left, held=held)
+        # after assisted decoding transformers still has the states before the last tokens; rows of ours have not
+        refusals = ("CacheArgumentError",) if self.has_states else ()
+        return self._alike("crop", slot, f"CACHE.crop(-{away})", mask=left, held=held, refusals=refusals)
 
     def _copied(self, slot: int) -> Action:
         if len(self.slots) > 4 or self.slots[slot].mask is None:

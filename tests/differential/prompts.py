@@ -16,6 +16,7 @@ class Prompts:
     def __init__(self, rng: random.Random, longer: int = 0) -> None:
         self.rng = rng
         self.longer = longer  # tokens by which prompts are longer than else
+        self.longest = LONGEST  # of a prompt that is not longer than else
         self.known: Rows = []
 
     def remember(self, rows: Rows) -> None:
@@ -44,7 +45,7 @@ class Prompts:
                 row[rng.randrange(len(row))] = rng.randrange(END + 1, VOCABULARY)
             if how in ("extended", "cut_extended", "turn"):
                 row += self.fresh(rng.randint(1, 6 if how == "turn" else 10))
-        longest = LONGEST + self.longer
+        longest = self.longest + self.longer
         if len(row) > longest:
             row = row[: rng.randint(longest // 2, longest)]
         self.known.append(row)
