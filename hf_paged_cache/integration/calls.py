@@ -83,23 +83,6 @@ class Calls(Opening):
                 self._count(rows)
         return rows
 
-    def begin_from(self, rows: Rows, model: Any, given: GenerateArguments) -> Rows:
-        """Begin a `generate` that is passed rows which a call has returned; return the rows that it is to run on."""
-        previous: Rows | None = rows
-        if not given.only_new_tokens:
-            rows.escaped = True
-            if not rows.is_open:  # the rows were given to a function that calls `generate` itself
-                previous, rows.previous = rows.previous, None
-        begun = self.begin(model, given, previous)
-        begun.handle = rows.handle
-        return begun
-
-    def begin_again(self, rows: Rows) -> None:
-        """Let rows begin anew: a function in the place of `generate` calls transformers' once more on them."""
-        self.close(rows)
-        rows.reset()
-        rows.in_generate = True
-
     def _resume(self, given: GenerateArguments, rows: Rows) -> None:
         """Let a `generate` of new tokens alone go on with rows, exactly where they stopped.
 
@@ -379,11 +362,6 @@ class Calls(Opening):
             has_grown = store.pool.all.capacity != shared.num_pool_blocks
         if has_grown or (most is not None and 2 * in_use > most):
             rows.make_dense()
-
-    def note_sharing(self, rows: Rows) -> None:
-        """Note that rows share columns from here on; some of these may lie in blocks."""
-        with self.store.lock:
-            self.store.sharing.add(rows)
 
 
 def _require_whole_prompt(arguments: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ def _cut(store: BlockStore, found: Plan, rows: list[PlannedRow], known: Sequence
             most = bounds.latest - row.pad
             parts_at = min(of_row.num_matched, most) // states.align * states.align
             if not states:
-                wanted, least = {parts_at} if store.windows else set[int](), first + 1
+                wanted, least = {parts_at}, first + 1
             else:
                 wanted = {most // states.align * states.align, parts_at}
                 grid = range(first // states.grid * states.grid + states.grid, most, states.grid)

@@ -121,12 +121,20 @@ class Rows(Cache):
     @_is_user_defined.setter
     def _is_user_defined(self, is_so: bool) -> None:
         if self.is_passed and self.in_generate:
-            self.calls.begin_again(self)
+            self.calls.close(self)  # a function in the place of `generate` calls transformers' once more on these rows
+            self.reset()
+            self.in_generate = True
         self.is_passed = True
 
     def begin_rows(self, model: Any, given: Any) -> "Rows":
         """Return the rows on which a `generate` runs that was passed these: these, or others that go on from them."""
-        begun: Rows = self.calls.begin_from(self, model, given)
+        previous: Rows | None = self
+        if not given.only_new_tokens:
+            self.escaped = True
+            if not self.is_open:  # the rows were given to a function that calls `generate` itself
+                previous, self.previous = self.previous, None
+        begun: Rows = self.calls.begin(model, given, previous)
+        begun.handle = self.handle
         return begun
 
     @contextmanager
@@ -519,7 +527,8 @@ class Rows(Cache):
     def share(self, shared: SharedColumns, held: list[Streams], n: int) -> None:
         """Let the rows, of `n` columns, have these segments in common; in `held` their own columns follow."""
         shared.rows = ref(self)
-        self.calls.note_sharing(self)
+        with self.calls.store.lock:
+            self.calls.store.sharing.add(self)  # some of these columns may lie in blocks
         self.take(held, n, shared.plan.first_own)
         self.shared = self.reads = shared
 
