@@ -93,7 +93,7 @@ class Known:
 
 
 class Finding:
-    """`Finding` finds what a store knows of rows that begin, and holds the leases of it until its `with` block ends.
+    """`Finding` finds what a store knows of rows that begin, and holds the leases of it until it is closed.
 
     What lower tiers know is loaded into the store. Rows that are exact start exactly where they are known, or anew.
     """
@@ -108,28 +108,23 @@ class Finding:
             wanted = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in inputs if row.pad < latest]
             self._brought = tier_load.load(store, wanted)
 
-    def __enter__(self) -> "Finding":
-        return self
-
-    def __exit__(self, *raised: object) -> None:
+    def close(self) -> None:
+        """Give back what is leased."""
         with self._store.lock:
             if self._previous is not None:
                 self._previous.is_lent = False
-            self._give_back()
-
-    def _give_back(self) -> None:
-        for row in self.known:
-            if row.lease is not None and not row.lease.is_freed:
-                self._store.leases.give_back(row.lease)
+            for row in self.known:
+                if row.lease is not None and not row.lease.is_freed:
+                    self._store.leases.give_back(row.lease)
 
     def look(self, latest: int) -> None:
         """Find what is known of rows that start at column `latest` at the latest."""
         store, previous = self._store, self._previous
         chains = {} if previous is None else previous.state.chains
         exactly, is_alone = latest if self.is_exact else None, len(self.inputs) == 1
+        if self.known:
+            self.close()
         with store.lock:
-            if self.known:
-                self._give_back()
             self.known = found = []
             for group in store.windows.groups:
                 group.settle()
@@ -142,7 +137,8 @@ class Finding:
                     tiers = Counter(self._brought[each] for each in known.lease.block_ids if each in self._brought)
                     known.brought = {name: number * store.block_size for name, number in tiers.items()}
                 found.append(known)
-            store.pool.join_streams()
+            if store.pool.accelerators:
+                store.pool.join_streams()
 
     def look_together(self, latest: int, size: int = 1) -> int:
         """Find what is known of rows that all start at one column without a forward ahead; return this column.
@@ -204,7 +200,7 @@ def known_of(
     num_tokens = max(num_held, num_there)
     source = None if closest is None else Source(closest.rows, closest.number, num_there)
     known = Known(chain, lease, num_held, source, num_tokens, num_tokens, num_matched, "")
-    if store.states:
+    if latest is not None and store.states:
         if lease is not None:
             known.states = store.states.use(lease.block_ids, num_held)
         if num_tokens < min(num_matched, most // size * size):
@@ -215,7 +211,9 @@ def known_of(
     num_previous = None
     if closest is not None and (num_there > num_held or num_common > max(num_held, num_whole)):
         num_previous = len(closest.token_ids)
-    known.stopped = why_stopped(known.num_found, tokens, size, num_previous)
+    known.stopped = "the whole prompt was known"
+    if known.num_found < len(tokens):
+        known.stopped = why_stopped(known.num_found, tokens, size, num_previous)
     if known.num_found < num_matched and known.num_found < (shown := whole_images(tokens, num_matched)):
         known.stopped = f"a window no longer shows what is before token {shown}, up to which blocks are cached"
     if begins_otherwise and not known.num_tokens:
@@ -243,8 +241,6 @@ def chain_of(root: bytes, size: int, tokens: TokenIds, chains: Mapping[bytes, Ha
 
 def why_stopped(num_known: int, token_ids: TokenIds, block_size: int, num_previous: int | None) -> str:
     """Say why no more of a row is known, by a previous row of `num_previous` tokens, or if that is None by blocks."""
-    if num_known == len(token_ids):
-        return "the whole prompt was known"
     if num_previous is not None:
         if num_known == num_previous:
             return f"the last call's row ends at token {num_known}, and the prompt continues"

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, cast
@@ -244,7 +245,7 @@ class Opening:
         may_run_ahead = may_run_ahead and not (state.regime or state.is_in_step or hides_images)
         model_looks = self.looks.model_looks or rows.kinds.indexed or rows.chunks is not None  # chunks promise bits
         rows.may_be_lazy = self.fingerprint.attention == "sdpa" and not model_looks
-        with Finding(self.store, running, latest, previous, is_exact=is_exact) as found:
+        with closing(Finding(self.store, running, latest, previous, is_exact=is_exact)) as found:
             found.look(latest)
             num_found = [*map(_NUM_FOUND, found.known)]
             if groups:  # every rank knows as much; one message a call
@@ -324,7 +325,7 @@ class Opening:
         stop, size, inputs = request.num_new_columns, chunked.chunks.size, request.rows
         latest = (stop - chunked.num_logits) // size * size
         try:
-            with Finding(self.store, inputs, latest, rows.previous, is_exact=rows.is_exact) as found:
+            with closing(Finding(self.store, inputs, latest, rows.previous, is_exact=rows.is_exact)) as found:
                 column = found.look_together(latest, size)
                 if not column:
                     return

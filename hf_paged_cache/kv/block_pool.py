@@ -166,8 +166,7 @@ class BlockPool:
 
     def join_streams(self) -> None:
         """Let what this thread launches come after what other calls have launched: blocks pass from call to call."""
-        if self.accelerators:
-            self._streams.join(self.accelerators)
+        self._streams.join(self.accelerators)
 
     def clear(self) -> None:
         """Give all memory back; the next write may have other shapes."""
