@@ -242,7 +242,7 @@ class BlockTable:
         return resumable(self.groups, self.block_ids, num_tokens)
 
     def release_passed(self, num_tokens: int | None = None) -> None:
-        """Say that the sequence resumes after `num_tokens` tokens (None: all) or more: windows have passed the others.
+        """Say that the sequence resumes after `num_tokens` tokens (None: all) or more: windows have passed the rest.
 
         Blocks that are to be hit are committed before. Only layers with a window need this.
         """
