@@ -213,7 +213,7 @@ class BlockTable:
         return slots
 
     def commit_full_blocks(self, num_computed_tokens: int) -> Sequence[BlockHash]:
-        """Let others hit every full block of the first `num_computed_tokens` tokens; return the hashes of those committed now.
+        """Let others hit every full block of the first `num_computed_tokens` tokens; return the hashes committed now.
 
         A block that is known already takes the place of the table's own, so `block_ids` may change. With windows, the
         table's own block has what the window shows, and so becomes the one that is known.
