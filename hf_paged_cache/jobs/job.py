@@ -1,8 +1,7 @@
 """Completes many prompts, and computes once what they share: `generate_all`, on many machines `generate_all_on_ray`.
 
-With Ray each worker, a task, has a model and a store of its own, and runs a stretch of the order of all prompts. Ray
-Data would give rows to any worker that is free, and hold back a stretch's answers until the last one. torch is imported
-where a model is needed.
+With Ray each worker, a task, has a model and a store of its own, and runs a stretch of the order of all prompts. torch
+is imported where a model is needed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from ..prefix_store import PrefixStore
     from .calls import Completion, Record
 
-_MOST_DEATHS = 3  # deaths of workers, without a batch done between them
 _SECONDS_BETWEEN_LINES = 30.0  # of progress, if stderr is no terminal
 
 
@@ -51,11 +49,6 @@ class BatchSummary:
         num_batches: number of calls of `generate`.
         num_bypassed: number of prompts in calls that reused and kept nothing, such as under a hook.
         seconds: seconds that the calls took, without loading and tokenizing.
-
-    Examples:
-        >>> summary = generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).summary
-        >>> summary.num_prompts, summary.num_batches
-        (2, 1)
     """
 
     num_prompts: int
@@ -84,10 +77,6 @@ class BatchResult:
 
     Completions are in the order of the prompts, each a text, or a list of texts with `num_return_sequences`. They are
     None if they went into a file.
-
-    Examples:
-        >>> len(generate_all(model, tokenizer, ["What is one?", "What is two?"], max_new_tokens=2).completions)
-        2
     """
 
     completions: list[Completion] | None
@@ -95,7 +84,7 @@ class BatchResult:
 
 
 class WorkersLostError(PagedCacheError):
-    """Raised when workers of a job die one after another: what is done is in its output, and the same job resumes."""
+    """Raised when a worker of a job has died: what is done is in its output, and the same job resumes."""
 
 
 @shows_store_options
@@ -165,9 +154,7 @@ def generate_all_on_ray(
     gpus_per_worker: float | None = None,
     **options: Any,
 ) -> BatchResult:
-    """Run `generate_all` on workers of Ray.
-
-    Prompts that share a prefix go to one worker, and a worker that dies is replaced.
+    """Run `generate_all` on workers of Ray. Prompts that share a prefix go to one worker.
 
     Args:
         load: function that makes the model and its tokenizer in each worker's process, such as
@@ -177,13 +164,12 @@ def generate_all_on_ray(
             that `RAY_ADDRESS` names, or a new one on this machine.
         gpus_per_worker: GPUs that Ray counts for a worker; None: 1, or an equal part of a GPU if there are fewer GPUs
             than workers.
-        options: all other options of `generate_all` but `cache`, by name. A `disk_folder` that all workers reach gives
-            a new worker the prefixes of the others.
+        options: all other options of `generate_all` but `cache`, by name.
 
     Raises:
         CacheArgumentError: see `generate_all`; or Ray is not installed. What only a model can tell of a prompt, the
             prompt's worker refuses.
-        WorkersLostError: three workers died one after another.
+        WorkersLostError: a worker has died; the others have run to their end.
 
     Examples:
         >>> from functools import partial
@@ -279,33 +265,31 @@ def _stretches(rows: Mapping[int, Row], how: How, num_workers: int) -> list[dict
 
 
 def _records(start: Callable[[Mapping[int, Row]], Any], stretches: Iterable[dict[int, Row]]) -> Iterator[Record]:
-    """Run stretches, and yield what is done as it comes. What a worker that died has left, another one runs."""
+    """Run each stretch on a worker, and yield what is done as it comes; WorkersLostError, at the end: one has died."""
     import ray
     from ray.exceptions import RayError, RayTaskError
 
-    running: dict[Any, dict[int, Row]] = {start(rows): rows for rows in stretches}
-    num_deaths = 0
+    running = [start(rows) for rows in stretches]
+    lost: Exception | None = None
     try:
         while running:
-            ready: Any = ray.wait([*running], num_returns=1)[0][0]
-            left = running.pop(ready)
+            worker: Any = ray.wait(running, num_returns=1)[0][0]
+            running.remove(worker)
             try:
-                record: Record = ray.get(next(ready))
+                record: Record = ray.get(next(worker))
             except StopIteration:
                 continue
             except RayTaskError as error:  # the worker's own error
                 raise (error.cause if isinstance(error.cause, PagedCacheError) else error) from None
             except RayError as error:  # the worker has died: by itself, for want of memory, or with its machine
-                num_deaths += 1
-                if num_deaths == _MOST_DEATHS:
-                    said = f"{num_deaths} workers died one after another ({str(error).strip().splitlines()[0]})"
-                    raise WorkersLostError(f"{said}; give smaller batches, or a machine with more memory") from error
-                running[start(left)] = left
+                lost = error
                 continue
-            running[ready], num_deaths = left, 0
-            for number in record.rows:
-                del left[number]
+            running.append(worker)
             yield record
     finally:
         for each in running:  # tasks that still run where one has failed
             ray.cancel(each)
+    if lost is not None:
+        why = str(lost).strip().splitlines()[0]
+        advice = "what `out` holds is done, and the same job resumes; give smaller batches if memory ran out"
+        raise WorkersLostError(f"a worker has died ({why}); {advice}") from lost

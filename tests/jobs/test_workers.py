@@ -24,10 +24,8 @@ SHARED = ["Question: What is one and one?\nAnswer: Two.\n" * 2, "Write a word th
 PROMPTS = [f"{SHARED[number % 2]}{number} and {number}" for number in range(12)]
 
 
-def load(folder: str, deadly: str | None = None, times: int = 1) -> tuple[Any, Any]:
-    """Runs in a worker. With `deadly` a forward kills it, and until that file notes so many deaths, loading does."""
-    if deadly is not None and 0 < Path(deadly).stat().st_size < times:
-        die(deadly)
+def load(folder: str, deadly: str | None = None) -> tuple[Any, Any]:
+    """Runs in a worker, which has no access to the tests; with `deadly` a forward kills the first one."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,7 +34,7 @@ def load(folder: str, deadly: str | None = None, times: int = 1) -> tuple[Any, A
 
     def count(*_: Any) -> None:
         seen.append(1)
-        if len(seen) == 12 and Path(str(deadly)).stat().st_size < times:
+        if len(seen) == 12 and not Path(str(deadly)).stat().st_size:
             die(str(deadly))
 
     if deadly is not None:
@@ -59,39 +57,31 @@ def _workers_know_this_file() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("local_ray")
-def test_workers_give_the_same_results_also_where_one_is_killed(model_folder: str, tmp_path: Path) -> None:
+def test_workers_give_the_same_results_also_where_one_is_killed_and_the_job_resumes(
+    model_folder: str, tmp_path: Path
+) -> None:
     alone = generate_all(*load(model_folder), PROMPTS, max_new_tokens=4, batch_size=2).completions
     out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
     deadly.touch()
     loads, options = partial(load, model_folder, str(deadly)), {"max_new_tokens": 4, "batch_size": 2}
     sizes: Any = {"block_size": 8, "max_bytes": "2 MB", "disk_folder": tmp_path / "blocks", "disk_bytes": "1MB"}
+    with pytest.raises(WorkersLostError, match=r"^a worker has died \(.*the same job resumes") as raised:
+        generate_all_on_ray(loads, PROMPTS, num_workers=2, out=out, **options, **sizes, trust_hooks=True)
+    assert "\n" not in str(raised.value)
+    num_done = len(out.read_text("utf-8").splitlines())
+    assert 2 <= num_done < len(PROMPTS)
     result = generate_all_on_ray(loads, PROMPTS, num_workers=2, out=out, **options, **sizes, trust_hooks=True)
-    assert deadly.read_bytes()  # one was killed
     rows = sorted(map(json.loads, out.read_text("utf-8").splitlines()), key=lambda row: row["index"])
     assert [(row["index"], row["prompt"], row["completion"]) for row in rows] == [
         (number, prompt, text) for number, (prompt, text) in enumerate(zip(PROMPTS, alone or (), strict=True))
     ]
-    assert result.summary.num_prompts == len(PROMPTS)
-    assert result.summary.reused_tokens > result.summary.prompt_tokens / 4
+    assert (result.summary.num_prompts, result.summary.num_done_before) == (len(PROMPTS), num_done)
     assert (tmp_path / "blocks").is_dir()
     out.write_text("".join(out.read_text("utf-8").splitlines(keepends=True)[:7]), "utf-8")
     again = generate_all_on_ray(partial(load, model_folder), PROMPTS, num_workers=1, out=out, **options)
     assert again.summary.num_done_before == 7
     assert sorted(map(json.loads, out.read_text("utf-8").splitlines()), key=lambda row: row["index"]) == rows
-
-
-@pytest.mark.usefixtures("local_ray")
-def test_what_kills_one_worker_after_another_ends_the_job_and_what_is_done_is_kept(
-    model_folder: str, tmp_path: Path
-) -> None:
-    out, deadly = tmp_path / "out.jsonl", tmp_path / "dead"
-    deadly.touch()
-    loads = partial(load, model_folder, str(deadly), 9)
-    with pytest.raises(WorkersLostError, match=r"^3 workers died one after another \(") as raised:
-        generate_all_on_ray(loads, PROMPTS, num_workers=1, out=out, max_new_tokens=4, batch_size=2, trust_hooks=True)
-    assert "\n" not in str(raised.value)
-    assert len(deadly.read_bytes()) >= 3
-    assert 2 <= len(out.read_text("utf-8").splitlines()) < len(PROMPTS)
+    assert again.summary.reused_tokens > again.summary.prompt_tokens / 4
 
 
 @pytest.mark.usefixtures("local_ray")
