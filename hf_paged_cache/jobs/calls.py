@@ -41,29 +41,22 @@ class Record(NamedTuple):
 def complete(model: Any, tokenizer: Any, cache: Any, how: How, rows: Mapping[int, Row]) -> Iterator[Record]:
     """Run rows, by their numbers; what can be refused is refused before the first one is done."""
     calls, numbers = BatchCalls(model, tokenizer, how, cache), [*rows]
-    cache, tokens = calls.cache, tokenized(rows, how.column, tokenizer, calls.model.config, how.max_new_tokens)
+    model, config = calls.model, calls.config
+    tokens = tokenized(rows, how.column, tokenizer, model.config, how.max_new_tokens)
     for number, ids in zip(numbers, tokens, strict=True):
-        if why := cache.store.placeholders.why_no_text(ids):
+        if why := calls.cache.store.placeholders.why_no_text(ids):
             raise RowError(number, f"its prompt {why}")
-    limits = _limits(calls, how, min(map(len, tokens)))
-    for batch in batches(ordered(tokens), limits):
-        yield from calls.run([numbers[at] for at in batch], [tokens[at] for at in batch])
-        last = cache.last_call
-        limits.reads_once = not last.dense and (last.read_once_tokens > 0 or limits.reads_once)
-    cache.reset()
-
-
-def _limits(calls: BatchCalls, how: How, shortest_prompt: int) -> Limits:
-    """Return the limits of batches: those given, or as many prompts as pay and as memory has room for."""
-    model, config, num_prompts = calls.model, calls.config, how.batch_size
-    num_sequences, num_tokens = max(config.num_beams or 1, config.num_return_sequences or 1), math.inf
-    if config.prompt_lookup_num_tokens:
-        num_prompts = 1  # such drafts are for one row
-    if num_prompts is None:
+    num_sequences, most_tokens = max(config.num_beams or 1, config.num_return_sequences or 1), math.inf
+    num_prompts = 1 if config.prompt_lookup_num_tokens else how.batch_size  # such drafts are for one row
+    if num_prompts is None:  # as many prompts as pay and as memory has room for
         num_prompts = max(1, _MOST_ROWS // num_sequences)
         free = free_bytes(input_device(model)) / _OF_FREE_MEMORY
-        num_tokens = free / max(1, measure_bytes_per_token(model))
-    return Limits(num_prompts, num_tokens, how.max_new_tokens, num_sequences, may_pad(config, shortest_prompt))
+        most_tokens = free / max(1, measure_bytes_per_token(model))
+    pads = may_pad(config, min(map(len, tokens)))
+    limits = Limits(num_prompts, most_tokens, how.max_new_tokens, num_sequences, pads)
+    for batch in batches(ordered(tokens), limits):
+        yield from calls.run([numbers[at] for at in batch], [tokens[at] for at in batch])
+    calls.cache.reset()
 
 
 class BatchCalls:

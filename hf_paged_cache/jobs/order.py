@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -76,16 +75,14 @@ def partition(order: Sequence[OrderedPrompt], num_workers: int, num_new_tokens: 
     return workers
 
 
-@dataclass
-class Limits:
-    """`Limits` says where a batch is cut. It may change between two batches."""
+class Limits(NamedTuple):
+    """`Limits` says where a batch is cut."""
 
     num_prompts: int  # most prompts
     num_tokens: float = math.inf  # most tokens in memory, if there are several prompts
     num_new_tokens: int = 1  # of a sequence
     num_sequences: int = 1  # of each prompt: beams, or samples
     pads: bool = True  # prompts of several lengths share a batch
-    reads_once: bool = False  # memory holds once what rows share
 
 
 def batches(order: Iterable[OrderedPrompt], limits: Limits) -> Iterator[list[int]]:
@@ -106,9 +103,6 @@ def _may_join(each: OrderedPrompt, batch: list[OrderedPrompt], limits: Limits) -
     if num_rows > limits.num_prompts or not (limits.pads or lengths[0] == lengths[-1]):
         return False
     num_held = num_rows * limits.num_sequences * (max(lengths) + limits.num_new_tokens)
-    if limits.reads_once:
-        num_own = lengths[0] + sum(one.num_computed for one in batch[1:]) + each.num_computed
-        num_held = num_own + num_rows * limits.num_sequences * limits.num_new_tokens
     longest = max(one.remainder for one in batch)
     cost_apart = longest * len(batch) + each.remainder + _BATCH_COST * limits.num_new_tokens
     return num_held <= limits.num_tokens and max(longest, each.remainder) * num_rows <= cost_apart

@@ -156,19 +156,14 @@ def test_samples_follow_from_the_seed_and_leave_torchs_own_alone(tokenizer: Any)
     assert one == again != other
 
 
-@pytest.mark.parametrize(("attention", "num_batches"), [("sdpa", 2), ("eager", 5)])
-def test_a_batch_is_as_large_as_memory_allows_and_larger_behind_a_prefix_that_is_read_once(
-    attention: str, num_batches: int, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = build("llama", attn_implementation=attention)
+def test_a_batch_is_as_large_as_memory_allows(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
     prompts = ["x" * 200 + f"{number:02}" for number in range(20)]
     assert run(model, tokenizer, prompts, batch_size=None).summary.num_batches == 1
     of_a_token = calls.measure_bytes_per_token(model)
-    monkeypatch.setattr(calls, "free_bytes", lambda device: 4 * of_a_token * 4 * (202 + NEW))  # for 4 whole rows
-    store = PrefixStore(model)
-    store.looks.weighs_launches = False
-    result = run(model, tokenizer, prompts, batch_size=None, cache=store)
-    assert result.summary.num_batches == num_batches
+    monkeypatch.setattr(calls, "free_bytes", lambda device: 4 * of_a_token * 4 * (202 + NEW))  # for 4 rows
+    result = run(model, tokenizer, prompts, batch_size=None)
+    assert result.summary.num_batches == 5
     assert result.completions == run(model, tokenizer, prompts, batch_size=4).completions
 
 

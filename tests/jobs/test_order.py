@@ -43,11 +43,7 @@ def cost(cut: Sequence[Sequence[OrderedPrompt]], num_new: int) -> int:
     return sum(64 * num_new + len(rows) * max(each.remainder for each in rows) for rows in cut)
 
 
-def num_held(rows: Sequence[OrderedPrompt], num_sequences: int, num_new: int, reads_once: bool) -> int:
-    first, *others = rows
-    if reads_once:
-        own = first.num_tokens + sum(each.num_computed for each in others)
-        return own + len(rows) * num_sequences * num_new
+def num_held(rows: Sequence[OrderedPrompt], num_sequences: int, num_new: int) -> int:
     return len(rows) * num_sequences * (max(each.num_tokens for each in rows) + num_new)
 
 
@@ -55,7 +51,6 @@ def num_held(rows: Sequence[OrderedPrompt], num_sequences: int, num_new: int, re
     st.lists(st.tuples(st.integers(0, 300), st.integers(1, 4)), max_size=9),
     st.integers(1, 4),
     st.integers(1, 3),
-    st.booleans(),
     st.booleans(),
     st.sampled_from([0, 3, 100, 500, math.inf]),
     st.integers(1, 2),
@@ -65,29 +60,17 @@ def test_batches_heed_every_limit_and_cost_no_more_than_a_batch_for_each_prompt(
     batch_size: int,
     num_new: int,
     pads: bool,
-    reads_once: bool,
     num_tokens: float,
     num_sequences: int,
 ) -> None:
     order = [OrderedPrompt(n, tokens, remainder, remainder) for n, (remainder, tokens) in enumerate(sizes)]
-    limits = Limits(batch_size, num_tokens, num_new, num_sequences, pads, reads_once)
+    limits = Limits(batch_size, num_tokens, num_new, num_sequences, pads)
     cut = [[order[number] for number in rows] for rows in batches(order, limits)]
     assert [each for rows in cut for each in rows] == order
     assert all(1 <= len(rows) <= batch_size for rows in cut)
     assert pads or all(len({each.num_tokens for each in rows}) == 1 for rows in cut)
-    assert all(len(rows) == 1 or num_held(rows, num_sequences, num_new, reads_once) <= num_tokens for rows in cut)
+    assert all(len(rows) == 1 or num_held(rows, num_sequences, num_new) <= num_tokens for rows in cut)
     assert cost(cut, num_new) <= cost([[each] for each in order], num_new)
-
-
-def test_a_batch_grows_with_what_its_prompts_share_once_that_is_read_once() -> None:
-    prompts = [[1] * 1024 + [2 + number] * 16 for number in range(100)]
-    limits = Limits(64, num_tokens=8 * 1056, num_new_tokens=16)
-    assert [len(rows) for rows in batches(ordered(prompts), limits)] == [8] * 12 + [4]
-    sizes = []
-    for rows in batches(ordered(prompts), limits):
-        sizes.append(len(rows))
-        limits.reads_once = True
-    assert sizes == [8, 64, 28]
 
 
 SOME = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=40)
