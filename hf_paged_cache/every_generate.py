@@ -20,7 +20,6 @@ from .integration.generate_arguments import has_own_generate
 from .integration.hooks import CACHE_ARGUMENTS, bracket_of
 from .locks import new_lock
 from .model.support import unwrapped
-from .rows.rows import Rows
 from .store.totals import CallTotals
 from .store_options import StoreSizes, given_sizes, shows_store_options, store_options
 from .wording import counted
@@ -81,6 +80,7 @@ class EveryGenerate:
             if held.new_cache is None and not held.refused:
                 try:
                     first = PagedPrefixCache(model, **self.options)
+                    held.counts.totals = first.store.blocks.call_totals
                     held.new_cache = partial(PagedPrefixCache, first.store, cache_salt=first.cache_salt or None)
                 except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
                     held.refused = str(error)
@@ -94,11 +94,8 @@ class EveryGenerate:
         @wraps(plain)
         def generate(model: Any, *args: Any, **kwargs: Any) -> Any:
             brought = next((kwargs[name] for name in CACHE_ARGUMENTS if kwargs.get(name) is not None), None)
-            if getattr(brought, "is_paged_prefix_cache", False):  # the model's bracket calls, or there was none yet
-                self._count_store(model, brought)
-                return plain(model, *args, **kwargs)
-            if ambient_cache(model) is not None:  # of a call that asks for none
-                return plain(model, *args, **kwargs)
+            if getattr(brought, "is_paged_prefix_cache", False) or ambient_cache(model) is not None:
+                return plain(model, *args, **kwargs)  # the model's bracket calls, or somebody has a cache of their own
             cache = None
             try:
                 if brought is not None:
@@ -131,14 +128,6 @@ class EveryGenerate:
         with self._lock:
             self._held_by(model).counts.without[why] += 1
 
-    def _count_store(self, model: Any, brought: Any) -> None:
-        """Count, from now on, what is called on the store of a cache or of its rows, once."""
-        blocks = brought.calls.store if isinstance(brought, Rows) else getattr(brought, "store", brought).blocks
-        with self._lock:
-            totals = self._held_by(model).counts.totals
-            if blocks.call_totals not in totals:
-                totals.append(blocks.call_totals)
-
     def _held_by(self, model: Any) -> _Held:
         with self._lock:
             held: _Held | None = getattr(model, _HELD, None)
@@ -159,21 +148,19 @@ class _Counts:
 
     name: str
     without: Counter[str] = field(default_factory=Counter)  # reason why calls ran without a cache -> number of them
-    totals: list[CallTotals] = field(default_factory=list)  # of each store on which its calls ran
+    totals: CallTotals = field(default_factory=CallTotals)  # of its store
 
     def as_dict(self) -> dict[str, Any]:
-        prompt, reused, shared = (
-            sum(getattr(each, name) for each in self.totals) for name in ("num_tokens", "num_reused", "num_shared")
-        )
+        totals = self.totals
         return {
             "model": self.name,
-            "num_calls": sum(each.num_calls for each in self.totals),
-            "num_bypassed_calls": sum(each.num_bypassed_calls for each in self.totals),
-            "prompt_tokens": prompt,
-            "reused_tokens": reused,
-            "shared_tokens": shared,
-            "computed_tokens": prompt - reused - shared,
-            "computed_because": dict(sum((each.computed_because for each in self.totals), Counter[str]())),
+            "num_calls": totals.num_calls,
+            "num_bypassed_calls": totals.num_bypassed_calls,
+            "prompt_tokens": totals.num_tokens,
+            "reused_tokens": totals.num_reused,
+            "shared_tokens": totals.num_shared,
+            "computed_tokens": totals.num_tokens - totals.num_reused - totals.num_shared,
+            "computed_because": dict(totals.computed_because),
             "calls_without_cache": dict(self.without),
         }
 

@@ -23,8 +23,8 @@ from .command import DiskFolder, MaxBytes
 TAKES_A_PROGRAM = {"allow_interspersed_args": False}  # what follows PROGRAM is the program's own
 _PYTHON = re.compile(rb"#!.*python|#!/bin/sh\n'''exec'.*python")  # how the file of a console command begins
 _NOTHING_RAN = (
-    "no generate call was seen in this process. Plain forwards, generate_batch and vLLM run without this cache; so do "
-    "processes that it starts, unless their code calls hf_paged_cache.cache_every_generate()"
+    "no generate call got a cache in this process. Plain forwards, generate_batch and vLLM run without this cache; so "
+    "do processes that it starts, unless their code calls hf_paged_cache.cache_every_generate()"
 )
 
 

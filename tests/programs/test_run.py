@@ -92,7 +92,7 @@ def test_where_nothing_has_generated_that_is_one_line(start: Start, tmp_path: Pa
     (tmp_path / "nothing.py").touch()
     end = start(str(tmp_path / "nothing.py"))
     (line,) = end().splitlines()
-    assert line.startswith("hf-paged-cache run: no generate call was seen in this process.")
+    assert line.startswith("hf-paged-cache run: no generate call got a cache in this process.")
     assert "processes that it starts, unless their code calls hf_paged_cache.cache_every_generate()" in line
     sys.modules["lm_eval"] = ModuleType("lm_eval")
     assert "--model hf-paged reuses" in end()
@@ -123,9 +123,9 @@ def test_the_summary_and_the_file_of_stats_say_what_was_done(start: Start, tmp_p
         (["no/such.py"], "run: there is no file and no command no/such.py"),
         (["no-such-command"], "run: there is no file and no command no-such-command"),
         (["sh"], "/sh cannot run in this process; give a Python script"),
-        (["--max-bytes", "much", "."], "run: --max-bytes is 'much'"),
-        (["--max-bytes", "4", "GB", "."], "run: --max-bytes is 4 without a unit; for gigabytes give 4GB"),
-        (["--cache-salt", "", "."], "run: --cache-salt is empty"),
+        (["--max-bytes", "much", "."], "run: max_bytes is 'much'"),
+        (["--max-bytes", "4", "GB", "."], "run: max_bytes is 4 without a unit; for gigabytes give 4GB"),
+        (["--cache-salt", "", "."], "run: cache_salt is empty"),
         (["--stats", "no/such/folder/file", "."], "No such file or directory: "),
         (["--stats", __file__, "."], "test_run.py is there already, and would be lost; give --stats another file"),
     ],
@@ -159,4 +159,4 @@ def test_a_process_that_a_program_starts_has_caches_if_its_own_code_says_so(mode
     assert (same, nothing) == (answers, "no caches")
     assert "2 calls" in summary
     assert " 0 reused" not in summary
-    assert "no generate call was seen in this process" in ours.stderr
+    assert "no generate call got a cache in this process" in ours.stderr
