@@ -145,11 +145,12 @@ def _summary(answered: Sequence[Compared], noun: str) -> str:
     later = [each.dynamic_first / each.paged_first for each in answered[1:]]
     after = f", {median(later):.1f}x after the first {noun} (median)" if later else ""
     num_different = sum(not each.same_tokens for each in answered)
-    differ = f": NO, {num_different} of {len(answered)} answers differ."
+    differ = (
+        f": NO, {num_different} of {len(answered)} answers differ." if num_different else f" for every {noun}: yes."
+    )
     return (
         f"Time to first token, {counted(len(answered), noun)}: DynamicCache {first:.2f} s, "
         f"PagedPrefixCache {paged_first:.2f} s: speed-up {first / paged_first:.1f}x{after}.\n"
         f"Whole answers: speed-up {dynamic / paged:.1f}x. Reused {reused} of {prompt} prompt tokens "
-        f"({reused / prompt:.0%}).\n"
-        f"Same tokens{differ if num_different else f' for every {noun}: yes.'}"
+        f"({reused / prompt:.0%}).\nSame tokens{differ}"
     )

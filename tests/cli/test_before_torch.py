@@ -31,7 +31,7 @@ FOUND: list[tuple[tuple[str, ...], str]] = [
     ((*GENERATE, "prompts.jsonl"), "row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'"),
     ((*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"), "cannot be written: there is no folder nowhere"),
     ((*GENERATE, "good.csv", "--out", "done.jsonl"), "exists, and no done.jsonl.job.json says of which job it is"),
-    ((*GENERATE, "good.csv", "--max-bytes", "much"), "--max-bytes is 'much'"),
+    ((*GENERATE, "good.csv", "--max-bytes", "much"), "max_bytes is 'much'"),
     ((*GENERATE, "good.csv", "--dtype", "int4"), "there is no dtype int4; give fp32, bf16 or fp16, or leave it out"),
     ((*GENERATE, "good.csv", "--model", "./modle"), "there is no folder ./modle"),
     (("bench", "no-model", "prompts.jsonl"), "bench: row 0, counted from 0: it has no column 'prompt'"),
