@@ -286,20 +286,17 @@ def _numbers_of(layer: Any, name: str) -> list[Tensor]:
 
 
 def text_types(model: PreTrainedModel, names: Iterable[str]) -> frozenset[str]:
-    """Return those arguments, of some that give tokens a type, that the forward takes and that mean nothing where 0."""
-    taken = [name for name in names if takes(model, name)]
+    """Return the arguments, of some that give tokens a type, that the forward takes, if they mean nothing where 0."""
+    taken = frozenset(name for name in names if takes(model, name))
     if not taken:
-        return frozenset()
-    inputs, found = trial_inputs(model), set[str]()
+        return taken
+    inputs = trial_inputs(model)
+    typed = {**inputs, **dict.fromkeys(taken, torch.zeros_like(inputs["input_ids"]))}
     with undisturbed(model):
         try:
-            plain = last_logits(model(**inputs, use_cache=False))
-            for name in taken:
-                typed = {**inputs, name: torch.zeros_like(inputs["input_ids"])}
-                if distance(plain, last_logits(model(**typed, use_cache=False))) <= _MIN_TOLERANCE / 10:
-                    found.add(name)
+            plain, others = (last_logits(model(**given, use_cache=False)) for given in (inputs, typed))
         except torch.OutOfMemoryError:
             raise
         except Exception:  # noqa: BLE001 (a model may raise anything)
-            return frozenset(found)
-    return frozenset(found)
+            return frozenset()
+    return taken if distance(plain, others) <= _MIN_TOLERANCE / 10 else frozenset()
