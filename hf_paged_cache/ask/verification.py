@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..blocks import BlockHash, RootFacts
-from ..blocks.arguments import int_of_at_least
 from ..blocks.image_tokens import hold_images
 from ..errors import UnsupportedModelError
 from ..integration.side_rows import row_of
@@ -38,16 +37,10 @@ class Verified(NamedTuple):
 
     Attributes:
         num_blocks: number of blocks that were recomputed and compared.
-        num_left: number of other cached blocks of this salt: of sequences beyond the number wanted, of another state of
-            the model, of rows whose padding, positions, adapters or images cannot be had here, and blocks to which
-            layers with a window or a state no longer resume.
+        num_left: number of other cached blocks of this salt: of another state of the model, of rows whose padding,
+            positions, adapters or images cannot be had here, and blocks to which layers with a window or a state no
+            longer resume.
         differing: for each block that differs, how many tokens are before it, and its own tokens.
-
-    Examples:
-        >>> cache.prefill(inputs["input_ids"]).num_tokens
-        80
-        >>> cache.verify()
-        Verified(num_blocks=5, num_left=0, differing=())
     """
 
     num_blocks: int
@@ -55,25 +48,18 @@ class Verified(NamedTuple):
     differing: tuple[tuple[int, tuple[int, ...]], ...]
 
 
-def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
+def verify(cache: AskedCache) -> Verified:
     """Recompute cached blocks and say which differ; if one does, forget everything that is cached of this model.
 
-    This is for weights that change unseen. Calls see torch's counts of writes and optimizer steps, and eight values of
-    each tensor; they do not see a few values written through `.data` or numpy. Blocks of this cache's salt are
-    looked at. Each sequence runs through the model from its first token on, so any change of a weight that one of its
-    tokens passes through shows. Other calls may run meanwhile.
-
-    Effects: none on rows. If a block differs, no call finds the blocks of any tenant from then on, in lower tiers too.
+    This is for weights that change unseen: a few values written through `.data` or numpy. Blocks of this cache's salt
+    are looked at. Each sequence runs through the model from its first token on, so any change of a weight that one of
+    its tokens passes through shows. Other calls may run meanwhile. If a block differs, no call finds the blocks of any
+    tenant from then on, in lower tiers too.
 
     Cost: forwards of the tokens of each cached sequence, up to 2,048 at a time, and beside the pool the keys and values
     of two rows.
 
-    Args:
-        num_blocks: sequences are recomputed until so many blocks have been looked at. The next look begins with the
-            next sequence, until all have had their turn. None: all blocks.
-
     Raises:
-        CacheArgumentError: `num_blocks` is no number of blocks.
         UnsupportedModelError: nothing can be recomputed alone: rotary frequencies depend on length, a dropout is
             active, or other processes share the model.
 
@@ -85,8 +71,6 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
         >>> len(cache.verify().differing), cache.lookup(inputs["input_ids"]).num_tokens
         (5, 0)
     """
-    if num_blocks is not None:
-        int_of_at_least("num_blocks", num_blocks, 1, "blocks, or None for all")
     store, why = cache.store, cache._calls.why_in_general()
     if store.fingerprint.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
@@ -97,14 +81,10 @@ def verify(cache: AskedCache, num_blocks: int | None = None) -> Verified:
     with store.blocks.lock:
         store.blocks.settle()
         hashes = [*store.blocks.allocator.hashes(cache.cache_salt).values()]
-    sequences = _sequences(hashes, store.fingerprint.roots.of(RootFacts(store.fingerprint.digest(), cache.cache_salt)))
-    first = cache._num_looks % max(1, len(sequences))
+    root = store.fingerprint.roots.of(RootFacts(store.fingerprint.digest(), cache.cache_salt))
     seen = set[bytes]()
     differing = []
-    for sequence in sequences[first:] + sequences[:first]:
-        if num_blocks is not None and len(seen) >= num_blocks:
-            break
-        cache._num_looks += 1
+    for sequence in _sequences(hashes, root):
         for number, is_other in enumerate(_look(cache, sequence)):
             block = sequence[number]
             if is_other and block.digest not in seen:

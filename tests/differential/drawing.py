@@ -381,7 +381,7 @@ class Draw(Prompts):
         return Action("look", slot, line, refusals=self._busy())
 
     def _verify(self, slot: int) -> Action:
-        line = f"found = c{slot}.verify({self.rng.choice(['', 1, 3])})\nassert not found.differing, found"
+        line = f"found = c{slot}.verify()\nassert not found.differing, found"
         return Action("verify", slot, line, refusals=self._busy("UnsupportedModelError"))
 
     def _known(self) -> list[int]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
+from hf_paged_cache import PagedPrefixCache, PrefixStore, UnsupportedModelError
 from hf_paged_cache.ask import verification
 
 from ..conformance import zoo
@@ -93,16 +93,6 @@ def test_a_block_that_holds_no_numbers_differs(model: PreTrainedModel) -> None:
     assert [start for start, _ in cache.verify().differing] == [0, 16, 32]
 
 
-def test_each_sequence_has_its_turn(model: PreTrainedModel) -> None:
-    cache = PagedPrefixCache(model)
-    for start in (1, 2):
-        run(model, cache, input_ids=torch.tensor([row((start, 50))]))
-    cache.reset()
-    assert [cache.verify(number) for number in (1, 1, 3, 4)] == [(3, 3, ())] * 3 + [(6, 0, ())]
-    spoil_block(cache, 4)  # of the second sequence
-    assert sorted(len(cache.verify(1).differing) for _ in range(2)) == [0, 1]
-
-
 def test_rows_go_on_after_a_look_in_the_middle_of_their_call(model: PreTrainedModel) -> None:
     cache, found = PagedPrefixCache(model), []
     wanted = run(model, input_ids=IDS)
@@ -179,12 +169,6 @@ def test_under_an_active_dropout_it_is_said_why_not() -> None:
     model = build("llama", attention_dropout=0.5).train()
     with pytest.raises(UnsupportedModelError, match="so none was: a dropout or noise is active"):
         PagedPrefixCache(model).verify()
-
-
-@pytest.mark.parametrize("num_blocks", [0, 1.5, "all", True])
-def test_a_number_of_blocks_is_at_least_1(num_blocks: Any, model: PreTrainedModel) -> None:
-    with pytest.raises(CacheArgumentError, match="num_blocks is "):
-        PagedPrefixCache(model).verify(num_blocks)
 
 
 @pytest.mark.parametrize(("name", "is_seen"), [("llama", True), ("qwen3_next", False)])
