@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from .ask import explanation, prefixes, scoring, verification
-from .attention.backends import name_of
 from .call.counters import PromptCounters
 from .errors import BlockStateError, CacheArgumentError, ForwardMismatchError, PagedCacheError
 from .integration.ambient import AmbientScope, close_scope, open_scope, scope_to_close
@@ -89,7 +88,6 @@ class PagedPrefixCache(Cache):
             store.argument_reader, partial(PagedPrefixCache, store, cache_salt=cache_salt, capture=False)
         )
         self._current = Current(store.blocks, self.cache_salt, self._calls.close)
-        self._num_looks = 0  # see `AskedCache`
         self._records_past = False  # whether rows record past columns from a loop's first forward on
         self._without_rows = list(cache_layers(store.model))  # layers that hold nothing
         super().__init__(layers=self._without_rows)
@@ -264,9 +262,8 @@ class PagedPrefixCache(Cache):
         with blocks.lock:
             blocks.settle()
             running = [each for each in [*blocks.running] if each.handle() is self]
-            of_rows, backend = bytes_of_rows([self._current.rows], running), name_of(blocks.pool.first_device().type)
-            of_caches = (self.store.arena, of_rows, counters.last.peak_kv_bytes, backend)
-            return blocks.stats(counters, self.cache_salt, *of_caches)
+            of_rows, static_bytes = bytes_of_rows([self._current.rows], running), self.store.arena.num_bytes
+            return blocks.stats(counters, self.cache_salt, static_bytes, of_rows, counters.last.peak_kv_bytes)
 
     @property
     def last_call(self) -> CallStats:

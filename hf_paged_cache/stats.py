@@ -13,7 +13,7 @@ class CacheStats:
     `generate`, every token passed is counted. Blocks are counted with the reserved null block, which is never handed
     out: free + cached + in use is `num_blocks - 1`. Where all layers have a window, blocks of the longest window are
     counted. A cache with a salt counts the blocks of that salt; numbers that would tell of other salts (`num_blocks`,
-    `num_free_blocks`, `num_evictions`, `pool_bytes`, `static_bytes`, `num_graphs`, `backend`) are None.
+    `num_free_blocks`, `num_evictions`, `pool_bytes`, `static_bytes`) are None.
 
     Attributes:
         computed_tokens: prompt tokens that ran through the model.
@@ -35,17 +35,9 @@ class CacheStats:
         num_snapshots: snapshots of what layers with a state carry, at the ends of blocks; 0 if no layer has a state.
         snapshot_bytes: bytes of these snapshots, which are not in the pool. What running rows carry is not counted.
         static_bytes: bytes of the memory that captured calls run in, which stays until `release()`.
-        num_graphs: graphs captured over this memory.
         tiers: tiers below the pool, from the nearest on.
         computed_because: reasons why rows were known no further, each with the number of tokens computed after that,
             the most tokens first. A reason has the ranges of its numbers ("tokens 16-400 to 31-415").
-        backend: what computes attention over what rows share. None for a store.
-
-    Examples:
-        >>> _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-        >>> stats = cache.stats()
-        >>> stats.num_calls, stats.prompt_tokens == inputs["input_ids"].numel()
-        (1, True)
     """
 
     prompt_tokens: int
@@ -67,10 +59,8 @@ class CacheStats:
     num_snapshots: int = 0
     snapshot_bytes: int = 0
     static_bytes: int | None = 0
-    num_graphs: int | None = 0
     tiers: "tuple[TierStats, ...]" = ()
     computed_because: tuple[tuple[str, int], ...] = ()
-    backend: str | None = None
 
     def __str__(self) -> str:
         return "\n".join([_table(self), *map(str, self.tiers)])
@@ -92,11 +82,6 @@ class TierStats:
         num_up: blocks that were read back from it.
         num_dropped: blocks that the tier gave up for others.
         num_refused: blocks that it had no room for, or may not keep.
-
-    Examples:
-        >>> tiered = PagedPrefixCache(model, disk_folder=folder, disk_bytes=2**20)
-        >>> [(tier.name, tier.num_blocks, tier.max_bytes) for tier in tiered.stats().tiers]
-        [('disk', 0, 1048576)]
     """
 
     name: str
@@ -129,13 +114,6 @@ class RowStats:
         matched_tokens: tokens found in the store, or in the rows of the call before.
         stopped: why the match ended there, or why known tokens were computed again.
         host_tokens, disk_tokens: tokens of those found that were read back from this lower tier for this call.
-
-    Examples:
-        >>> for _ in range(2):
-        ...     _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-        >>> row = cache.last_call.rows[0]
-        >>> row.prompt_tokens - row.reused_tokens, row.stopped
-        (1, 'the whole prompt was known')
     """
 
     prompt_tokens: int = 0
@@ -171,18 +149,12 @@ class CallStats:
             call.
         rows: statistics of each row, in the order of the batch; of a `score`, those of its continuations, each with the
             context; of a `prefill`, those of its prompts.
-        read_once_tokens, read_once_rows: most tokens in common to several rows that attention read once at a time, and
-            for how many rows; 0 where attention read each row by itself.
+        read_once_tokens: most tokens in common to several rows that attention read once at a time; 0 where attention
+            read each row by itself.
         dense: why attention read each row by itself, all the time or at the end, although several rows may have shared
             tokens; "" where it did not.
         captured: how many forwards of the call were replays of captured graphs, and why the last other forward was
             none, or why none was; "" with `capture=False`, and where the model is not on a CUDA device.
-
-    Examples:
-        >>> for _ in range(2):
-        ...     _ = model.generate(**inputs, past_key_values=cache, max_new_tokens=1)
-        >>> cache.last_call.kind, cache.last_call.computed_tokens, len(cache.last_call.rows)
-        ('generate', 1, 1)
     """
 
     kind: str
@@ -194,7 +166,6 @@ class CallStats:
     peak_kv_bytes: int
     rows: tuple[RowStats, ...]
     read_once_tokens: int = 0
-    read_once_rows: int = 0
     dense: str = ""
     captured: str = ""
 
@@ -209,13 +180,11 @@ class CallStats:
 
 def _table(stats: CacheStats | CallStats) -> str:
     """Return a line for each number: its name and its value."""
-    names = [each.name for each in fields(stats) if each.name not in _NO_NUMBERS]
     of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
-    values = [_readable(name, getattr(stats, name), of_a_salt=of_a_salt) for name in names]
-    names_width, values_width = max(map(len, names)), max(map(len, values))
-    return "\n".join(
-        f"{name:<{names_width}}  {value:>{values_width}}" for name, value in zip(names, values, strict=True)
-    )
+    values = {each.name: getattr(stats, each.name) for each in fields(stats) if each.name not in _NO_NUMBERS}
+    said = {name: _readable(name, value, of_a_salt=of_a_salt) for name, value in values.items()}
+    names_width, values_width = max(map(len, said)), max(map(len, said.values()))
+    return "\n".join(f"{name:<{names_width}}  {value:>{values_width}}" for name, value in said.items())
 
 
 def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
@@ -224,10 +193,10 @@ def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
     if value is None and of_a_salt:
         return "the store's"
     if value is None:
-        return "each cache's" if name in ("peak_kv_bytes", "backend") else "not known yet"
+        return "each cache's" if name == "peak_kv_bytes" else "not known yet"
     if name.endswith("_bytes"):
         return _mib(value)
-    return f"{value:.1%}" if "hit_rate" in name else f"{value:,}"
+    return f"{value:.1%}" if name == "hit_rate" else f"{value:,}"
 
 
 def _mib(num_bytes: float) -> str:

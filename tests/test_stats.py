@@ -33,7 +33,6 @@ STATS = CacheStats(
     kv_bytes=3 * 2**19,
     peak_kv_bytes=2**31,
     pool_bytes=0,
-    backend="flash_of_cpu",
 )
 
 
@@ -76,7 +75,6 @@ def test_a_call_prints_a_line_for_each_row_and_then_its_table() -> None:
         "hit_rate",
         "peak_kv_bytes",
         "read_once_tokens",
-        "read_once_rows",
     ]
     assert head == [
         "row 0: 32 of 40 prompt tokens reused; no cached block resumes",
@@ -85,37 +83,35 @@ def test_a_call_prints_a_line_for_each_row_and_then_its_table() -> None:
 
 
 def test_a_call_says_what_was_dense_and_why() -> None:
-    call = CallStats("generate", 0, 0, 0, 0, 0.0, 0, (), 512, 128, "gradients were on")
+    call = CallStats("generate", 0, 0, 0, 0, 0.0, 0, (), 512, "gradients were on")
     assert str(call).splitlines()[0] == "each row was read by itself: gradients were on"
 
 
-def test_a_call_says_how_many_tokens_were_read_once_for_how_many_rows_and_why_not(
+def test_a_call_says_how_many_tokens_were_read_once_and_why_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     split_everywhere(monkeypatch)
     model, prompt = tiny("llama"), torch.tensor([row((1, 120))])
     several = torch.cat([torch.cat((prompt, torch.tensor([[new, 7]])), 1) for new in (3, 4, 5)])
     cache = PagedPrefixCache(model)
-    assert cache.stats().backend == "flash_of_cpu"
     for _ in range(2):
         run(model, cache, input_ids=prompt)
-        assert read_once_of(cache) == (0, 0, "")
+        assert read_once_of(cache) == (0, "")
         run(model, cache, input_ids=several)
-        assert read_once_of(cache) == (112, 3, "")
+        assert read_once_of(cache) == (112, "")
         with torch.no_grad():
             model(several, past_key_values=PagedPrefixCache(cache.store))
-    assert cache.stats().backend == "flash_of_cpu"
     cache.reset()
     model(several, past_key_values=cache)
-    assert read_once_of(cache) == (0, 0, "")
+    assert read_once_of(cache) == (0, "")
     assert all("gradients are on" in of_row.stopped for of_row in cache.last_call.rows)
     cache.prefill(several[:1, 60:100])
-    assert read_once_of(cache) == (0, 0, "")
+    assert read_once_of(cache) == (0, "")
 
 
-def read_once_of(cache: PagedPrefixCache) -> tuple[int, int, str]:
+def read_once_of(cache: PagedPrefixCache) -> tuple[int, str]:
     call = cache.last_call
-    return call.read_once_tokens, call.read_once_rows, call.dense
+    return call.read_once_tokens, call.dense
 
 
 def test_the_most_blocks_are_known_once_they_follow_from_a_number_or_from_a_forward(

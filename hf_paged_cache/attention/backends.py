@@ -45,11 +45,6 @@ def is_fused() -> bool:
     return bool(settings.flash_sdp_enabled())
 
 
-def name_of(device_type: str) -> str:
-    """Return the name of the kernel by which `attend` runs on a device; "none" where there is none."""
-    return _OF_DEVICE[device_type].__name__.removeprefix("by_") if device_type in _OF_DEVICE else "none"
-
-
 def by_flash_of_cpu(query: Tensor, part: Part, scale: float | None = None) -> tuple[Tensor, Tensor]:
     """Compute `attend` by torch's fused kernel for CPUs."""
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(

@@ -51,7 +51,6 @@ class PromptCounters(CallTotals):
             peak_kv_bytes=state.peak_kv_bytes,
             rows=rows,
             read_once_tokens=state.seen.tokens,
-            read_once_rows=state.seen.rows,
             dense=state.seen.dense,
             captured=str(state.captured),
         )

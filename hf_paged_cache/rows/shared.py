@@ -61,7 +61,6 @@ class Seen:
     """`Seen` remembers how attention has read the rows of one call."""
 
     tokens: int = 0  # most tokens that were read once at a time
-    rows: int = 0  # most rows that they were read for
     dense: str = ""  # why what rows share was read for each row by itself, if it was
 
 
@@ -97,7 +96,6 @@ class SharedColumns:
         self.num_pool_blocks = num_pool_blocks
         self.lengths = [held[0].tensor.shape[3] for held in segments]
         shared_by = [len(segment.rows) for segment in plan.segments]
-        self._num_rows = max((number for number in shared_by if number > 1), default=0)
         self._num_tokens = sum(num for num, number in zip(self.lengths, shared_by, strict=True) if number > 1)
         # device -> paddings of the rows, and columns at which their tails begin; sent once for all forwards
         self._bounds: dict[torch.device, Tensor] = {}
@@ -139,7 +137,6 @@ class SharedColumns:
         """Note that attention has read the segments once."""
         if (rows := self.rows()) is not None:
             rows.seen.tokens = max(rows.seen.tokens, self._num_tokens)
-            rows.seen.rows = max(rows.seen.rows, self._num_rows)
 
     def parts(self, row: int, start: int, stop: int) -> Iterator[tuple[int, Columns]]:
         """Yield those of the columns `[start, stop)` of a row that lie in segments, each part with its first column."""

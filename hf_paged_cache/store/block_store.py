@@ -148,13 +148,7 @@ class BlockStore:
         self.states.kept.check()
 
     def stats(
-        self,
-        totals: CallTotals,
-        salt: bytes,
-        static: Any,  # memory of static rows
-        bytes_of_rows: int,
-        peak_kv_bytes: int | None,
-        backend: str | None,
+        self, totals: CallTotals, salt: bytes, static_bytes: int, bytes_of_rows: int, peak_kv_bytes: int | None
     ) -> CacheStats:
         """Return the numbers of the calls in `totals`, and of the blocks now: all, or given a salt, its own.
 
@@ -192,11 +186,9 @@ class BlockStore:
             pool_bytes=None if salt else self.pool.bytes_on().total(),
             num_snapshots=num_snapshots,
             snapshot_bytes=num_snapshots * self.states.rules.num_bytes,
-            static_bytes=None if salt else static.num_bytes,
-            num_graphs=None if salt else static.num_graphs,
+            static_bytes=None if salt else static_bytes,
             tiers=() if self.tiers is None else self.tiers.stats(salt),
             computed_because=tuple(totals.computed_because.most_common()),
-            backend=None if salt else backend,
         )
 
     def lose_threads(self, idents: frozenset[int]) -> None:

@@ -19,7 +19,7 @@ BLOCK_SIZE = 4
 MODEL = tiny("llama")
 SECRET = row((1, 41))
 OTHER = row((2, 41))
-STORES_OWN = ("num_blocks", "num_free_blocks", "num_evictions", "pool_bytes", "static_bytes", "num_graphs", "backend")
+STORES_OWN = ("num_blocks", "num_free_blocks", "num_evictions", "pool_bytes", "static_bytes")
 
 
 @pytest.fixture
