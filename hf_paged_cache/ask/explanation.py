@@ -31,12 +31,6 @@ class Lookup(NamedTuple):
         stopped: why no more tokens are known, in the words of `last_call.rows[i].stopped`.
         tier: where the known blocks lie that lie furthest from the model: in the pool ("device"), or on "host" or
             "disk", from which a call loads them; None: no token is known.
-
-    Examples:
-        >>> _ = cache.prefill(inputs["input_ids"])
-        >>> found = cache.lookup(inputs["input_ids"])
-        >>> found.num_tokens == 16 * found.num_blocks, found.tier
-        (True, 'device')
     """
 
     num_tokens: int
@@ -55,19 +49,10 @@ class Explanation:
         stopped: why no more tokens are known.
         parts_at: first token at which the prompt differs from the closest cached prompt; `num_tokens` where the prompt
             is the beginning of that one; `num_known` where no cached prompt continues.
-        before: the prompt before that token.
-        after: the prompt from that token on; empty where the prompt ends there.
+        before, after: the prompt before that token, and from it on.
         cached: how the closest cached prompt continues from that token on, within its block; None: no cached prompt
             does.
         advice: probable reason; empty where nothing can be said.
-
-    Examples:
-        >>> _ = cache.prefill(inputs["input_ids"])
-        >>> other = inputs["input_ids"][0].tolist()
-        >>> other[20] += 1
-        >>> why = cache.explain(other, tokenizer)
-        >>> why.num_known, why.parts_at
-        (16, 20)
     """
 
     num_tokens: int
@@ -82,7 +67,7 @@ class Explanation:
     def __str__(self) -> str:
         num_known, num_tokens = self.num_known, self.num_tokens
         said = (
-            f"{num_known:,} of {num_tokens:,} tokens are known ({100 * num_known // max(1, num_tokens)}%); "
+            f"{num_known:,} of {num_tokens:,} tokens are known ({100 * num_known // num_tokens}%); "
             f"{max(1, num_tokens - num_known):,} would be computed\nwhy no more: {self.stopped}"
         )
         if self.cached is not None and self.parts_at == num_tokens:
@@ -98,18 +83,16 @@ class Explanation:
 def lookup(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> Lookup:
     """Say how much of a prompt a `generate` on this cache would find now, and why no more.
 
-    The store and the last call's rows are looked at. The answer is for a call of this prompt alone, without padding,
-    that has room: in a tight pool a call may resume from less, to fit. Any call computes at least one token. While a
-    call runs on this cache, only the blocks that this call has committed count.
-
-    Nothing is computed, held or made more recent.
+    The answer is for a call of this prompt alone, without padding. Any call computes at least one token. While a call
+    runs on this cache, only the blocks that it has committed count. Nothing is computed, held or made more recent.
 
     Args:
         token_ids: token ids of the whole prompt, special tokens included: a list or tensor of [T] or [1, T]; or what a
             processor returns, with images.
 
     Raises:
-        CacheArgumentError: `token_ids` are not the token ids of one sequence.
+        CacheArgumentError: `token_ids` are not token ids of one sequence, lie outside the vocabulary, are missing, or
+            stand for images that are not given.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
 
     Examples:
@@ -167,14 +150,11 @@ def explain(
     """
     asked, blocks = asked_prompt(cache, "the prompt", token_ids), cache.store.blocks
     tokens = asked.row.token_ids
-    if not tokens:
-        raise CacheArgumentError("the prompt has no tokens, so there is nothing to explain; give at least one")
     if tokenizer is not None and not hasattr(tokenizer, "decode"):
         raise CacheArgumentError(f"tokenizer is of type {type(tokenizer).__name__}; give the model's, or None")
     last = previous_rows(cache._current.rows)
     found = _look_up(cache, asked, last)
     with blocks.lock:
-        blocks.settle()
         goes_on = continuation(blocks, asked.row, found.num_tokens, last)
         hashes = blocks.allocator.hashes(cache.cache_salt).values()
     num_agreed = num_common(goes_on, tokens[found.num_tokens :])

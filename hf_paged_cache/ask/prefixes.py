@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -13,8 +14,9 @@ from ..blocks.image_tokens import end_of_image, filled_up
 from ..errors import CacheArgumentError, OutOfBlocksError, UnsupportedModelError
 from ..integration.token_input import are_several, one_sequence
 from ..rows.request import RowInput
+from ..rows.rows import Rows
 from ..stats import RowStats
-from .prompts import AskedCache, AskedPrompt, asked_prompt, text_of
+from .prompts import AskedCache, AskedPrompt, asked_prompt
 
 
 class Prefilled(NamedTuple):
@@ -25,10 +27,6 @@ class Prefilled(NamedTuple):
         num_known: tokens that were known, and not computed again.
         num_computed: tokens that ran through the model. Where layers carry states, and blocks were known further than a
             state, these are more than the new tokens.
-
-    Examples:
-        >>> cache.prefill(inputs["input_ids"])
-        Prefilled(num_tokens=80, num_known=0, num_computed=80)
     """
 
     num_tokens: int
@@ -44,10 +42,9 @@ def prefill(
 ) -> Prefilled:
     """Compute and cache the keys and values of one or several prefixes before a `generate` asks for them.
 
-    Whole blocks are cached, and known blocks are not computed again. Layers with a window or a state keep what is
-    needed to resume at the end of a prefix. Any later call may evict the blocks; `pin` keeps them. They are found under
-    the conditions that `pin` names. Processes that share a model call `prefill` together, with the same lengths and
-    `chunk_size`. The rows of this cache stay; `stats()` and `last_call` count what is computed as a call.
+    Whole blocks are cached. They are found under the conditions that `pin` names, and any later call may evict them;
+    `pin` keeps them. Processes that share a model call `prefill` together, with the same lengths and `chunk_size`. The
+    rows of this cache stay; `stats()` and `last_call` count what is computed as a call.
 
     Args:
         token_ids: a prefix as `pin` takes it, or a list of prefixes.
@@ -58,9 +55,7 @@ def prefill(
         OutOfBlocksError: the prefixes do not fit into the pool at a time; nothing was computed.
         UnsupportedModelError: nothing that is computed now may be reused, such as with an active dropout, or where the
             prompt ends with an image.
-        CacheArgumentError: `token_ids` are not token ids of sequences, or lie outside the vocabulary; or `chunk_size`
-            is no number of tokens.
-        CacheBusyError: rotary frequencies depend on length, and a call is running.
+        CacheArgumentError, CacheBusyError: see `lookup`; or `chunk_size` is no number of tokens.
 
     Examples:
         >>> cache.prefill(inputs["input_ids"])
@@ -72,43 +67,31 @@ def prefill(
         1
     """
     int_of_at_least("chunk_size", chunk_size, 1, "tokens of a forward")
+    given: dict[str, Any] = {"the prefix": token_ids}
     if are_several(token_ids):
-        prompts = [_prompt_to_prefill(cache, f"prompt {number}", each) for number, each in enumerate(token_ids)]
-    else:
-        prompts = [_prompt_to_prefill(cache, "the prefix", token_ids)]
+        given = {f"prompt {number}": each for number, each in enumerate(token_ids)}
+    prompts = {name: asked_prompt(cache, name, each) for name, each in given.items()}
+    for name, prompt in prompts.items():
+        if prompt.why_whole is not None:
+            problem = f"nothing that is computed now of {name} may be reused, so nothing was prefilled"
+            raise UnsupportedModelError(f"{problem}: {prompt.why_whole}")
     blocks, looks = cache.store.blocks, not cache._ranks.are_several  # ranks must run equally many forwards
+    size = blocks.block_size
+    hashes = [HashChain(each.row.root, size, each.row.token_ids).hashes_of() for each in prompts.values()]
     with blocks.lock:
         if looks:
             blocks.settle()
-            _require_room(cache, prompts)
-        num_found = [_known(cache, prompt)[0] for prompt in prompts]  # known tokens before any prompt runs
-    ran = [_run(cache, prompt, chunk_size, looks=looks) for prompt in prompts]
-    counts = [_count(did, number) for (did, _, _), number in zip(ran, num_found, strict=True)]
-    if any(did.num_computed for did, _, _ in ran):
-        peak, is_bypassed = max(peak for _, peak, _ in ran), any(is_bypassed for _, _, is_bypassed in ran)
-        with blocks.lock:
-            cache._counters.add_call("prefill", counts, peak, bypassed=is_bypassed)
-    return Prefilled(*map(sum, zip(*(did for did, _, _ in ran), strict=True)))
+            _require_room(cache, hashes)
+        known_before = [_known(cache, *each)[0] for each in zip(prompts.values(), hashes, strict=True)]
+    ran = [_run(cache, *each, chunk_size, looks=looks) for each in zip(prompts.values(), hashes, strict=True)]
+    _count(cache, ran, known_before)
+    return Prefilled(*map(sum, zip(*(did for did, _ in ran), strict=True)))
 
 
-def _prompt_to_prefill(cache: AskedCache, name: str, given: Any) -> AskedPrompt:
-    """Read a prompt to prefill, as a user gives it, under the model as it is now; messages have its name."""
-    if not isinstance(given, Mapping):
-        text_of(cache, name, given)
-    asked = asked_prompt(cache, name, given)
-    if asked.why_whole is not None:
-        raise UnsupportedModelError(
-            f"nothing that is computed now of {name} may be reused, so nothing was prefilled: {asked.why_whole}"
-        )
-    return asked
-
-
-def _require_room(cache: AskedCache, prompts: Sequence[AskedPrompt]) -> None:
+def _require_room(cache: AskedCache, hashes: Sequence[Sequence[BlockHash]]) -> None:
     """Raise OutOfBlocksError if the prompts' blocks cannot be cached at a time. The store's lock is held."""
-    blocks, wanted = cache.store.blocks, set[BlockHash]()
-    for prompt in prompts:
-        wanted.update(_hashes(cache, prompt))
-    found = [blocks.allocator.match_prefix((block_hash,), cache.cache_salt) for block_hash in wanted]
+    blocks, wanted = cache.store.blocks, {*chain(*hashes)}
+    found = [blocks.allocator.match_prefix((each,), cache.cache_salt) for each in wanted]
     num_taken = sum(not block_ids or not blocks.allocator.ref_count(block_ids[0]) for block_ids in found)
     if num_taken > blocks.budget.num_obtainable_blocks():  # which number that is, another tenant is not told
         raise OutOfBlocksError(
@@ -118,17 +101,12 @@ def _require_room(cache: AskedCache, prompts: Sequence[AskedPrompt]) -> None:
         )
 
 
-def _hashes(cache: AskedCache, prompt: AskedPrompt) -> list[BlockHash]:
-    """Return the hashes of a prompt's full blocks."""
-    return HashChain(prompt.row.root, cache.store.blocks.block_size, prompt.row.token_ids).hashes_of()
-
-
-def _known(cache: AskedCache, prompt: AskedPrompt) -> tuple[int, bool]:
+def _known(cache: AskedCache, prompt: AskedPrompt, hashes: Sequence[BlockHash]) -> tuple[int, bool]:
     """Return after how many tokens a prompt could resume, and whether nothing is left to compute.
 
     In this case its blocks count as used now. The store's lock is held.
     """
-    blocks, hashes = cache.store.blocks, _hashes(cache, prompt)
+    blocks = cache.store.blocks
     end = len(hashes) * blocks.block_size
     known, _, num_matched = blocks.leases.look(hashes, cache.cache_salt, prompt.row.token_ids, end)
     is_all = num_matched == end and known == end // blocks.states.align * blocks.states.align
@@ -137,21 +115,22 @@ def _known(cache: AskedCache, prompt: AskedPrompt) -> tuple[int, bool]:
     return known, is_all
 
 
-def _run(cache: AskedCache, prompt: AskedPrompt, chunk_size: int, *, looks: bool) -> tuple[Prefilled, int, bool]:
-    """Compute what is not known of a prompt; return what was done, the most bytes of it, and whether it was bypassed.
+def _run(
+    cache: AskedCache, prompt: AskedPrompt, hashes: Sequence[BlockHash], chunk_size: int, *, looks: bool
+) -> tuple[Prefilled, Rows | None]:
+    """Compute what is not known of a prompt, and return the rows that have done so; None: all was known.
 
     The last forward ends with the last full block. Where layers carry states, a forward ends at the last place for a
     snapshot, and at the last place from which the same prompt can resume.
     """
     blocks, side, tokens = cache.store.blocks, cache._side_rows, prompt.row.token_ids
-    num_tokens, align = len(tokens), blocks.states.align
-    end = num_tokens // blocks.block_size * blocks.block_size
+    num_tokens, align, end = len(tokens), blocks.states.align, len(hashes) * blocks.block_size
     known, is_all = 0, not end
     if looks:
         with blocks.lock:
-            known, is_all = _known(cache, prompt)
+            known, is_all = _known(cache, prompt, hashes)
     if is_all:
-        return Prefilled(end, end, 0), 0, False
+        return Prefilled(end, end, 0), None
     stops = [num_tokens]  # after how many tokens forwards end
     if prompt.inputs is not None:
         _, rows = side.generate(prompt.inputs)
@@ -168,17 +147,22 @@ def _run(cache: AskedCache, prompt: AskedPrompt, chunk_size: int, *, looks: bool
         rows.calls.close(rows)
     num_computed = rows.state.counts[0].computed_tokens + stops[-1] - stops[0]
     with blocks.lock:
-        num_kept = len(blocks.allocator.match_prefix(_hashes(cache, prompt), cache.cache_salt)) * blocks.block_size
-    did = Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed)
-    return did, rows.state.peak_kv_bytes, rows.why_bypassed is not None
+        num_kept = len(blocks.allocator.match_prefix(hashes, cache.cache_salt)) * blocks.block_size
+    return Prefilled(num_kept, max(0, stops[-1] - num_computed), num_computed), rows
 
 
-def _count(did: Prefilled, num_found: int) -> RowStats:
-    """Return the count of one prompt, of which `num_found` tokens were known before any prompt ran."""
-    _, num_known, num_computed = did
-    stopped = "the rest was computed" if num_computed else "the whole prefix was known"
-    num_reused = min(num_found, num_known)
-    return RowStats(num_known + num_computed, num_computed, num_reused, num_reused, stopped)
+def _count(cache: AskedCache, ran: Sequence[tuple[Prefilled, Rows | None]], known_before: Sequence[int]) -> None:
+    """Count prompts as one call, unless nothing ran; so many tokens of each were known before any of them ran."""
+    counts, of_rows = [], [rows for _, rows in ran if rows is not None]
+    for (did, _), known in zip(ran, known_before, strict=True):
+        num_tokens, reused = did.num_known + did.num_computed, min(known, did.num_known)
+        stopped = "the rest was computed" if did.num_computed else "the whole prefix was known"
+        counts.append(RowStats(num_tokens, did.num_computed, reused, reused, stopped))
+    if of_rows:
+        peak = max(rows.state.peak_kv_bytes for rows in of_rows)
+        is_bypassed = any(rows.why_bypassed is not None for rows in of_rows)
+        with cache.store.blocks.lock:
+            cache._counters.add_call("prefill", counts, peak, bypassed=is_bypassed)
 
 
 def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:
@@ -188,22 +172,20 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") 
     and also pins what has been cached of them since. A pin belongs to the store and to this `cache_salt`.
 
     A pin holds for the model as it is now; where a model numbers its columns, for rows without padding; and where
-    rotary frequencies depend on length, for the frequencies of a prompt as long as the prefix. When the model changes,
-    pinned blocks are no longer found, like all others, but are still held: `unpin` them, or `prefill` and pin again.
+    rotary frequencies depend on length, for those of a prompt as long as the prefix. When the model changes, pinned
+    blocks are no longer found, but are still held: `unpin` them, or `prefill` and pin again.
 
     Args:
-        token_ids: token ids of the prefix as prompts begin with it, special tokens included: a list or tensor of [T] or
-            [1, T]; or what a processor returns, with images.
+        token_ids: see `lookup`.
 
     Returns:
         The number of tokens pinned: a multiple of the block size, at least one block. Fewer than were given are pinned
         where the rest is not cached, or fills no block, or where layers with a state have none after it.
 
     Raises:
-        CacheArgumentError: nothing of the prefix is cached, or it is shorter than a block, or these are not the token
-            ids of one sequence; nothing has changed.
+        CacheArgumentError: nothing of the prefix is cached, or it is shorter than a block; or see `lookup`.
         OutOfBlocksError: there is no room for what layers with a window need of the prefix; nothing has changed.
-        CacheBusyError: rotary frequencies depend on length, and a call is running.
+        CacheBusyError: see `lookup`.
 
     Examples:
         >>> cache.prefill(inputs["input_ids"]).num_tokens
@@ -213,15 +195,14 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") 
         >>> cache.unpin(inputs["input_ids"]), cache.stats().num_pinned_blocks
         (80, 0)
     """
-    asked, blocks = asked_prompt(cache, "the prefix", token_ids), cache.store.blocks
-    pins, root = blocks.pins, asked.row.root
-    ended = _up_to_an_image(cache, asked.row.token_ids)
+    row, blocks = asked_prompt(cache, "the prefix", token_ids).row, cache.store.blocks
+    ended = _up_to_an_image(cache, row.token_ids)
     with blocks.lock:
         blocks.settle()
-        num_pinned = pins.pin(cache.cache_salt, root, asked.row.token_ids)
+        num_pinned = blocks.pins.pin(cache.cache_salt, row.root, row.token_ids)
         if ended:
             with suppress(CacheArgumentError, OutOfBlocksError):  # without this pin, other text may run the image again
-                pins.pin(cache.cache_salt, root, ended)
+                blocks.pins.pin(cache.cache_salt, row.root, ended)
     return num_pinned
 
 
@@ -233,9 +214,6 @@ def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] 
 
     Returns:
         The number of tokens that were pinned; 0 when none were.
-
-    Raises:
-        CacheArgumentError: `token_ids` are not one prompt as `pin` takes it.
     """
     tokens: TokenIds | None = None
     if isinstance(token_ids, Mapping):

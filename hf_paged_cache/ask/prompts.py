@@ -27,7 +27,6 @@ class AskedCache(Protocol):
     _current: Current
     _ranks: Ranks
     _side_rows: SideRows
-    _num_looks: int  # number of sequences that `verify` has looked at in turn
 
 
 class AskedPrompt(NamedTuple):
@@ -39,11 +38,7 @@ class AskedPrompt(NamedTuple):
 
 
 def text_of(cache: AskedCache, what: str, given: Any) -> tuple[int, ...]:
-    """Return the token ids of a text.
-
-    Raises:
-        CacheArgumentError: they are no integers, are outside the vocabulary, are missing, or stand for images.
-    """
+    """Return the token ids of a text; CacheArgumentError: there are none, or some are no text of this model."""
     tokens, size = one_sequence(what, given), cache.store.model.config.get_text_config(decoder=True).vocab_size
     if not tokens:
         raise CacheArgumentError(f"{what} is empty; give at least one token (a context may be the model's first token)")
@@ -55,45 +50,41 @@ def text_of(cache: AskedCache, what: str, given: Any) -> tuple[int, ...]:
     return tokens
 
 
-def asked_prompt(cache: AskedCache, what: str, given: object) -> AskedPrompt:
+def asked_prompt(cache: AskedCache, what: str, given: Any) -> AskedPrompt:
     """Read a prompt under the model's conditions of now; no forward runs.
 
     Args:
         what: the argument's name, for messages.
-        given: token ids, [T] or [1, T]; or a mapping with `input_ids` and whatever else `generate` is passed for them.
+        given: token ids of a text, [T] or [1, T]; or a mapping with `input_ids` and whatever else `generate` is passed.
 
     Raises:
         CacheArgumentError: the prompt is something else, or has several rows, or padding.
         CacheBusyError: rotary frequencies depend on length, and a call is running.
     """
+    fingerprint, blocks, regime = cache.store.fingerprint, cache.store.blocks, b""
     inputs = given if isinstance(given, Mapping) else {"input_ids": given}
     if "input_ids" not in inputs:
         raise CacheArgumentError(f"{what} has {', '.join(map(str, inputs)) or 'nothing'}; give it with its input_ids")
-    tokens = array("q", one_sequence(what, inputs["input_ids"]))
+    ids, is_plain = inputs["input_ids"], not inputs.keys() - {"input_ids", "attention_mask"}
+    is_text = is_plain and (inputs is not given or not cache.store.placeholders.kinds)
+    tokens = array("q", text_of(cache, what, ids) if is_text else one_sequence(what, ids))
     mask = inputs.get("attention_mask")
-    if mask is not None and any(one == 0 for one in one_sequence(f"the attention_mask of {what}", mask)):
+    if mask is not None and 0 in one_sequence(f"the attention_mask of {what}", mask):
         raise CacheArgumentError(f"{what} has padding; give one row without it")
-    root = _root_of(cache, len(tokens))  # looks at the model; refuses where asking would change frequencies
-    why_whole = cache._calls.why_in_general()
-    is_text = inputs is not given or not cache.store.placeholders.kinds
-    if is_text and not inputs.keys() - {"input_ids", "attention_mask"}:
-        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_whole)
-    if not isinstance(inputs["input_ids"], Tensor) or inputs["input_ids"].dim() != 2:
-        raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
-    with cache.store.fingerprint.rope.put_back():
-        request = cache._side_rows.request_of(inputs)
-    (row,) = request.rows
-    return AskedPrompt(row, inputs, request.bypass or why_whole)
-
-
-def _root_of(cache: AskedCache, num_tokens: int) -> bytes:
-    """Return the root that a prompt of `num_tokens` tokens without padding would have now."""
-    fingerprint, blocks, regime = cache.store.fingerprint, cache.store.blocks, b""
     digest = fingerprint.digest()
     if fingerprint.rope.depends_on_length:
         with blocks.lock:
-            if blocks.running:
+            if blocks.running:  # asking would change their frequencies
                 raise CacheBusyError("rotary frequencies of this model depend on length; wait until no call is running")
             with fingerprint.rope.put_back():
-                regime = fingerprint.rope.at(max(0, num_tokens - 1))
-    return fingerprint.roots.of(RootFacts(digest, cache.cache_salt, regime))
+                regime = fingerprint.rope.at(max(0, len(tokens) - 1))
+    why_whole = cache._calls.why_in_general()
+    if is_text:
+        root = fingerprint.roots.of(RootFacts(digest, cache.cache_salt, regime))
+        return AskedPrompt(RowInput(tokens, 0, 0, root, salt=cache.cache_salt), why_whole=why_whole)
+    if not isinstance(ids, Tensor) or ids.dim() != 2:
+        raise CacheArgumentError(f'{what} has input_ids that are no tensor of [1, T]; pass return_tensors="pt"')
+    with fingerprint.rope.put_back():
+        request = cache._side_rows.request_of(inputs)
+    (row,) = request.rows
+    return AskedPrompt(row, inputs, request.bypass or why_whole)

@@ -27,7 +27,7 @@ def one_sequence(what: str, given: object) -> tuple[int, ...]:
         given = given.tolist()
     if hasattr(given, "keys"):
         raise CacheArgumentError(f"{what} is of type {type(given).__name__}; give its input_ids")
-    if isinstance(given, str | bytes | bytearray) or not isinstance(given, Iterable):
+    if isinstance(given, str | bytes | bytearray | set | frozenset) or not isinstance(given, Iterable):
         raise CacheArgumentError(
             f"{what} is of type {type(given).__name__}; give a sequence of token ids, such as tokenizer(text).input_ids"
         )

@@ -94,7 +94,14 @@ def test_a_pin_of_nothing_is_refused_and_says_what_to_do(cache: PagedPrefixCache
     before = cache.store.stats()
     with pytest.raises(CacheArgumentError, match=r"nothing of this prefix of 10 tokens is cached .* prefill"):
         cache.pin(row((3, 10)))
-    for short in ([], [1], row((1, 3))):
+    for nothing, said in (
+        ([], "is empty"),
+        ([128], r"has token 128; the vocabulary has ids 0 to 127$"),
+        ({1}, "of type set"),
+    ):
+        with pytest.raises(CacheArgumentError, match=f"the prefix .*{said}|the prefix {said}"):
+            cache.pin(nothing)  # type: ignore[arg-type]
+    for short in ([1], row((1, 3))):
         with pytest.raises(CacheArgumentError, match=rf"the prefix has {len(short)} tokens?, fewer than a block of 4"):
             cache.pin(short)
     assert cache.store.stats() == before
