@@ -2,29 +2,15 @@
 
 
 class PagedCacheError(Exception):
-    """`PagedCacheError` is the base of every error raised here on purpose; catch it to tell our refusals from a defect.
-
-    Examples:
-        >>> try:
-        ...     PagedPrefixCache("no model")
-        ... except PagedCacheError as error:
-        ...     print(type(error).__name__)
-        UnsupportedModelError
-    """
+    """`PagedCacheError` is the base of every error that is raised here on purpose."""
 
 
 class UnsupportedModelError(PagedCacheError):
-    """`UnsupportedModelError` is raised when a cache is built for a model that we cannot hold right.
-
-    Use `DynamicCache` for such a model. `check_model` says why without raising.
-    """
+    """`UnsupportedModelError` is raised for a model that cannot be held right; `DynamicCache` runs it."""
 
 
 class OutOfBlocksError(PagedCacheError):
-    """`OutOfBlocksError` is raised when blocks run out, before anything has changed.
-
-    Free tables, ask for less, or give the pool more blocks. No `generate` raises it; `prefill` and `pin` may.
-    """
+    """`OutOfBlocksError` is raised by `prefill`, `pin` or a block table when blocks run out; nothing has changed."""
 
 
 class CacheBusyError(PagedCacheError):
@@ -36,13 +22,7 @@ class BlockStateError(PagedCacheError):
 
 
 class CacheArgumentError(PagedCacheError, ValueError):
-    """`CacheArgumentError` is raised when an argument is not what is allowed; the message says what is.
-
-    Examples:
-        >>> PagedPrefixCache(model, num_blocks=8, max_bytes="4GB")
-        Traceback (most recent call last):
-        hf_paged_cache.errors.CacheArgumentError: give num_blocks or max_bytes, not both (got 8 and 4GB)
-    """
+    """`CacheArgumentError` is raised when an argument is not what is allowed; the message says what is."""
 
 
 class NotPortableError(PagedCacheError):

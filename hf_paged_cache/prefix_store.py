@@ -149,10 +149,9 @@ class PrefixStore:
     ) -> Saved:
         """Write cached blocks into a folder, from which any process with the same model `load`s them.
 
-        What the folder has is read to its end and not written again; damaged files are removed. Each file is whole or
-        not there, and holds what was computed from prompts, with their token ids: see docs/security.md. Blocks with a
-        salt are not written, nor blocks that only a lower tier has: bring those up first, by `lookup` and a call.
-        Calls may run meanwhile.
+        What the folder has is not written again; damaged files are removed. Files hold token ids of prompts, and what
+        was computed from them: see docs/security.md. Blocks with a salt are not written, nor blocks that only a lower
+        tier has. Calls may run meanwhile.
 
         Cost: the first time, SHA-256 over all weights, 1 to 3 s a GB; then a copy of the blocks.
 
@@ -160,45 +159,29 @@ class PrefixStore:
             folder: folder of the files; it is made if it is not there.
             prefixes: token ids, a list or tensor of [T] or [1, T], or several of them in a list, whose whole cached
                 blocks are written; "pinned": blocks that pins hold; None: all blocks.
-            mode: permissions of the files, whatever the umask is, and of the folder if it is made: 0o660 for a group,
-                each of whose members is to give it; None: 0o600, the user's own processes.
-
-        Returns:
-            The blocks written, and why others were not; see `Saved`.
+            mode: permissions of the files, and of the folder if it is made: 0o660 for a group, each of whose members is
+                to give it; None: 0o600, the user's own processes.
 
         Raises:
             NotPortableError: what the model computes cannot be named for another process, such as under a hook.
             CacheArgumentError: `prefixes` are not the token ids of sequences, or `mode` does not name permissions.
             OSError: the folder cannot be written, or is full; files written before are whole.
-
-        Examples:
-            >>> cache.prefill(inputs["input_ids"]).num_tokens
-            80
-            >>> cache.store.save(folder).num_blocks
-            5
         """
-        wanted = None
-        if prefixes is not None and not isinstance(prefixes, str):
+        wanted, is_pinned = None, isinstance(prefixes, str)
+        if is_pinned and prefixes != "pinned":
+            which = "token ids of prefixes, such as tokenizer(text).input_ids, 'pinned', or None for all"
+            raise CacheArgumentError(f"prefixes is {prefixes[:40]!r}; give {which}")
+        if prefixes is not None and not is_pinned:
             given = prefixes if are_several(prefixes) else [prefixes]
             wanted = [array("q", one_sequence(f"prefix {number}", each)) for number, each in enumerate(given)]
-        elif prefixes not in (None, "pinned"):
-            raise CacheArgumentError(
-                f"prefixes is {prefixes[:40]!r}; give token ids of prefixes, such as tokenizer(text).input_ids, "
-                "'pinned', or None for all"
-            )
-        permissions, is_pinned = file_mode("mode", mode), isinstance(prefixes, str)
+        permissions = file_mode("mode", mode)
         return save_blocks(self.blocks, self._model(), folder_of(folder), wanted, pinned=is_pinned, mode=permissions)
 
     def load(self, folder: str | PathLike[str]) -> Loaded:
         """Read what `save` has written, so that the next call finds it.
 
         Only blocks are read that a model with the same weights, dtype, settings and code has computed, under the same
-        versions of transformers and torch, and that are not cached already. All of them are checked first.
-
-        Cost and arguments: those of `save`.
-
-        Returns:
-            The blocks that came, and why others did not; see `Loaded`.
+        versions of transformers and torch. All of them are checked first. Cost: that of `save`.
 
         Raises:
             NotPortableError: see `save`.
@@ -217,20 +200,16 @@ class PrefixStore:
 
     def _model(self) -> Model:
         """Return the model as it is now, for files."""
-        return Model(
-            identity=self.fingerprint.identity(), digest=self.fingerprint.digest(), roots=self.fingerprint.roots
-        )
+        of_model = self.fingerprint
+        return Model(identity=of_model.identity(), digest=of_model.digest(), roots=of_model.roots)
 
     def stats(self) -> CacheStats:
-        """Return counts of all calls on this store, collected caches included, and of all blocks now.
-
-        They are for whoever owns the store: they count what all tenants do.
-        """
+        """Return counts of all calls on this store, of all tenants and collected caches too, and of all blocks now."""
         blocks = self.blocks
         with blocks.lock:
             blocks.settle()
             of_rows = bytes_of_rows([each.rows for each in [*blocks.currents]], [*blocks.running])
-            return blocks.stats(blocks.call_totals, b"", self.arena, of_rows, None, None)
+            return blocks.stats(blocks.call_totals, b"", self.arena.num_bytes, of_rows, None)
 
     def check(self) -> None:
         """Prove the invariants of the blocks, or raise BlockStateError with the whole state."""

@@ -37,22 +37,15 @@ class ModelReport:
 
     Attributes:
         model: name of the model's class.
-        is_supported: True if a `PagedPrefixCache` can be built for the model and passed the trial.
-        reason: why the model is not supported; empty if it is.
+        is_supported: True if a `PagedPrefixCache` can be built for the model and passed the trial; else see `reason`.
         distance: largest difference between logits with this cache and without one, as a share of their scale; None:
             not measured.
         own_distance: the same difference for `DynamicCache`.
-        reused_tokens: tokens reused of a prompt whose first blocks were cached.
-        prompt_tokens: tokens of that prompt.
+        reused_tokens: tokens reused of a prompt of `prompt_tokens`, whose first blocks were cached.
+        layers: type of cache layer -> how many the model has.
         kv_bytes_per_token: bytes of keys and values of a token in all layers; fewer after a window's end.
         snapshot_bytes: bytes of the model's states at one place; 0: it has none.
-        layers: type of cache layer -> how many the model has.
         remarks: sentences on what limits reuse, and on whether steps can be captured on a GPU.
-
-    Examples:
-        >>> report = check_model(model)
-        >>> report.is_supported, report.layers
-        (True, {'DynamicLayer': 2})
     """
 
     model: str
@@ -86,8 +79,7 @@ class ModelReport:
 def check_model(model: Any) -> ModelReport:
     """Try a model in some twenty short forwards, and report whether it is supported.
 
-    Two rows of 24 tokens, one of them padded, and one row alone run with 16 tokens in a cache and without. An
-    unsupported model is reported; no error is raised. The model is left as it was.
+    An unsupported model is reported; no error is raised. The model is left as it was.
 
     Raises:
         CacheArgumentError: `model` is no model at all, such as the name of one.
@@ -113,10 +105,8 @@ def check_model(model: Any) -> ModelReport:
 
 
 def _try(model: PreTrainedModel, name: str, layers: dict[str, int], seen: Iterable[torch.dtype]) -> ModelReport:
-    """Run the same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached.
-
-    Args:
-        seen: dtypes in which logits are computed.
+    """Run the same columns with `DynamicCache` and with ours, then a prompt whose first blocks are cached; logits are
+    computed in the dtypes `seen`.
     """
     inputs, num_compared = trial_inputs(model), NUM_COLUMNS - NUM_CACHED
     whole = last_logits(model(**inputs, use_cache=False), num_compared)

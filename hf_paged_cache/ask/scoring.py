@@ -28,12 +28,6 @@ class Score:
         log_probs: log-probability of each token, given the context and the tokens before it; natural logarithms.
         is_greedy: True if each token was the most probable one, so greedy search would have generated just these
             tokens.
-
-    Examples:
-        >>> ids = inputs["input_ids"][0].tolist()
-        >>> (score,) = cache.score(ids[:-2], [ids[-2:]])
-        >>> score.num_tokens, score.total < 0
-        (2, True)
     """
 
     log_probs: tuple[float, ...]
@@ -60,22 +54,21 @@ def score(
 ) -> list[Score]:
     """Return a `Score` for each continuation of one context, in order: for multiple choice, reranking, rewards.
 
-    The context is reused from the store as far as it is known, runs once, and is stored. Where rotary frequencies
-    depend on length (dynamic, longrope), each continuation runs alone, from the context's start. The number of forwards
-    follows from the arguments alone, and not from what is cached, so that processes which share a model stay in step.
+    The context is reused as far as it is known, runs once, and is stored. Where rotary frequencies depend on length
+    (dynamic, longrope), each continuation runs alone, from the context's start. The number of forwards follows from the
+    arguments alone, so processes that share a model stay in step.
 
     The scores equal the `log_softmax` of one plain forward for each continuation, of all tokens of context and
-    continuation, at positions that count from 0. No gradients are computed. The rows of this cache stay, also while its
-    `generate` runs. `stats()` and `last_call` count a call with a row for each continuation, after the context.
+    continuation. The rows of this cache stay, also while its `generate` runs. `stats()` and `last_call` count a call
+    with a row for each continuation, after the context.
 
     Args:
         context: token ids, [T] or [1, T], at least one; or what a processor returns, with images: such a context runs
             as `generate` runs it, and the continuations after it.
         continuations: sequences of at least one token id, [N] or [1, N]; they follow the context as they are.
         batch_size: most rows of a forward; None: as many as keep its logits below 2**27 numbers.
-        prefill_chunk_size: tokens of a forward; each continuation then runs in a row of its own, from the context's
-            start. So its log-probabilities are the same bits whatever is cached: those of the same forwards on a
-            `DynamicCache`.
+        prefill_chunk_size: tokens of a forward; each continuation then runs in a row of its own, and its
+            log-probabilities are the same bits whatever is cached: those of the same forwards on a `DynamicCache`.
 
     Raises:
         CacheArgumentError: token ids are no integers, are outside the vocabulary, or are missing; nothing has changed.
@@ -193,8 +186,7 @@ class _Scorer:
                 rows.calls.close(rows)
             else:
                 logits, rows = self._side.run_chunks(row_of(prompt + tokens[:-1]), chunk_size, len(tokens))
-        self._note(rows)
-        self._read(logits, [(0, column, number, token) for column, token in enumerate(tokens)])
+        self._read(rows, logits, [(0, column, number, token) for column, token in enumerate(tokens)])
         (count,) = rows.state.counts
         for prompt_of_row in rows.prompts:  # there is none where the rows were bypassed
             most = self._found.setdefault(prompt_of_row.root, count.matched_tokens)
@@ -211,9 +203,12 @@ class _Scorer:
             stems.calls.close(stems)
         else:
             logits, stems = self._side.generate(asked.inputs or {})
-        self._note(stems)
-        self._read(logits, [(each.stem, 0, number, each.tokens[0]) for number, each in enumerate(self.asked)])
-        self._count_contexts(stems.state.counts)
+        self._read(stems, logits, [(each.stem, 0, number, each.tokens[0]) for number, each in enumerate(self.asked)])
+        computed = [count.computed_tokens for count in stems.state.counts]
+        for stem, prompt, tokens in self.asked:  # a context is computed for the first of its continuations
+            count = replace(stems.state.counts[stem], prompt_tokens=len(prompt) + len(tokens) - 1)
+            count.computed_tokens, computed[stem] = computed[stem], 0
+            self.counts.append(count)
         shift = 0 if asked is None else asked.row.shift
         waiting = [number for number, each in enumerate(self.asked) if len(each.tokens) > 1]
         waiting.sort(key=lambda number: len(self.asked[number].tokens), reverse=True)
@@ -226,32 +221,20 @@ class _Scorer:
             forked = stems.calls.fork(stems, [branch.stem for branch in branches])
             logits = self._side.run(forked, tails, num_logits=num_new)
             stems.calls.close(forked)
-            self._note(forked)
             readings = []
             for row, (number, branch) in enumerate(zip(some, branches, strict=True)):
                 self.counts[number].computed_tokens += len(branch.tokens) - 1
                 readings += [(row, column, number, token) for column, token in enumerate(branch.tokens[1:])]
-            self._read(logits, readings)
+            self._read(forked, logits, readings)
 
-    def _note(self, rows: Rows) -> None:
-        """Note that rows have run: their memory, and whether they were bypassed."""
-        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
-        self.is_bypassed = self.is_bypassed or rows.why_bypassed is not None
-
-    def _count_contexts(self, of_stems: Sequence[RowStats]) -> None:
-        """Count the contexts: what was reused counts for each continuation, what was computed for the first."""
-        computed = [of_stem.computed_tokens for of_stem in of_stems]
-        for stem, prompt, tokens in self.asked:
-            num_tokens = len(prompt) + len(tokens) - 1
-            self.counts.append(replace(of_stems[stem], prompt_tokens=num_tokens, computed_tokens=computed[stem]))
-            computed[stem] = 0
-
-    def _read(self, logits: Tensor, readings: Sequence[tuple[int, int, int, int]]) -> None:
-        """Read log-probabilities, of a continuation in the order of its tokens.
+    def _read(self, rows: Rows, logits: Tensor, readings: Sequence[tuple[int, int, int, int]]) -> None:
+        """Read the log-probabilities that rows have computed, of a continuation in the order of its tokens.
 
         Args:
             readings: row and column of the logits, number of the continuation, and token.
         """
+        self.peak_kv_bytes = max(self.peak_kv_bytes, rows.state.peak_kv_bytes)
+        self.is_bypassed = self.is_bypassed or rows.why_bypassed is not None
         row, column, _, token = torch.tensor(readings, device=logits.device).unbind(1)
         chosen = logits.log_softmax(dim=-1, dtype=self._dtype)[row, column, token].float()
         is_best = logits.argmax(dim=-1)[row, column] == token
