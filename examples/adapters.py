@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 PROMPT = "You are a careful assistant. Answer in one short sentence.\n" * 4
 
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder, or a name on the hub; default: SmolLM2-135M-Instruct")
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     torch.manual_seed(0)
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     adapted = get_peft_model(model, config, adapter_name="polite")

@@ -10,7 +10,7 @@ import argparse
 from transformers import DynamicCache
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=24)
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     inputs = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     how = {"num_beams": given.beams, "max_new_tokens": given.max_new_tokens, "do_sample": False}
     plain = DynamicCache(config=model.config)

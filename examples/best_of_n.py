@@ -11,7 +11,7 @@ import argparse
 import torch
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 
 def up_to_its_end(tokens: list[int], end: int | list[int] | None) -> list[int]:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=24)
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     cache = PagedPrefixCache(model)
     inputs = tokenizer(given.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
     torch.manual_seed(0)

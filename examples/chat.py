@@ -12,7 +12,7 @@ from typing import Any
 from transformers import TextStreamer
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 
 def as_inputs(tokenizer: Any, messages: list[dict[str, str]]) -> Any:
@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     cache = PagedPrefixCache(model)
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     messages: list[dict[str, str]] = []

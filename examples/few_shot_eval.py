@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 REVIEWS = [json.loads(line) for line in Path(__file__).with_name("reviews.jsonl").read_text("utf-8").splitlines()]
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=8)
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     cache = PagedPrefixCache(model)

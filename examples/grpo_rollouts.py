@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 from hf_paged_cache.trainer import PrefixCacheCallback
 
 PROMPTS = ["Write a word that rhymes with light: ", "Write a word that rhymes with day: "]
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=4, help="of each prompt")
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(

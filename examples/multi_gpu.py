@@ -12,7 +12,7 @@ from accelerate import dispatch_model, infer_auto_device_map
 from accelerate.utils import get_max_memory
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 PROMPT = "A list of ten animals, each with the sound that it makes.\n" * 4
 
@@ -23,7 +23,7 @@ def main() -> None:
     given = parser.parse_args()
 
     # As AutoModelForCausalLM.from_pretrained(..., device_map="auto") does it.
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     device_map = infer_auto_device_map(
         model, max_memory=get_max_memory(), no_split_module_classes=model._no_split_modules
     )

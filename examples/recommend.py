@@ -15,7 +15,7 @@ from itertools import product
 from torch import Tensor
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 HISTORY = (
     "Last week: a warm red sweater, two green books, a cold blue pool. This week: a small white lamp. Next, they buy a"
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--shown", type=int, default=3)
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     end = tokenizer.eos_token_id
     items = [tokenizer(" " + " ".join(words), add_special_tokens=False).input_ids for words in CATALOGUE]
     if given.beams > len(items):

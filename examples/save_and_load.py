@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 PROMPT = "".join(
     f"Review: {text}\nSentiment: {label}\n\n"
@@ -32,7 +32,7 @@ def main() -> None:
     if given.folder.is_file():
         parser.error(f"{given.folder} is a file; give a folder")
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     cache = PagedPrefixCache(model)
     if given.folder.is_dir():
         loaded = cache.store.load(given.folder)

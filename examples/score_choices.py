@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 QUESTIONS = {
     "Question: Which of these melts in the sun?\nAnswer:": [" ice", " stone", " glass"],
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--model", help="a folder, or a name on the hub; default: SmolLM2-135M-Instruct")
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     cache = PagedPrefixCache(model)
     for question, answers in QUESTIONS.items():
         continuations = [tokenizer(answer, add_special_tokens=False).input_ids for answer in answers]

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from hf_paged_cache import PagedPrefixCache
-from hf_paged_cache.cli.demo_model import load_or_exit
+from hf_paged_cache.cli.demo_model import load_demo_model
 
 TEXT = (
     "The lighthouse stands at the end of the pier. Its lamp was lit for the first time in 1874, "
@@ -26,12 +26,12 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=48)
     given = parser.parse_args()
 
-    model, tokenizer = load_or_exit(given.model)
+    model, tokenizer = load_demo_model(given.model)
     cache = PagedPrefixCache(model)
     inputs = tokenizer(TASK.format(text=TEXT), return_tensors="pt", return_token_type_ids=False).to(model.device)
     ways: dict[str, dict[str, Any]] = {"one by one": {}, "drafts from the prompt": {"prompt_lookup_num_tokens": 8}}
     if given.assistant:
-        ways["drafts of an assistant"] = {"assistant_model": load_or_exit(given.assistant)[0]}
+        ways["drafts of an assistant"] = {"assistant_model": load_demo_model(given.assistant)[0]}
     outputs = []
     cache.prefill(inputs.input_ids[0])  # so that what differs is how the text continues
     for name, how in ways.items():

@@ -33,10 +33,9 @@ _HELD = "_held_by_every_generate"  # name of the attribute of a model with its `
 def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[StoreSizes]) -> EveryGenerate:
     """Give each `generate` in this process a cache if it brings none, whichever model it is called on.
 
-    `hf-paged-cache run` calls this. A process that a program starts (`accelerate launch`, `torchrun`,
-    `multiprocessing`) has caches if its own code calls it. Options are those of each model's `PagedPrefixCache`. It
-    replaces `GenerationMixin.generate`. Called again, it returns the same object; its options then count for models
-    that have generated nothing yet.
+    `hf-paged-cache run` calls this, and so does the code of processes that a program starts, if they are to have
+    caches. It replaces `GenerationMixin.generate`. Options are those of each model's `PagedPrefixCache`. Called again,
+    it returns the same object; its options then count for models that have generated nothing yet.
 
     Raises:
         CacheArgumentError: an option is out of its range.

@@ -1,10 +1,8 @@
 """Owns the locks of this package, and brings them through a fork. It does not know what a lock guards.
 
-A forked child has one thread, the one that forked. A lock that another thread held would be held in the child for ever,
-and what the lock guards would be half changed. So all locks are taken before a fork and given back after it, in parent
-and child. No lock is held while a forward runs or a user's code is called, so a fork waits for a few lines of ours at
-most, or until a prefix is read from files. A thread that holds a lock waits only for locks that were made after it; a
-fork takes the locks in the order in which they were made.
+In a forked child a lock that another thread held would be held for ever, and what it guards be half changed. So all
+locks are taken before a fork, in the order in which they were made, and given back after it. A thread that holds one
+waits only for locks that were made after it. No lock is held while a forward runs or a user's code is called.
 """
 
 import contextlib

