@@ -138,7 +138,7 @@ def test_a_value_that_generate_cannot_take_is_refused_by_its_name(
 ) -> None:
     done = generate(prompts, model_folder, tmp_path / "out.jsonl", "--do-sample", "--temperature", "-1")
     assert done.exit_code == 2
-    assert "generate cannot run with --do-sample=True, temperature=-1 (ValueError: " in done.stderr
+    assert "generate cannot run with do_sample=True, temperature=-1 (ValueError: " in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
