@@ -37,7 +37,7 @@ class CacheStats:
         static_bytes: bytes of the memory that captured calls run in, which stays until `release()`.
         tiers: tiers below the pool, from the nearest on.
         computed_because: reasons why rows were known no further, each with the number of tokens computed after that,
-            the most tokens first. A reason has the ranges of its numbers ("tokens 16-400 to 31-415").
+            the most tokens first. A reason has N in place of its numbers.
     """
 
     prompt_tokens: int

@@ -26,9 +26,8 @@ class PromptCounters(CallTotals):
         """Count a forward of prompts, which is in the call's state already; its call is the last call from here on."""
         if begins and bypassed:
             self.note_bypass()
-        reasons = [row.stopped for row in state.counts]
         for totals in self._all:
-            totals.record(new, reasons, num_calls=int(begins))
+            totals.record(state.counts, new, num_calls=int(begins))
         self.last = state
 
     def note_bypass(self) -> None:
