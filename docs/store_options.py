@@ -1,6 +1,4 @@
-"""For the documentation's build: what takes `**sizes: Unpack[StoreSizes]` shows each option, as `shows_store_options`
-has `help` do.
-"""
+"""For the documentation's build: what takes `**sizes: Unpack[StoreSizes]` shows each option."""
 
 from __future__ import annotations
 

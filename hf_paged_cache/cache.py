@@ -28,7 +28,7 @@ from .rows.captured import Capturing, require_capture
 from .rows.request import CallState
 from .rows.rows import Rows
 from .stats import CacheStats, CallStats
-from .store_options import StoreSizes, shows_store_options
+from .store_options import StoreSizes
 
 
 class PagedPrefixCache(Cache):
@@ -62,7 +62,6 @@ class PagedPrefixCache(Cache):
 
     is_paged_prefix_cache = True
 
-    @shows_store_options
     def __init__(
         self,
         model_or_store: PreTrainedModel | PrefixStore,

@@ -21,7 +21,7 @@ from .integration.hooks import CACHE_ARGUMENTS, bracket_of
 from .locks import new_lock
 from .model.support import unwrapped
 from .store.totals import CallTotals
-from .store_options import StoreSizes, given_sizes, shows_store_options, store_options
+from .store_options import StoreSizes, given_sizes, store_options
 from .wording import counted
 
 _MOST_REASONS = 3
@@ -29,7 +29,6 @@ _ASKED_FOR_NONE = "asked for none (use_cache), for another kind (cache_implement
 _HELD = "_held_by_every_generate"  # name of the attribute of a model with its `_Held`
 
 
-@shows_store_options
 def cache_every_generate(*, cache_salt: str | None = None, **sizes: Unpack[StoreSizes]) -> EveryGenerate:
     """Give each `generate` in this process a cache if it brings none, whichever model it is called on.
 

@@ -40,7 +40,7 @@ from .stats import CacheStats
 from .store.block_store import BlockStore
 from .store.groups import SHARE_OF_A_BUDGET, StateRules
 from .store.saved import Loaded, Model, Saved, load_blocks, save_blocks
-from .store_options import StoreOptions, StoreSizes, given_sizes, shows_store_options, store_options
+from .store_options import StoreOptions, StoreSizes, given_sizes, store_options
 from .tiers.folder import folder_of, writable_folder
 from .tiers.tiers import Tiers
 
@@ -82,7 +82,6 @@ class PrefixStore:
 
     is_paged_prefix_cache = True  # so that a call that is given the store instead of a cache is refused by name
 
-    @shows_store_options
     def __init__(self, model: PreTrainedModel, **sizes: Unpack[StoreSizes]) -> None:
         options = store_options(**sizes)
         model = unwrapped(model)

@@ -1,14 +1,10 @@
 """Reads what a store may be given besides its model, and refuses bad options before anything is loaded. No torch."""
 
-import inspect
-from collections.abc import Callable
 from os import PathLike, fspath
-from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 from .blocks.arguments import int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class StoreSizes(TypedDict, total=False):
@@ -35,20 +31,6 @@ class StoreOptions(NamedTuple):
     trust_hooks: bool = False
 
 
-def shows_store_options(function: _Function) -> _Function:
-    """Let the signature of a function that takes `**sizes` show each option: to `help`, notebooks and inspection."""
-    signature, hints = inspect.signature(function), StoreSizes.__annotations__
-    sizes = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[name])
-        for name, default in StoreOptions._field_defaults.items()
-    ]
-    others = [parameter for name, parameter in signature.parameters.items() if name != "sizes"]
-    at = next((i for i, each in enumerate(others) if each.kind is inspect.Parameter.VAR_KEYWORD), len(others))
-    shown = signature.replace(parameters=[*others[:at], *sizes, *others[at:]])
-    function.__signature__ = shown  # type: ignore[attr-defined]
-    return function
-
-
 def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     """Return the options that say something: None counts as left out, and so does no host memory.
 
@@ -62,7 +44,6 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     return {name: size for name, size in sizes.items() if size is not None and (name, size) != ("host_bytes", 0)}
 
 
-@shows_store_options
 def store_options(**sizes: Unpack[StoreSizes]) -> StoreOptions:
     """Read the options of a store.
 

@@ -1,21 +1,19 @@
 """What a store may be given besides its model: read in one place, before anything is loaded."""
 
-import inspect
 from typing import Any
 
 import pytest
 
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
-from hf_paged_cache.store_options import store_options
+from hf_paged_cache.store_options import StoreOptions, StoreSizes, store_options
 
 from .tiny_models import tiny
 
 
 def test_a_store_has_these_options_with_these_defaults() -> None:
-    of_store = dict(inspect.signature(PrefixStore).parameters)
-    del of_store["model"]
-    assert of_store == dict(inspect.signature(store_options).parameters)
-    assert of_store.keys() <= inspect.signature(PagedPrefixCache).parameters.keys()
+    assert StoreSizes.__annotations__.keys() == StoreOptions._field_defaults.keys() == {*StoreOptions._fields}
+    assert store_options() == StoreOptions()
+    assert all(f" {name}: " in str(PrefixStore.__doc__) for name in StoreOptions._fields)
 
 
 @pytest.mark.parametrize(

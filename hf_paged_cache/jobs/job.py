@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from ..blocks.arguments import int_of_at_least
 from ..errors import CacheArgumentError, PagedCacheError
-from ..store_options import shows_store_options
 from ..wording import counted
 from .answers import COMPLETION, INDEX, Answers
 from .options import How, require_names
@@ -87,7 +86,6 @@ class WorkersLostError(PagedCacheError):
     """Raised when a worker of a job has died: what is done is in its output, and the same job resumes."""
 
 
-@shows_store_options
 def generate_all(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -144,7 +142,6 @@ def generate_all(
         return run_job(partial(complete, model, tokenizer, cache, how), prompts, how)
 
 
-@shows_store_options
 def generate_all_on_ray(
     load: Callable[[], tuple[Any, Any]],
     prompts: str | PathLike[str] | Iterable[str | list[dict[str, Any]] | Row],
