@@ -180,20 +180,17 @@ class CallStats:
 
 def _table(stats: CacheStats | CallStats) -> str:
     """Return a line for each number: its name and its value."""
-    of_a_salt = isinstance(stats, CacheStats) and stats.pool_bytes is None
-    values = {each.name: getattr(stats, each.name) for each in fields(stats) if each.name not in _NO_NUMBERS}
-    said = {name: _readable(name, value, of_a_salt=of_a_salt) for name, value in values.items()}
+    names = [each.name for each in fields(stats) if each.name not in _NO_NUMBERS]
+    said = {name: _readable(name, getattr(stats, name)) for name in names}
     names_width, values_width = max(map(len, said)), max(map(len, said.values()))
     return "\n".join(f"{name:<{names_width}}  {value:>{values_width}}" for name, value in said.items())
 
 
-def _readable(name: str, value: float | str | None, *, of_a_salt: bool) -> str:
+def _readable(name: str, value: float | str | None) -> str:
+    if value is None:
+        return "not known"
     if isinstance(value, str):
         return value
-    if value is None and of_a_salt:
-        return "the store's"
-    if value is None:
-        return "each cache's" if name == "peak_kv_bytes" else "not known yet"
     if name.endswith("_bytes"):
         return _mib(value)
     return f"{value:.1%}" if name == "hit_rate" else f"{value:,}"

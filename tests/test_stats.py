@@ -45,11 +45,11 @@ def test_stats_print_a_line_for_every_number_in_two_aligned_columns() -> None:
     assert all(len(line) == width and line[width - 1].strip() for line in lines)
 
 
-def test_a_size_that_is_not_known_yet_is_said_so() -> None:
+def test_a_size_that_is_not_known_is_said_so() -> None:
     early = str(replace(STATS, num_blocks=None, num_free_blocks=None))
     assert [line.split(maxsplit=1) for line in early.splitlines() if "known" in line] == [
-        ["num_blocks", "not known yet"],
-        ["num_free_blocks", "not known yet"],
+        ["num_blocks", "not known"],
+        ["num_free_blocks", "not known"],
     ]
 
 

@@ -28,8 +28,6 @@ from ..model.trial import (
     undisturbed,
 )
 
-_CAN_BE_CAPTURED = "on a CUDA device its steps can run as graphs (capture='auto')"
-
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
@@ -140,7 +138,8 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int], seen: Iterab
 
 def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> Iterator[str]:
     why = cache.why_not_captured()
-    yield f"its steps cannot run as CUDA graphs: {why}" if why else _CAN_BE_CAPTURED
+    can = "on a CUDA device its steps can run as graphs (capture='auto')"
+    yield f"its steps cannot run as CUDA graphs: {why}" if why else can
     if not takes(model, "position_ids"):
         yield "it takes no position_ids: a prompt is reused only after as much padding as before"
     if cache.store.fingerprint.rope.depends_on_length:
