@@ -166,14 +166,14 @@ class PrefixStore:
             CacheArgumentError: `prefixes` are not the token ids of sequences, or `mode` does not name permissions.
             OSError: the folder cannot be written, or is full; files written before are whole.
         """
-        wanted, is_pinned = None, isinstance(prefixes, str)
-        if is_pinned and prefixes != "pinned":
+        wanted = None
+        if isinstance(prefixes, str) and prefixes != "pinned":
             which = "token ids of prefixes, such as tokenizer(text).input_ids, 'pinned', or None for all"
             raise CacheArgumentError(f"prefixes is {prefixes[:40]!r}; give {which}")
-        if prefixes is not None and not is_pinned:
+        if prefixes is not None and not isinstance(prefixes, str):
             given = prefixes if are_several(prefixes) else [prefixes]
             wanted = [array("q", one_sequence(f"prefix {number}", each)) for number, each in enumerate(given)]
-        permissions = file_mode("mode", mode)
+        permissions, is_pinned = file_mode("mode", mode), isinstance(prefixes, str)
         return save_blocks(self.blocks, self._model(), folder_of(folder), wanted, pinned=is_pinned, mode=permissions)
 
     def load(self, folder: str | PathLike[str]) -> Loaded:
