@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Unpack
 
 from transformers import GenerationMixin
@@ -75,16 +75,15 @@ class EveryGenerate:
         model = unwrapped(model)
         with self._lock:
             held = self._held_by(model)
-            if held.new_cache is None and not held.refused:
+            if held.first is None and not held.refused:
                 try:
-                    first = PagedPrefixCache(model, **self.options)
-                    held.counts.totals = first.store.blocks.call_totals
-                    held.new_cache = partial(PagedPrefixCache, first.store, cache_salt=first.cache_salt or None)
+                    held.first = PagedPrefixCache(model, **self.options)
+                    held.counts.totals = held.first.store.blocks.call_totals
                 except Exception as error:  # noqa: BLE001  whatever it is, the program goes on without
                     held.refused = str(error)
-        if held.new_cache is None:
+        if held.first is None:
             raise UnsupportedModelError(held.refused)
-        return held.new_cache()
+        return held.first.sibling()
 
     def in_place_of(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return a class's `generate` that gets a cache if it would have none."""
@@ -165,10 +164,10 @@ class _Counts:
 
 @dataclass
 class _Held:
-    """`_Held` is what a model holds: its counts, and what makes caches on its store. A copy of a model has none."""
+    """`_Held` is what a model holds: its counts, and a cache on its store. A copy of a model has none."""
 
     counts: _Counts
-    new_cache: Callable[[], PagedPrefixCache] | None = None
+    first: PagedPrefixCache | None = None  # others are made beside it; no call runs on it
     refused: str = ""  # why the model has no store
 
     def __reduce__(self) -> Any:
