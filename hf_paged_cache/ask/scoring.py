@@ -172,7 +172,6 @@ class _Scorer:
         self.asked = [_Asked(stem, prompt, each) for stem, (prompt, some) in enumerate(wanted) for each in some]
         self.counts: list[RowStats] = []
         self.peak_kv_bytes, self.is_bypassed = 0, False
-        self._found: dict[bytes, int] = {}  # root -> tokens that the first row alone has found: later rows find its own
         self.log_probs: list[list[float]] = [[] for _ in self.asked]
         self.is_greedy = [True] * len(self.asked)
 
@@ -188,10 +187,9 @@ class _Scorer:
                 logits, rows = self._side.run_chunks(row_of(prompt + tokens[:-1]), chunk_size, len(tokens))
         self._read(rows, logits, [(0, column, number, token) for column, token in enumerate(tokens)])
         (count,) = rows.state.counts
-        for prompt_of_row in rows.prompts:  # there is none where the rows were bypassed
-            most = self._found.setdefault(prompt_of_row.root, count.matched_tokens)
-            count.reused_tokens, count.matched_tokens = min(count.reused_tokens, most), min(count.matched_tokens, most)
         self.counts.append(count)
+        most = self.counts[0].matched_tokens  # later rows find what the first one has computed
+        count.reused_tokens, count.matched_tokens = min(count.reused_tokens, most), min(count.matched_tokens, most)
 
     def run_after_contexts(self, prompts: Sequence[Tokens], batch_size: int | None, asked: AskedPrompt | None) -> None:
         """Run the contexts in one batch, and after them all continuations; see `score_contexts`."""
