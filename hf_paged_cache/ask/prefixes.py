@@ -75,7 +75,7 @@ def prefill(
         if prompt.why_whole is not None:
             problem = f"nothing that is computed now of {name} may be reused, so nothing was prefilled"
             raise UnsupportedModelError(f"{problem}: {prompt.why_whole}")
-    blocks, looks = cache.store.blocks, not cache._ranks.are_several  # ranks must run equally many forwards
+    blocks, looks = cache.store.blocks, not cache._calls.ranks.are_several  # ranks must run equally many forwards
     size = blocks.block_size
     hashes = [HashChain(each.row.root, size, each.row.token_ids).hashes_of() for each in prompts.values()]
     with blocks.lock:
@@ -162,7 +162,7 @@ def _count(cache: AskedCache, ran: Sequence[tuple[Prefilled, Rows | None]], know
         peak = max(rows.state.peak_kv_bytes for rows in of_rows)
         is_bypassed = any(rows.why_bypassed is not None for rows in of_rows)
         with cache.store.blocks.lock:
-            cache._counters.add_call("prefill", counts, peak, bypassed=is_bypassed)
+            cache._calls.counters.add_call("prefill", counts, peak, bypassed=is_bypassed)
 
 
 def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") -> int:

@@ -7,10 +7,8 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from ..blocks import RootFacts
-from ..call.counters import PromptCounters
 from ..errors import CacheArgumentError, CacheBusyError
 from ..integration.calls import Calls, Current
-from ..integration.ranks import Ranks
 from ..integration.side_rows import SideRows
 from ..integration.token_input import one_sequence
 from ..prefix_store import PrefixStore
@@ -22,10 +20,8 @@ class AskedCache(Protocol):
 
     store: PrefixStore
     cache_salt: bytes
-    _counters: PromptCounters
     _calls: Calls
     _current: Current
-    _ranks: Ranks
     _side_rows: SideRows
 
 

@@ -149,7 +149,7 @@ def score_contexts(
     else:
         scorer.run_after_contexts([prompt for prompt, _ in wanted], batch_size, asked)
     with cache.store.blocks.lock:
-        cache._counters.add_call("score", scorer.counts, scorer.peak_kv_bytes, bypassed=scorer.is_bypassed)
+        cache._calls.counters.add_call("score", scorer.counts, scorer.peak_kv_bytes, bypassed=scorer.is_bypassed)
     return [Score(tuple(found), best) for found, best in zip(scorer.log_probs, scorer.is_greedy, strict=True)]
 
 

@@ -74,7 +74,7 @@ def verify(cache: AskedCache) -> Verified:
     store, why = cache.store, cache._calls.why_in_general()
     if store.fingerprint.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
-    elif cache._ranks.are_several:
+    elif cache._calls.ranks.are_several:
         why = "other processes share this model, and must run as many forwards"
     if why:
         raise UnsupportedModelError(f"no block can be recomputed alone, so none was: {why}; see reset_prefix_cache()")
