@@ -365,11 +365,6 @@ class Arena:
         """Bytes that the arena takes."""
         return sum(flat.nbytes for flat in self._flat)
 
-    @property
-    def num_graphs(self) -> int:
-        """Number of graphs that are captured over the arena."""
-        return sum(graph.captured is not None for graph in self._graphs.values())
-
     def holds(self, memory: Sequence[Streams]) -> bool:
         """Return whether any of this memory is the arena's."""
         ours = {flat.data_ptr() for flat in self._flat}
