@@ -20,7 +20,7 @@ from .integration.generate_arguments import has_own_generate
 from .integration.hooks import CACHE_ARGUMENTS, bracket_of
 from .locks import new_lock
 from .model.support import unwrapped
-from .store.totals import CallTotals
+from .stats import CallTotals
 from .store_options import StoreSizes, given_sizes, store_options
 from .wording import counted
 

@@ -38,7 +38,7 @@ from .rows.graphs import Arena
 from .rows.shared import Looks
 from .stats import CacheStats
 from .store.block_store import BlockStore
-from .store.groups import SHARE_OF_A_BUDGET, StateRules
+from .store.memory_budget import SHARE_OF_A_BUDGET, StateRules
 from .store.saved import Loaded, Model, Saved, load_blocks, save_blocks
 from .store_options import StoreOptions, StoreSizes, given_sizes, store_options
 from .tiers.folder import folder_of, writable_folder

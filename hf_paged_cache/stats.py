@@ -1,7 +1,12 @@
-"""Describes what a cache has done, as plain numbers that print as a table. No torch, no state of its own."""
+"""Counts and describes what a cache has done, as plain numbers that print as a table. No torch."""
 
+import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+_NUMBER = re.compile(r"\d+")
+_MOST_REASONS = 64  # most reasons that are counted; there are about twenty
 _NO_NUMBERS = ("rows", "tiers", "dense", "captured", "computed_because")  # fields that are no lines of a table
 
 
@@ -138,6 +143,30 @@ class RowStats:
         if self.disk_tokens:
             said.append(f"{self.disk_tokens} were read back from disk")
         return "; ".join([*said, self.stopped])
+
+
+class CallTotals:
+    """`CallTotals` counts calls, their prompt tokens, and why tokens were computed.
+
+    The calls are those of one cache, or of all caches of a store, collected caches included. `num_shared` tokens ran
+    once for several rows, and count in all of these but the first.
+    """
+
+    def __init__(self) -> None:
+        self.num_calls = self.num_bypassed_calls = self.num_tokens = self.num_reused = self.num_shared = 0
+        self.computed_because: Counter[str] = Counter()  # reason, with N in place of its numbers -> tokens computed
+
+    def record(self, rows: Sequence[RowStats], new: Sequence[RowStats], *, num_calls: int) -> None:
+        """Count the `new` tokens of a forward of the rows of a call; `num_calls` is 1 where the call begins with it."""
+        self.num_calls += num_calls
+        for row, more in zip(rows, new, strict=True):
+            self.num_tokens += more.prompt_tokens
+            self.num_reused += more.reused_tokens
+            self.num_shared += more.shared_tokens
+            if more.computed_tokens:
+                why = _NUMBER.sub("N", row.stopped.partition(";")[0])
+                if why in self.computed_because or len(self.computed_because) < _MOST_REASONS:
+                    self.computed_because[why] += more.computed_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from hf_paged_cache import PagedPrefixCache, PrefixStore
 from hf_paged_cache.ask.scoring import score_contexts as score_contexts
 from hf_paged_cache.attention import backends, causal
 from hf_paged_cache.blocks import HashChain, PrefixCachingBlockAllocator
+from hf_paged_cache.call import keep as call_keep
 from hf_paged_cache.integration import ambient, chunked_prompt, opening, shared_prefill
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.model.fingerprint import Fingerprint
@@ -25,10 +26,9 @@ from hf_paged_cache.rows import states as rows_states
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import Group, RowsLayer, WindowLayer
 from hf_paged_cache.rows.rows import Rows
-from hf_paged_cache.store import groups, memory_budget, tier_load
+from hf_paged_cache.store import memory_budget, tier_load
 from hf_paged_cache.store.block_store import BlockStore
-from hf_paged_cache.store.groups import StateRules
-from hf_paged_cache.store.memory_budget import MemoryBudget
+from hf_paged_cache.store.memory_budget import MemoryBudget, StateRules
 from hf_paged_cache.tiers.saved_file import encoded
 from hf_paged_cache.tiers.tiers import Tiers
 
@@ -124,14 +124,14 @@ def zero_window_blocks(cache_or_store: PagedPrefixCache | PrefixStore) -> set[in
 
 def lose_window_blocks(cache: PagedPrefixCache, block_ids: Collection[int]) -> None:
     """Take the window blocks of blocks that nobody holds, as for another sequence."""
-    for group in _blocks(cache).windows.groups:
+    for group in _blocks(cache).windows:
         group.drop(block_ids)
 
 
 def held_states(cache_or_store: PagedPrefixCache | PrefixStore) -> Iterator[Tensor]:
     """The tensors of all snapshots, and of what layers carry of rows that run or have."""
     store = _blocks(cache_or_store)
-    for states in store.states.kept._contents.values():
+    for states in store.snapshots._contents.values():
         yield from states.values()
     for current in store.currents:
         if current.rows is not None and current.rows.states is not None:
@@ -154,7 +154,7 @@ def blocks_of_the_last_row(cache: PagedPrefixCache) -> list[int]:
 
 def state_rules(store: PrefixStore) -> StateRules | None:
     """What a store heeds of states; None where layers carry none."""
-    return store.blocks.states.rules if store.blocks.states else None
+    return store.blocks.rules if store.blocks.has_states else None
 
 
 def num_blocks_in_use(store: PrefixStore) -> int:
@@ -212,7 +212,7 @@ FAULT_POINTS: list[tuple[Any, str]] = [
 ]
 
 # Where a snapshot takes memory: a module, and the name of its function.
-SNAPSHOT_COPIES = [(groups, "copied"), (rows_states, "copied")]
+SNAPSHOT_COPIES = [(call_keep, "copied"), (rows_states, "copied")]
 
 
 @contextmanager
@@ -322,9 +322,9 @@ def leave_all_with_blocks() -> None:
 def zero_tiers(cache_or_store: PagedPrefixCache | PrefixStore) -> None:
     """Put zeros in place of all that lower tiers have, in memory and in files. The pool's content stays."""
     tiers = tiers_of(cache_or_store)
-    tiers.join()
-    for run in tiers._runs:
-        for _, _, rows in (run._rows or {}).values():
+    tiers.writer.submit(int).result()
+    for run in tiers.runs:
+        for _, _, rows in (run.rows or {}).values():
             for row in rows:
                 for of_part in row:
                     of_part.zero_()
@@ -354,5 +354,4 @@ def fail_to_bring_up(patch: pytest.MonkeyPatch, error: type[BaseException]) -> N
 
 def num_waiting(cache_or_store: PagedPrefixCache | PrefixStore) -> int:
     """Evicted contents that have not been copied out of the pool."""
-    offload = _blocks(cache_or_store)._offload
-    return 0 if offload is None else sum(map(len, offload.evicted.values()))
+    return sum(map(len, _blocks(cache_or_store).contents.evicted.values()))

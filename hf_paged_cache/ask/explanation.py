@@ -109,7 +109,7 @@ def _look_up(cache: AskedCache, asked: AskedPrompt, last: Sequence[PreviousRow])
         return Lookup(0, 0, asked.why_whole, None)
     blocks, row = cache.store.blocks, asked.row
     size = blocks.block_size
-    num_needed = 2 if blocks.states.rules.clamps_one_token and len(row.token_ids) > 1 else 1
+    num_needed = 2 if blocks.rules.clamps_one_token and len(row.token_ids) > 1 else 1
     most = max(0, len(row.token_ids) - num_needed)  # the last tokens run in any case
     with blocks.lock:
         blocks.settle()

@@ -115,11 +115,11 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int], seen: Iterab
     known = {each: inputs[each][:1] for each in ("input_ids", "attention_mask")}
     logits, rows = cache._side_rows.generate(known)
     ours = max(ours, distance(whole[:1, -1:], logits.float().cpu()))
-    (counts,), states = rows.state.counts, cache.store.blocks.states
+    (counts,), blocks = rows.state.counts, cache.store.blocks
     reason = ""
     if ours > max(tolerance(model, seen), 5 * own):
         reason = f"with our cache its logits differ by {ours:.2g} of their scale"
-    elif not counts.reused_tokens and states.align < NUM_COLUMNS:  # states may be kept after more tokens than are tried
+    elif not counts.reused_tokens and blocks.align < NUM_COLUMNS:  # states may be kept after more tokens than are tried
         reason = f"nothing of a known prompt is reused: {counts.stopped}"
     return ModelReport(
         model=name,
@@ -131,7 +131,7 @@ def _try(model: PreTrainedModel, name: str, layers: dict[str, int], seen: Iterab
         prompt_tokens=counts.prompt_tokens,
         layers=layers,
         kv_bytes_per_token=measure_bytes_per_token(model),
-        snapshot_bytes=states.rules.num_bytes if states else 0,
+        snapshot_bytes=blocks.rules.num_bytes,
         remarks=tuple(_remarks(model, cache)),
     )
 
@@ -144,7 +144,7 @@ def _remarks(model: PreTrainedModel, cache: PagedPrefixCache) -> Iterator[str]:
         yield "it takes no position_ids: a prompt is reused only after as much padding as before"
     if cache.store.fingerprint.rope.depends_on_length:
         yield "its rotary frequencies depend on length: a prompt is reused only where they are the same"
-    if cache.store.blocks.states:
+    if cache.store.blocks.has_states:
         chunk = cache.store.fingerprint.state_traits.chunk
         multiple = "the block size" if chunk == 1 else f"{chunk} tokens and of the block size"
         yield f"its layers carry states: prompts are reused up to where one was kept, at a multiple of {multiple}"

@@ -109,7 +109,7 @@ def _known(cache: AskedCache, prompt: AskedPrompt, hashes: Sequence[BlockHash]) 
     blocks = cache.store.blocks
     end = len(hashes) * blocks.block_size
     known, _, num_matched = blocks.leases.look(hashes, cache.cache_salt, prompt.row.token_ids, end)
-    is_all = num_matched == end and known == end // blocks.states.align * blocks.states.align
+    is_all = num_matched == end and known == end // blocks.align * blocks.align
     if is_all:
         blocks.leases.give_back(blocks.leases.take(hashes, cache.cache_salt, known))  # these are evicted last
     return known, is_all
@@ -124,7 +124,7 @@ def _run(
     snapshot, and at the last place from which the same prompt can resume.
     """
     blocks, side, tokens = cache.store.blocks, cache._side_rows, prompt.row.token_ids
-    num_tokens, align, end = len(tokens), blocks.states.align, len(hashes) * blocks.block_size
+    num_tokens, align, end = len(tokens), blocks.align, len(hashes) * blocks.block_size
     known, is_all = 0, not end
     if looks:
         with blocks.lock:
@@ -199,10 +199,10 @@ def pin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any]") 
     ended = _up_to_an_image(cache, row.token_ids)
     with blocks.lock:
         blocks.settle()
-        num_pinned = blocks.pins.pin(cache.cache_salt, row.root, row.token_ids)
+        num_pinned = blocks.leases.pin(cache.cache_salt, row.root, row.token_ids)
         if ended:
             with suppress(CacheArgumentError, OutOfBlocksError):  # without this pin, other text may run the image again
-                blocks.pins.pin(cache.cache_salt, row.root, ended)
+                blocks.leases.pin(cache.cache_salt, row.root, ended)
     return num_pinned
 
 
@@ -220,11 +220,11 @@ def unpin(cache: AskedCache, token_ids: "list[int] | Tensor | Mapping[str, Any] 
         tokens = asked_prompt(cache, "the prefix", token_ids).row.token_ids
     elif token_ids is not None:  # pinned under whatever conditions
         tokens = array("q", one_sequence("the prefix", token_ids))
-    pins = cache.store.blocks.pins
+    leases = cache.store.blocks.leases
     with cache.store.blocks.lock:
         if tokens is not None and (ended := _up_to_an_image(cache, tokens)):
-            pins.unpin(cache.cache_salt, ended)
-        return pins.unpin(cache.cache_salt, tokens)
+            leases.unpin(cache.cache_salt, ended)
+        return leases.unpin(cache.cache_salt, tokens)
 
 
 def _up_to_an_image(cache: AskedCache, tokens: TokenIds) -> TokenIds:

@@ -119,7 +119,7 @@ def may_score_together(cache: AskedCache) -> bool:
     return (
         cache.store.argument_reader.takes_positions
         and not cache.store.fingerprint.rope.depends_on_length
-        and not cache.store.blocks.states
+        and not cache.store.blocks.has_states
     )
 
 

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ..rows.request import CallState, ForwardRequest
-from ..stats import CallStats, RowStats
-from ..store.totals import CallTotals
+from ..stats import CallStats, CallTotals, RowStats
 from .find import Known
 
 

@@ -55,7 +55,7 @@ def fill(
         first = max(done, row.pad if shared is None else shared.plan.ends[number])
         if first < start:
             _fill_row(store, rows.all, number, row.pad, of_row, first, start)
-    for blocks in store.windows.groups:
+    for blocks in store.windows:
         group = rows.windows.get(blocks.window)
         if group is None:
             continue

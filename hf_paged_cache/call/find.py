@@ -106,7 +106,7 @@ class Finding:
         self._brought: Mapping[int, str] = {}  # block -> lower tier that it has come from for this call
         if store.tiers is not None:
             wanted = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in inputs if row.pad < latest]
-            self._brought = tier_load.load(store, wanted)
+            self._brought = tier_load.load(store, store.tiers, wanted)
 
     def close(self) -> None:
         """Give back what is leased."""
@@ -126,7 +126,7 @@ class Finding:
             self.close()
         with store.lock:
             self.known = found = []
-            for group in store.windows.groups:
+            for group in store.windows:
                 group.settle()
             if previous is not None:
                 previous.is_lent = True  # nobody moves these rows meanwhile
@@ -145,7 +145,7 @@ class Finding:
 
         It is the last such column, and a multiple of `size`; 0: there is none.
         """
-        pads = [row.pad - self._store.states.rules.width for row in self.inputs]  # where rows may begin anew
+        pads = [row.pad - self._store.rules.width for row in self.inputs]  # where rows may begin anew
         while True:
             self.look(latest)
             ends = []
@@ -200,9 +200,9 @@ def known_of(
     num_tokens = max(num_held, num_there)
     source = None if closest is None else Source(closest.rows, closest.number, num_there)
     known = Known(chain, lease, num_held, source, num_tokens, num_tokens, num_matched, "")
-    if latest is not None and store.states:
+    if latest is not None and store.has_states:
         if lease is not None:
-            known.states = store.states.use(lease.block_ids, num_held)
+            known.states = store.snapshots.use(lease.block_ids[num_held // size - 1])
         if num_tokens < min(num_matched, most // size * size):
             known.stopped = f"blocks are cached up to token {num_matched}, but no state after token {num_tokens}"
             return known

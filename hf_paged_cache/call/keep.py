@@ -13,6 +13,7 @@ from ..blocks import Allocation, BlockHash, Changing, HashChain, Window, WindowB
 from ..blocks.image_tokens import filled_up
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import Slab
+from ..kv.states import copied
 from ..rows import memory
 from ..rows.layers import Group
 from ..rows.request import CallState
@@ -92,7 +93,9 @@ def _keep_row(
             if rows.states is not None:
                 taken, num_tokens = rows.states.taken[number], len(held.block_ids) * size
                 for place in sorted(each for each in taken if each <= num_tokens):
-                    store.states.keep(held.block_ids, place, taken.pop(place))
+                    states, block_id = taken.pop(place), held.block_ids[place // size - 1]
+                    if not store.snapshots.has(block_id):
+                        store.snapshots.keep(block_id, copied(states))
             if rows.windows:
                 _keep_windows(store, rows.windows, pad, rows.n, number, held)
     except (OutOfBlocksError, torch.OutOfMemoryError):
@@ -117,7 +120,7 @@ def _keep_windows(
     Without room for the end, OutOfBlocksError is raised. The store's lock is held: nobody finds what is not written.
     """
     size, num_tokens = store.block_size, len(held.block_ids) * store.block_size
-    groups, block_ids = store.windows.groups, held.block_ids
+    groups, block_ids = store.windows, held.block_ids
     wanted: list[tuple[WindowBlocks, list[int], list[int]]] = []  # (group, required logical indices, optional ones)
     for group in groups:
         base = windows[group.window].base
@@ -137,7 +140,7 @@ def _keep_windows(
         for group, missing, before in wanted:
             passed = before[: max(0, group.num_free - len(missing))]
             taken.append((group, missing, passed, group.take_places(len(missing) + len(passed))))
-        store.offload()
+        store.contents.offload()
         for group, missing, passed, places in taken:
             tensors = store.pool.groups[group.name]
             tensors.use(1 + max(places, default=0))
@@ -170,8 +173,8 @@ def _take(store: BlockStore, held: Allocation, hashes: Sequence[BlockHash]) -> l
     allocator.allocate_immutable(held, hashes[:num])
     fresh = held.block_ids[before:]
     store.pool.all.use(1 + max(fresh))
-    store.offload()
-    for group in store.windows.groups:  # window blocks of what these blocks held before are given up
+    store.contents.offload()
+    for group in store.windows:  # window blocks of what these blocks held before are given up
         group.drop(fresh)
     return fresh
 

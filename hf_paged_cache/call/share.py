@@ -110,7 +110,7 @@ def _where(
             block_ids = lease.block_ids[first : first + num]
             if [*memory.runs(block_ids)] == [(block_ids[0], num)]:
                 with store.lock:
-                    forked = store.leases.fork(lease, first + num)
+                    forked = store.allocator.fork(lease, first + num)
                 at = slice(block_ids[0], block_ids[0] + num)
                 return [Streams(held[:, :, at].flatten(2, 3).unsqueeze(1), names) for held, names in slabs], forked
             made = memory.make(memory.shapes_of_slabs(slabs), 1, num * size)

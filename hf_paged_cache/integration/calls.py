@@ -452,10 +452,6 @@ def forget(store: BlockStore, salt: bytes | None) -> None:
             if salt in (None, rows.calls.salt) and not is_busy:
                 rows.make_dense()
         store.settle()
-        store.begin_to_forget(salt)
-        if salt is None:
-            store.reset_prefix_cache()
-        else:
-            store.forget(salt)
+        store.forget(salt)
     for each in currents:
         each.end()

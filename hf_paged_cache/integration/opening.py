@@ -83,13 +83,12 @@ class Opening:
         self.salt, self.counters, self.ranks, self.capturing = salt, counters, ranks, capturing
         self.reads_only, self.captures = False, capturing.attach()
         self.has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
-        states = self.store.states
-        self.carries_states = bool(states)
+        self.carries_states = self.store.has_states
         self._kinds = kinds_of(cache_layers(self.model))._replace(  # rows of a model that has changed get more layers
-            windows=self.store.windows.window_of,
+            windows=self.store.window_of,
             margin=self.store.block_size + _MOST_TAKEN_BACK,
-            align=states.align,
-            clamps_one_token=states.rules.clamps_one_token,
+            align=self.store.align,
+            clamps_one_token=self.store.rules.clamps_one_token,
         )
 
     def new_rows(self, state: CallState) -> Rows:
@@ -164,7 +163,7 @@ class Opening:
         why = fingerprint.bypass()
         if why is None and fingerprint.rank_groups:
             return "layers carry states, and other processes share the model" if self.carries_states else None
-        if why is None and fingerprint.windows != self.store.windows.window_of:
+        if why is None and fingerprint.windows != self.store.window_of:
             return _OTHER_WINDOWS
         return why
 

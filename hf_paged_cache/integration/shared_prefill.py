@@ -44,17 +44,17 @@ def run_ahead(
 
     What is computed ahead for a row is added to what is known of it.
     """
-    inputs, known, is_exact, states = finding.inputs, finding.known, finding.is_exact, store.states
+    inputs, known, is_exact = finding.inputs, finding.known, finding.is_exact
     are_cut = is_exact and may_share
-    are_cut = are_cut and (bool(states) or any(row.num_matched > row.num_tokens for row in known))
+    are_cut = are_cut and (store.has_states or any(row.num_matched > row.num_tokens for row in known))
     if len(inputs) == 1 and not are_cut:
         return Ahead(_least(inputs, known, latest))
     if not may_share:
         return Ahead(finding.look_together(latest) if is_exact else _least(inputs, known, latest))
     with store.lock:
         cost = FORWARD_COST_ON_HOST if store.pool.is_on_host else FORWARD_COST_ON_ACCELERATOR
-    width, least = states.rules.width, 2 if states.rules.clamps_one_token else 1
-    align = states.align if is_exact else 1
+    width, least = store.rules.width, 2 if store.rules.clamps_one_token else 1
+    align = store.align if is_exact else 1
     bounds = Bounds(stop, latest, cost, is_exact=is_exact, width=width, least=least, align=align)
     planned = [
         PlannedRow(row.pad, _start(row, of_row, latest), row.token_ids, row.root)
@@ -84,20 +84,20 @@ def _cut(store: BlockStore, found: Plan, rows: list[PlannedRow], known: Sequence
     One place is where a row parts from what is known. States, unless a forward shows them everywhere, are also kept
     at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is room.
     """
-    states = store.states
+    align, grid = store.align, store.grid
     with store.lock:
         for number, (row, of_row) in enumerate(zip(rows, known, strict=True)):
             ahead = max((prefix.num_tokens for prefix in found.prefixes if number in prefix.heirs), default=0)
             first, last = max(of_row.num_tokens, ahead), max(of_row.num_in_blocks, ahead)
             most = bounds.latest - row.pad
-            parts_at = min(of_row.num_matched, most) // states.align * states.align
-            if not states:
+            parts_at = min(of_row.num_matched, most) // align * align
+            if not store.has_states:
                 wanted, least = {parts_at}, first + 1
             else:
-                wanted = {most // states.align * states.align, parts_at}
-                grid = range(first // states.grid * states.grid + states.grid, most, states.grid)
-                if len(grid) + len(wanted) <= states.kept.num_free:
-                    wanted.update(grid)
+                wanted = {most // align * align, parts_at}
+                places = range(first // grid * grid + grid, most, grid)
+                if len(places) + len(wanted) <= store.snapshots.num_free:
+                    wanted.update(places)
                 least = max(first + 1, last + _LEAST_GAIN if last else 1)
             rows[number] = row._replace(wanted=tuple(place for place in wanted if place >= least))
     return cut(found, rows, bounds)
@@ -128,7 +128,7 @@ def _run(
 
     for prefix in found.prefixes:
         row = inputs[prefix.row]
-        pad = min(row.pad, store.states.rules.width) if reader.takes_positions else row.pad
+        pad = min(row.pad, store.rules.width) if reader.takes_positions else row.pad
         start = pad + prefix.known if prefix.known else 0
         forward([row._replace(pad=pad)], [prefix.row], start, pad + prefix.num_tokens, None)
         num_computed[prefix.row] += prefix.num_tokens - prefix.known

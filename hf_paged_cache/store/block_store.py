@@ -4,6 +4,7 @@ It decides who holds them, and what is forgotten. Many caches share them, and th
 no rows and no forwards. Whoever changes block tables holds `lock`.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -11,25 +12,28 @@ from weakref import WeakSet
 
 import torch
 
-from ..blocks import OF_WEIGHTS, Group, PrefixCachingBlockAllocator, Window
+from ..blocks import OF_WEIGHTS, Group, PrefixCachingBlockAllocator, Snapshots, Window, WindowBlocks
 from ..errors import CacheBusyError
 from ..kv.block_pool import BlockPool
+from ..kv.states import States
 from ..locks import new_lock
-from ..stats import CacheStats
+from ..stats import CacheStats, CallTotals
 from ..tiers.tiers import Tiers
 from ..wording import where_of
-from .groups import StateRules, StateSnapshots, WindowGroups
-from .leases import Leases, Pins
-from .memory_budget import MemoryBudget, first_num_blocks
-from .offload import ContentLayout, Offload
-from .totals import CallTotals
+from .contents import Contents
+from .leases import Leases
+from .memory_budget import MemoryBudget, StateRules
+
+_MIN_GRID = 512  # least tokens of the grid of snapshots
 
 
 class BlockStore:
     """`BlockStore` has one pool of blocks.
 
     `num_blocks` is the most that there can be, with the null block, or None for as many as memory holds; the device of
-    the first keys and values is asked as they come. For the other arguments see `WindowGroups` and `MemoryBudget`.
+    the first keys and values is asked as they come. `layers` are all that hold keys and values. For the other arguments
+    see `MemoryBudget`. Snapshots are kept after multiples of `align` tokens, and of long prompts, where there is room,
+    after multiples of `grid`.
     """
 
     def __init__(
@@ -47,27 +51,34 @@ class BlockStore:
         tiers: Tiers | None,
     ) -> None:
         self.lock = new_lock(self)
-        self.block_size = block_size
-        self.allocator = allocator = PrefixCachingBlockAllocator(first_num_blocks(num_blocks), block_size)
-        self.windows = windows = WindowGroups(allocator, window_of, layers, window_share, num_blocks)
-        has_least = num_blocks is not None and not has_max_bytes
-        self.states = StateSnapshots(allocator, states, bytes_per_block, has_least=has_least)
-        self.pool = BlockPool(block_size, first_device, window_of, windows.groups)
+        self.block_size, self.window_of, self.layers = block_size, {**window_of}, {*layers}
+        self.allocator = allocator = PrefixCachingBlockAllocator(num_blocks=2, block_size=block_size)
+        by_size = sorted({*window_of.values()}, key=lambda window: -window.size)
+        self.windows = windows = [WindowBlocks(allocator, window, num_blocks=2) for window in by_size]
+        self.has_states, self.rules = states is not None, states or StateRules(0)
+        self.snapshots: Snapshots[States] = Snapshots(allocator)
+        # groups of the layers that need more to resume than cached blocks
+        self.groups: list[Group] = [*windows, self.snapshots] if self.has_states else [*windows]
+        self.pool = BlockPool(block_size, first_device, window_of, windows)
         self.budget = MemoryBudget(
             self.lock,
             allocator,
             self.pool,
             windows,
-            self.states,
+            self.snapshots,
+            states,
             num_blocks,
             bytes_per_block,
+            window_share=window_share,
+            are_all_windows=bool(window_of) and self.layers <= window_of.keys(),
             has_max_bytes=has_max_bytes,
         )
-        self.leases = Leases(allocator, windows, self.states)
-        self.pins = Pins(allocator, windows, self.states, self.leases)
-        self.layout = ContentLayout(self.pool, windows, self.states)
+        self.align = math.lcm(block_size, self.rules.chunk)
+        grid = max(_MIN_GRID, self.rules.num_bytes * block_size // max(1, self.budget.bytes_beside_a_block))
+        self.grid = -(-grid // self.align) * self.align
+        self.leases = Leases(allocator, windows, self.snapshots, self.groups)
         self.tiers = tiers
-        self._offload = None if tiers is None else Offload(allocator, windows, self.states, self.layout, tiers)
+        self.contents = Contents(allocator, self.pool, windows, self.snapshots, self.layers, tiers)
         self.call_totals = CallTotals()
         self._weights_seen = b""  # part of a digest: the weights under which blocks were kept last
         self._num_resets: Counter[bytes | None] = Counter()  # salt -> resets; None: resets of all salts
@@ -88,19 +99,19 @@ class BlockStore:
         allocator = self.allocator
         num_blocks = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
         num_bytes = num_blocks * self.pool.all.bytes_per_block
-        if self.windows.groups:
-            for group, num_needed in zip(self.windows.groups, self.windows.num_needed(salt or None), strict=True):
-                num_bytes += num_needed * self.pool.groups[group.name].bytes_per_block
+        for group in self.windows:
+            num_bytes += self._num_needed(group, salt) * self.pool.groups[group.name].bytes_per_block
         return num_bytes
 
-    @property
-    def groups(self) -> list[Group]:
-        """Groups of the layers that need more to resume than cached blocks."""
-        return [*self.windows.groups, self.states.kept] if self.states else [*self.windows.groups]
+    def _num_needed(self, group: WindowBlocks, salt: bytes) -> int:
+        """Return the number of window blocks that somebody needs; given a salt, of its blocks alone."""
+        if not salt:
+            return group.num_needed
+        return len(group.needed_by(each for each in self.allocator.allocations() if each.namespace == salt))
 
     def settle(self) -> None:
         """Take back the window blocks of collected leases."""
-        for group in self.windows.groups:
+        for group in self.windows:
             group.settle()
 
     def begin_anew(self) -> bool:
@@ -116,7 +127,8 @@ class BlockStore:
     @property
     def _is_idle(self) -> bool:
         """True if no call holds blocks; pins may."""
-        return self.allocator.num_blocks_in_use == self.pins.num_blocks_held_alone
+        pinned = {*self.leases.pins()}
+        return all(lease in pinned for lease in self.allocator.allocations() if lease.block_ids)
 
     def make_way(self) -> None:
         """Let the pool grow no more after a model's forward ran out of memory.
@@ -125,27 +137,16 @@ class BlockStore:
         """
         self.budget.stop_growing()
         managed = self.budget.num_blocks or 0
-        if managed > self.budget.first_num_blocks and not self.allocator.num_blocks_in_use:
+        if not self.allocator.num_blocks_in_use:
             self.reset_prefix_cache(keep_tiers=True)
             self.budget.shrink(managed)
-
-    def offload(self) -> None:
-        """Copy out what was evicted, before anything is written."""
-        if self._offload is not None and self._offload.evicted:
-            self._offload.offload()
-
-    def forget_tiers(self) -> None:
-        """Find nothing in lower tiers any more, and remove the files that this process has written."""
-        if self._offload is not None and self.tiers is not None:
-            self._offload.evicted = {}
-            self.tiers.reset()
 
     def check(self) -> None:
         """Raise BlockStateError, with the whole state, unless the invariants of all blocks hold."""
         self.allocator.check()
-        for group in self.windows.groups:
+        for group in self.windows:
             group.check()
-        self.states.kept.check()
+        self.snapshots.check()
 
     def stats(
         self, totals: CallTotals, salt: bytes, static_bytes: int, bytes_of_rows: int, peak_kv_bytes: int | None
@@ -154,17 +155,17 @@ class BlockStore:
 
         Given a salt, numbers in which other salts' blocks might show are None.
         """
-        allocator, windows = self.allocator, self.windows
+        allocator = self.allocator
         num_cached = allocator.num_cached_blocks_of(salt) if salt else allocator.num_cached_blocks
         num_in_use = allocator.num_blocks_in_use_of(salt) if salt else allocator.num_blocks_in_use
-        num_pinned, num_evictions = len(self.pins.block_ids(salt or None)), allocator.num_evictions
+        num_pinned, num_evictions = len(self.leases.pinned_blocks(salt or None)), allocator.num_evictions
         num_free, num_managed, most = allocator.num_free_blocks, allocator.num_blocks, self.budget.num_blocks
-        num_snapshots = self.states.kept.num_of(salt) if salt else len(self.states.kept)
-        if windows.are_all:
-            group = windows.groups[0]
+        num_snapshots = self.snapshots.num_of(salt) if salt else len(self.snapshots)
+        if self.budget.are_all_windows:
+            group = self.windows[0]
             num_cached = group.num_idle_of(salt) if salt else group.num_idle
-            num_in_use = windows.num_needed(salt or None)[0]
-            num_pinned = len(group.needed_by(self.pins.allocations(salt or None)))
+            num_in_use = self._num_needed(group, salt)
+            num_pinned = len(group.needed_by(self.leases.pins(salt or None)))
             num_evictions += group.num_evictions
             num_free, num_managed = group.num_free, group.num_blocks
         return CacheStats(
@@ -185,43 +186,55 @@ class BlockStore:
             peak_kv_bytes=peak_kv_bytes,
             pool_bytes=None if salt else self.pool.bytes_on().total(),
             num_snapshots=num_snapshots,
-            snapshot_bytes=num_snapshots * self.states.rules.num_bytes,
+            snapshot_bytes=num_snapshots * self.rules.num_bytes,
             static_bytes=None if salt else static_bytes,
             tiers=() if self.tiers is None else self.tiers.stats(salt),
             computed_because=tuple(totals.computed_because.most_common()),
         )
 
     def lose_threads(self, idents: frozenset[int]) -> None:
-        """Give back the blocks held by threads that are not there, as in a forked child."""
+        """Give back the blocks of threads that are not there in a forked child; tiers' memory is its parent's.
+
+        Where the thread that is left runs a call, nothing is given back: the call may hold more than its rows tell.
+        """
+        if self.tiers is not None:
+            self.tiers.begin()
         for current in self.currents:
             current.lose_threads(idents)
+        if any(rows.thread not in idents for rows in self.running):
+            return
         over = [rows for rows in self.sharing if not rows.is_lost(idents) and rows.shared is not None]
-        used = {lease for rows in over for lease in rows.shared.leases}
-        self.leases.lose_threads(idents, used.union(self.pins.allocations()))
+        used = {*self.leases.pins(), *(lease for rows in over for lease in rows.shared.leases)}
+        for lease in self.allocator.allocations():
+            if lease not in used:
+                self.leases.give_back(lease)
 
-    def begin_to_forget(self, salt: bytes | None = None) -> None:
-        """Count a reset of a salt, or of all, before which nothing computed is kept; a running call refuses it."""
-        allocator, num_pinned = self.allocator, len(self.pins.block_ids(salt))
+    def resets_of(self, salt: bytes) -> tuple[int, int]:
+        """Return how often all was forgotten, and how often the blocks of this salt were."""
+        return self._num_resets[None], self._num_resets[salt]
+
+    def forget(self, salt: bytes | None) -> None:
+        """Forget every cached block of a salt, or of all, and drop pins; if nobody has a block then, give memory back.
+
+        Nothing is kept that was computed before. A running call refuses it.
+        """
+        allocator, num_pinned = self.allocator, len(self.leases.pinned_blocks(salt))
         if num_pinned < (allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)):
             raise CacheBusyError(
                 f"a call is running {where_of(salt)}; reset the prefix cache when it has ended (rows of plain forwards "
                 "end with their cache's reset())"
             )
         self._num_resets[salt] += 1
-
-    def resets_of(self, salt: bytes) -> tuple[int, int]:
-        """Return how often all was forgotten, and how often the blocks of this salt were."""
-        return self._num_resets[None], self._num_resets[salt]
-
-    def forget(self, salt: bytes) -> None:
-        """Forget every cached block of a salt and drop its pins; if nobody has a block then, give the memory back."""
-        self.pins.unpin(salt, None)
-        self.allocator.forget_cached_blocks(salt)
-        self.states.kept.settle()
-        self.offload()
+        if salt is None:
+            self.reset_prefix_cache()
+            return
+        self.leases.unpin(salt, None)
+        allocator.forget_cached_blocks(salt)
+        self.snapshots.settle()
+        self.contents.offload()
         if self.tiers is not None:
             self.tiers.forget_namespace(salt)
-        if self.allocator.num_blocks_in_use == self.allocator.num_cached_blocks == 0:
+        if allocator.num_blocks_in_use == allocator.num_cached_blocks == 0:
             self.reset_prefix_cache(keep_tiers=True)
 
     def reset_prefix_cache(self, *, keep_tiers: bool = False) -> None:
@@ -230,14 +243,16 @@ class BlockStore:
         The pool may grow anew where memory ran out.
         """
         if self._is_idle:
-            self.pins.clear()
-        num_blocks = self.budget.first_num_blocks
-        self.allocator.reset_prefix_cache(num_blocks)
-        self.windows.reset(num_blocks)
-        self.states.kept.reset()
-        if keep_tiers and self._offload is not None:
-            self._offload.evicted = {}  # it goes with the pool's content
+            self.leases.unpin(None, None)
+        self.budget.reset()
+        self.snapshots.reset()
+        self.contents.evicted = {}  # it goes with the pool's content
         if not keep_tiers:
             self.forget_tiers()
         self.pool.clear()
-        self.budget.grow_anew()
+
+    def forget_tiers(self) -> None:
+        """Find nothing in lower tiers any more, and remove the files that this process has written."""
+        self.contents.evicted = {}
+        if self.tiers is not None:
+            self.tiers.reset()

@@ -5,12 +5,9 @@ A leased block is neither evicted nor written by others. The caller holds the st
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 from ..blocks import (
     Allocation,
@@ -20,13 +17,14 @@ from ..blocks import (
     HashChain,
     PrefixCachingBlockAllocator,
     Resumption,
+    Snapshots,
     TokenIds,
+    WindowBlocks,
     resumable,
 )
 from ..blocks.image_tokens import whole_images
 from ..errors import CacheArgumentError, OutOfBlocksError
 from ..wording import counted
-from .groups import StateSnapshots, WindowGroups
 
 
 class Resumable(NamedTuple):
@@ -38,11 +36,18 @@ class Resumable(NamedTuple):
 
 
 class Leases:
-    """`Leases` leases blocks, and notes for which thread, so that a forked child can give back those of the others."""
+    """`Leases` leases blocks, with the window blocks that rows need to resume in them, and holds pinned prefixes."""
 
-    def __init__(self, allocator: PrefixCachingBlockAllocator, windows: WindowGroups, states: StateSnapshots) -> None:
-        self._allocator, self._windows, self._states = allocator, windows, states
-        self._threads: WeakKeyDictionary[Allocation, int] = WeakKeyDictionary()  # lease -> ident of its thread
+    def __init__(
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        windows: Sequence[WindowBlocks],
+        snapshots: Snapshots[Any],
+        groups: Sequence[Group],
+    ) -> None:
+        self._allocator, self._windows, self._snapshots, self._groups = allocator, windows, snapshots, groups
+        # (salt, token ids) -> lease of their blocks, and number of tokens pinned
+        self._pinned: dict[tuple[bytes, bytes], tuple[Allocation, int]] = {}
 
     def look(self, hashes: Sequence[BlockHash], salt: bytes, tokens: TokenIds, most: int) -> Resumable:
         """Find the leading blocks that a row has, and after how many tokens, at `most`, all layers can resume.
@@ -58,10 +63,8 @@ class Leases:
 
     def _resumable(self, block_ids: Sequence[int], tokens: TokenIds, num_tokens: int) -> int:
         """Return the most tokens, up to `num_tokens`, after which all layers can resume and no image is cut."""
-        groups: list[Group] = [*self._windows.groups]
-        groups += [self._states.kept] if self._states else []
         while True:
-            most = resumable(groups, block_ids, num_tokens)
+            most = resumable(self._groups, block_ids, num_tokens)
             num_tokens = whole_images(tokens, most)
             if num_tokens == most:
                 return most
@@ -72,8 +75,8 @@ class Leases:
         If a row resumes after `num_tokens` tokens, no more blocks are leased, and their window blocks, too.
         """
         if num_tokens is None:
-            return self._noted(self._allocator.allocate(hashes, namespace=salt))
-        with Changing(self._windows.groups):
+            return self._allocator.allocate(hashes, namespace=salt)
+        with Changing(self._windows):
             lease = self.take(hashes[: -(-num_tokens // self._allocator.block_size)], salt)
             self.resume(lease, num_tokens)
         return lease
@@ -81,7 +84,7 @@ class Leases:
     def resume(self, lease: Allocation, num_tokens: int) -> None:
         """Note that rows resume `num_tokens` tokens into a lease, and hold what windows see there, as far as kept."""
         lease.resumption = Resumption(num_tokens, num_tokens)
-        for group in self._windows.groups:
+        for group in self._windows:
             group.hold(lease.block_ids[index] for index in group.seen(num_tokens))
 
     def give_back(self, lease: Allocation) -> None:
@@ -90,57 +93,21 @@ class Leases:
         if resumption is None:
             self._allocator.free(lease)
             return
-        with Changing(self._windows.groups):
+        with Changing(self._windows):
             block_ids = [*lease.block_ids]
             self._allocator.free(lease)
-            for group in self._windows.groups:
+            for group in self._windows:
                 group.leave(block_ids, resumption)
 
-    def fork(self, lease: Allocation, num_blocks: int) -> Allocation:
-        """Return another lease of the first blocks of a lease."""
-        return self._noted(self._allocator.fork(lease, num_blocks))
+    # Pins hold blocks until they are taken off; they outlive the cache that asked for them.
 
-    def lose_threads(self, idents: Collection[int], used: Collection[Allocation]) -> None:
-        """Give back what threads held that ended with a fork, but for the leases that somebody uses yet."""
-        for lease, ident in [*self._threads.items()]:
-            if ident in idents and lease not in used and not lease.is_freed:
-                self.give_back(lease)
-
-    def _noted(self, lease: Allocation) -> Allocation:
-        self._threads[lease] = threading.get_ident()
-        return lease
-
-
-class Pins:
-    """`Pins` holds the pinned prefixes of one store, for which there is room; it computes nothing.
-
-    Pins outlive the cache that asked for them.
-    """
-
-    def __init__(
-        self,
-        allocator: PrefixCachingBlockAllocator,
-        windows: WindowGroups,
-        states: StateSnapshots,
-        leases: Leases,
-    ) -> None:
-        self._allocator, self._windows, self._states, self._leases = allocator, windows, states, leases
-        # (salt, token ids) -> lease of their blocks, and number of tokens pinned
-        self._pinned: dict[tuple[bytes, bytes], tuple[Allocation, int]] = {}
-
-    def block_ids(self, salt: bytes | None = None) -> set[int]:
+    def pinned_blocks(self, salt: bytes | None = None) -> set[int]:
         """Return the blocks that are pinned, of one salt or of all."""
-        return set(chain.from_iterable(lease.block_ids for lease in self.allocations(salt)))
+        return set(chain.from_iterable(lease.block_ids for lease in self.pins(salt)))
 
-    def allocations(self, salt: bytes | None = None) -> list[Allocation]:
+    def pins(self, salt: bytes | None = None) -> list[Allocation]:
         """Return the leases of pinned blocks, of one salt or of all."""
         return [lease for (of_pin, _), (lease, _) in self._pinned.items() if salt in (None, of_pin)]
-
-    @property
-    def num_blocks_held_alone(self) -> int:
-        """Number of pinned blocks that no row holds: unpinning everything would give them back."""
-        counts = Counter(chain.from_iterable(lease.block_ids for lease in self.allocations()))
-        return sum(self._allocator.ref_count(block_id) == count for block_id, count in counts.items())
 
     def pin(self, salt: bytes, root: bytes, token_ids: TokenIds) -> int:
         """Hold the longest cached prefix of `token_ids` from which a prompt can resume; return its number of tokens.
@@ -148,12 +115,12 @@ class Pins:
         It takes the place of what was pinned for these tokens and this salt; nothing has changed where this raises.
         """
         hashes = HashChain(root, self._allocator.block_size, token_ids).hashes_of()
-        found = self._leases.look(hashes, salt, token_ids, len(token_ids))
+        found = self.look(hashes, salt, token_ids, len(token_ids))
         if not found.num_tokens:
             raise CacheArgumentError(_why_nothing(len(token_ids), found.num_matched, self._allocator.block_size))
-        lease = self._leases.take(hashes, salt, found.num_tokens)
-        if not all(group.num_needed < group.most for group in self._windows.groups):
-            self._leases.give_back(lease)
+        lease = self.take(hashes, salt, found.num_tokens)
+        if not all(group.num_needed < group.most for group in self._windows):
+            self.give_back(lease)
             raise OutOfBlocksError(
                 f"pinning {found.num_tokens} tokens takes more blocks of layers with a window than there can be; pin "
                 "fewer tokens, or build the cache with a larger num_blocks or max_bytes"
@@ -163,32 +130,27 @@ class Pins:
         self._pinned[key] = lease, found.num_tokens  # if interrupted here, the other lease is collected
         self._spare_snapshots()
         if replaced is not None:
-            self._leases.give_back(replaced[0])
+            self.give_back(replaced[0])
         return found.num_tokens
 
-    def unpin(self, salt: bytes, token_ids: TokenIds | None) -> int:
-        """Give back what is pinned for these tokens and this salt, or without tokens for the salt.
+    def unpin(self, salt: bytes | None, token_ids: TokenIds | None) -> int:
+        """Give back what is pinned for these tokens and this salt; None: for all of them.
 
         The blocks stay cached. Returns the number of tokens that were pinned.
         """
         wanted, num_given_back = None if token_ids is None else token_ids.tobytes(), 0
         for key in list(self._pinned):
-            if key[0] == salt and wanted in (None, key[1]):
+            if salt in (None, key[0]) and wanted in (None, key[1]):
                 lease, num_tokens = self._pinned.pop(key)
-                self._leases.give_back(lease)
+                self.give_back(lease)
                 num_given_back += num_tokens
         self._spare_snapshots()
         return num_given_back
 
     def _spare_snapshots(self) -> None:
         """Let the states at the ends of pinned prefixes stay: a prompt cannot resume from blocks alone."""
-        ends = {self._allocator.digest_of(lease.block_ids[-1]) for lease in self.allocations()}
-        self._states.kept.pinned = frozenset(digest for digest in ends if digest is not None)
-
-    def clear(self) -> None:
-        """Give back the pins of all salts."""
-        for salt in {salt for salt, _ in self._pinned}:
-            self.unpin(salt, None)
+        ends = {self._allocator.digest_of(lease.block_ids[-1]) for lease in self.pins()}
+        self._snapshots.pinned = frozenset(digest for digest in ends if digest is not None)
 
 
 def _why_nothing(num_tokens: int, num_cached: int, block_size: int) -> str:

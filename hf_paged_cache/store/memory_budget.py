@@ -6,19 +6,23 @@ free.
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 from weakref import WeakSet
 
 import psutil
 import torch
 
-from ..blocks import PrefixCachingBlockAllocator
+from ..blocks import PrefixCachingBlockAllocator, Snapshots, WindowBlocks
 from ..kv.block_pool import BLOCKS, BlockPool, GroupTensors
+from ..kv.states import States
 from ..locks import new_lock
-from .groups import StateSnapshots, WindowGroups
 
 DEFAULT_SHARE = 0.5  # share of the free memory, when neither num_blocks nor max_bytes is given
+# Number of window blocks for each block, where a budget in bytes is divided. A sequence needs few window blocks,
+# however long it is; the others keep prompts that may be resumed anywhere.
+SHARE_OF_A_BUDGET = 0.5
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")  # where Linux tells a container its limits (control groups, version 2)
 
@@ -26,28 +30,12 @@ _GROWTH_ON_HOST = 8
 _PART_ON_ACCELERATOR = 8
 _FIRST_NUM_BLOCKS = 64  # blocks managed before the first call says how many it needs
 _LEAST_NUM_BLOCKS = 2  # the null block and one more
+_LEAST_SNAPSHOTS = 8  # snapshots that there may be in any case, if a number of blocks was given
+_LEAST_UNSETTLED, _BYTES_UNSETTLED = 4, 2**26  # limits of snapshots before anybody knows how many blocks there can be
+_BLOCKS_OF_A_SNAPSHOT = 8  # blocks for each snapshot, if blocks themselves take no memory
 
 _budgets: WeakSet["MemoryBudget"] = WeakSet()  # budgets of the stores that live
 _lock = new_lock()  # guards `_budgets`
-
-
-def first_num_blocks(most: int | None) -> int:
-    """Return the number of blocks that an empty store manages, which may have `most` blocks."""
-    return _FIRST_NUM_BLOCKS if most is None else min(most, _FIRST_NUM_BLOCKS)
-
-
-def default_budget_bytes(device: torch.device, budget: "MemoryBudget") -> int:
-    """Return `DEFAULT_SHARE` of what `device` has free now and no other store in this process was promised.
-
-    Each store gets at least an equal part of `DEFAULT_SHARE`: most never take all that they were promised. The caller
-    holds no store's lock: other stores' locks are taken, one after the other.
-    """
-    free = free_bytes(device)
-    with _lock:
-        budgets = list(_budgets)
-    to_come = [other.bytes_to_come(device) for other in budgets if other is not budget]
-    others = [num_bytes for num_bytes in to_come if num_bytes > 0]
-    return int(max(free - sum(others), free // (1 + len(others))) * DEFAULT_SHARE)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -85,12 +73,29 @@ def _free_bytes_in_container() -> int | None:
         return None
 
 
+class StateRules(NamedTuple):
+    """`StateRules` says what a store must know of a model's states."""
+
+    num_bytes: int  # bytes of a row's states
+    chunk: int = 1  # number of tokens that kernels compute at once; a split elsewhere rounds otherwise
+    width: int = 0  # columns of padding that a row must see, if it has so many, to be as if it had seen all of them
+    clamps_one_token: bool = False  # one token is computed otherwise than several
+
+    def bytes_beside(self, bytes_per_block: int) -> int:
+        """Return the bytes of snapshots for each block that there can be."""
+        return bytes_per_block or -(-self.num_bytes // _BLOCKS_OF_A_SNAPSHOT)
+
+
 class MemoryBudget:
     """`MemoryBudget` decides how many blocks there can be, and grows allocator and pool together up to that.
 
     There can be as many as were given, or as memory holds, which is known after the first forward. The pool never holds
     fewer blocks than the allocator manages. The caller holds the store's lock. Bytes of a block count window blocks by
     their share; with `has_max_bytes`, `num_blocks` is what a number of bytes holds, beside as many bytes of snapshots.
+
+    For each block that there can be there are `window_share` window blocks. If every layer has a window
+    (`are_all_windows`), a block costs nothing beside its window blocks, and the most blocks are window blocks.
+    Snapshots may take as many bytes as the most blocks; if a number of blocks was given, there may be 8 in any case.
     """
 
     def __init__(
@@ -98,27 +103,50 @@ class MemoryBudget:
         lock: threading.RLock,
         allocator: PrefixCachingBlockAllocator,
         pool: BlockPool,
-        windows: WindowGroups,
-        states: StateSnapshots,
+        windows: Sequence[WindowBlocks],
+        snapshots: Snapshots[States],
+        states: StateRules | None,
         num_blocks: int | None,
         bytes_per_block: int,
         *,
+        window_share: float,
+        are_all_windows: bool,
         has_max_bytes: bool,
     ) -> None:
-        self._lock, self._allocator, self._pool, self._windows, self._states = lock, allocator, pool, windows, states
+        self._lock, self._allocator, self._pool, self._windows = lock, allocator, pool, windows
+        self._snapshots, self._states = snapshots, states
+        self._has_states_alone = states is not None and not bytes_per_block
+        self._window_share, self.are_all_windows = 1.0 if are_all_windows else window_share, are_all_windows
         self.num_blocks = self._promised = num_blocks  # most blocks now, and as given or settled; None: unknown yet
         self.is_settled = num_blocks is not None
         self._is_of_bytes = has_max_bytes or num_blocks is None
-        self._counted_bytes = float(bytes_per_block + states.bytes_beside_a_block)  # of a block, by the budget
+        self.bytes_beside_a_block = 0 if states is None else states.bytes_beside(bytes_per_block)  # of snapshots
+        self._counted_bytes = float(bytes_per_block + self.bytes_beside_a_block)  # of a block, by the budget
         self.bytes_of_static_rows: Callable[[], int] = int  # they count in the same budget
-        states.limit(num_blocks)
+        self.reset()
+        self._limit_snapshots()
         with _lock:
             _budgets.add(self)
 
-    @property
-    def first_num_blocks(self) -> int:
-        """Number of blocks that an empty store manages."""
-        return first_num_blocks(self._promised)
+    def reset(self) -> None:
+        """Forget all blocks, and begin with few; BlockStateError if one is in use. There may be more memory again."""
+        num_blocks = _FIRST_NUM_BLOCKS if self._promised is None else min(self._promised, _FIRST_NUM_BLOCKS)
+        self._allocator.reset_prefix_cache(num_blocks)
+        for group in self._windows:
+            group.reset(self._window_blocks_beside(num_blocks))
+        self._allow(self._promised)
+
+    def _window_blocks_beside(self, num_blocks: int) -> int:
+        return max(_LEAST_NUM_BLOCKS, int(num_blocks * self._window_share))
+
+    def _limit_snapshots(self) -> None:
+        if self._states is not None:
+            num_bytes = max(1, self._states.num_bytes)
+            most = max(_LEAST_UNSETTLED, _BYTES_UNSETTLED // num_bytes)
+            if self._promised is not None:
+                least = 0 if self._is_of_bytes else _LEAST_SNAPSHOTS
+                most = max(least, self._promised * self.bytes_beside_a_block // num_bytes)
+            self._snapshots.limit(most)
 
     @property
     def _most_beside_rows(self) -> int | None:
@@ -132,7 +160,7 @@ class MemoryBudget:
     def num_obtainable_blocks(self) -> float:
         """Return the number of blocks that can be had now: free, cached or not managed yet."""
         most = self._most_beside_rows
-        if most is None or self._windows.are_all:  # window blocks are what limits calls
+        if most is None or self.are_all_windows:  # window blocks are what limits calls
             return math.inf
         return self._allocator.num_available_blocks + most - self._allocator.num_blocks
 
@@ -142,12 +170,12 @@ class MemoryBudget:
         Where memory runs out, the blocks managed by then are the most blocks there can be.
         """
         most, allocator = self._most_beside_rows, self._allocator
-        if self._windows.are_all:  # a block costs no memory: a block that nobody holds any more is as good as a new one
+        if self.are_all_windows:  # a block costs no memory: a block that nobody holds any more is as good as a new one
             most = max(most or 0, allocator.num_blocks + num_blocks - allocator.num_available_blocks)
         managed = self._grow(self._pool.all, allocator.num_blocks, num_blocks - allocator.num_free_blocks, most)
         if managed > allocator.num_blocks:
             allocator.grow(managed)
-        for group in self._windows.groups:
+        for group in self._windows:
             most = None if group.most == math.inf else int(group.most)
             managed = self._grow(self._pool.groups[group.name], group.num_blocks, num_blocks - group.num_free, most)
             if managed > group.num_blocks:
@@ -156,10 +184,7 @@ class MemoryBudget:
     def _grow(self, tensors: GroupTensors, managed: int, missing: int, most: int | None) -> int:
         """Make tensors large enough for the blocks managed, and for as many of the missing blocks as there can be.
 
-        An untouched page of host memory costs nothing, so a pool there grows in few, large steps. On an accelerator it
-        grows by at least an eighth, so that all growth copies at most 8 times what the pool ends with.
-
-        Returns the number of blocks that can be managed now.
+        Return how many can be managed now. A pool on a host, where an untouched page costs nothing, grows in few steps.
         """
         wanted = managed
         if missing > 0:
@@ -176,19 +201,16 @@ class MemoryBudget:
         return wanted
 
     def stop_growing(self) -> None:
-        """Allow no more blocks than are managed now, until `grow_anew`: there is no memory for more, or beside them."""
-        groups = self._windows.groups
-        for group in groups:
+        """Allow no more blocks than are managed now: there is no memory for more, or beside them. `reset` ends that."""
+        for group in self._windows:
             group.most = group.num_blocks
-        self.num_blocks = groups[0].num_blocks if self._windows.are_all else self._allocator.num_blocks
-
-    def grow_anew(self) -> None:
-        """Allow as many blocks again as were given or settled: there may be memory again."""
-        self._allow(self._promised)
+        self.num_blocks = (self._windows[0] if self.are_all_windows else self._allocator).num_blocks
 
     def _allow(self, num_blocks: int | None) -> None:
         self.num_blocks = num_blocks
-        self._windows.limit(num_blocks)
+        for group in self._windows:
+            most = math.inf if num_blocks is None else self._window_blocks_beside(num_blocks)
+            group.most = max(group.num_blocks, most)
 
     def shrink(self, managed: int) -> None:
         """Let there be three quarters of the blocks that were managed, before a forward lacks memory again."""
@@ -197,14 +219,26 @@ class MemoryBudget:
 
     def _bytes_per_block_on(self) -> dict[torch.device, float]:
         """Return the bytes that a block takes of each device, with its part of window blocks and snapshots."""
-        if self._states and not self._windows.layers:
-            return {self._pool.first_device(): self._states.bytes_beside_a_block}
+        if self._has_states_alone:
+            return {self._pool.first_device(): self.bytes_beside_a_block}
         total: dict[torch.device, float] = {}
         for name, tensors in self._pool.groups.items():
-            share = (1 if name == BLOCKS else self._windows.share) * (2 if self._states else 1)
+            share = (1 if name == BLOCKS else self._window_share) * (1 if self._states is None else 2)
             for device, num_bytes in tensors.bytes_per_block_on.items():
                 total[device] = total.get(device, 0) + num_bytes * share
         return total
+
+    def _default_bytes(self, device: torch.device) -> int:
+        """Return `DEFAULT_SHARE` of what `device` has free now and no other store in this process was promised.
+
+        Each store gets at least an equal part of `DEFAULT_SHARE`: most never take all that they were promised. The
+        caller holds no store's lock: other stores' locks are taken, one after the other.
+        """
+        with _lock:
+            others = [budget for budget in _budgets if budget is not self]
+        to_come = [num_bytes for other in others if (num_bytes := other.bytes_to_come(device)) > 0]
+        free = free_bytes(device)
+        return int(max(free - sum(to_come), free // (1 + len(to_come))) * DEFAULT_SHARE)
 
     def bytes_to_come(self, device: torch.device) -> int:
         """Return the bytes of `device` that the most blocks take beyond what the pool has taken.  Takes the lock."""
@@ -226,16 +260,16 @@ class MemoryBudget:
             return
         with self._lock:
             bytes_per_block = self._bytes_per_block_on()
-        free = {device: default_budget_bytes(device, self) for device in bytes_per_block}
+        free = {device: self._default_bytes(device) for device in bytes_per_block}
         with self._lock:
             if not free or self.is_settled:
                 return
             fitting = min(free[device] // num_bytes for device, num_bytes in bytes_per_block.items())
-            managed = self._windows.groups if self._windows.are_all else [self._allocator]
+            managed = self._windows if self.are_all_windows else [self._allocator]
             self._promised = max(_LEAST_NUM_BLOCKS, int(fitting), *(each.num_blocks for each in managed))
             if self.num_blocks is None:  # else memory ran out before
                 self._allow(self._promised)
-            self._states.limit(self._promised)
+            self._limit_snapshots()
             self._counted_bytes = sum(bytes_per_block.values())
             self.is_settled = True  # set last
 
@@ -249,4 +283,4 @@ class MemoryBudget:
             taken = sum(self._bytes_per_block_on().values())
             self._promised = max(_LEAST_NUM_BLOCKS, int(self._promised * self._counted_bytes / taken))
             self._counted_bytes = taken
-            self._states.limit(self._promised)
+            self._limit_snapshots()

@@ -6,10 +6,8 @@ and blocks are loaded from it as from any other; whatever holds for cached block
 
 import logging
 from array import array
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +20,7 @@ from ..tiers.folder import Folder, remove, saved_paths
 from ..tiers.saved_file import DamagedFileError, ModelIdentity, SavedFile, encoded, read_saved_file, read_to_the_end
 from ..tiers.tiers import Tiers
 from .block_store import BlockStore
-from .tier_load import Wanted, found_files, load_row
+from .tier_load import Wanted, load_row, new_files
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -95,17 +93,16 @@ def save_blocks(
     pinned: bool,
     mode: int,
 ) -> Saved:
-    """Write blocks without a salt into a folder. A block that is evicted before its turn is left out.
+    """Write blocks without a salt into a folder: those of prefixes, or all, or those that pins hold.
 
-    Args:
-        prefixes: prefixes whose blocks are written; None: all blocks, or those that pins hold.
+    A block that is evicted before its turn is left out.
     """
     home = Folder(folder, mode=mode)
     home.make()
     with blocks.lock:
         blocks.settle()
         chosen, roots, not_saved = _choose(blocks, model, prefixes, pinned=pinned)
-        row_bytes = sum(part.num_bytes for parts in blocks.layout.parts().values() for part in parts)
+        row_bytes = sum(part.num_bytes for parts in blocks.contents.parts().values() for part in parts)
     step = max(1, _FILE_BYTES // max(1, row_bytes))
     known = _known_in(folder, model.identity, {saved.digest for _, saved in chosen})
     num_here = num_written = num_bytes = 0
@@ -147,19 +144,22 @@ def _known_in(folder: Path, model: ModelIdentity, wanted: Collection[bytes]) -> 
 def _choose(
     blocks: BlockStore, model: Model, prefixes: Sequence[TokenIds] | None, *, pinned: bool
 ) -> tuple[list[tuple[BlockHash, BlockHash]], Collection[RootFacts], dict[str, int]]:
-    """Choose the blocks to write.
-
-    Returns:
-        The blocks, as this process names them and as files do, parents first; the blocks' roots; and reason -> number
-        of blocks that cannot be named in files.
+    """Return the blocks to write, as this process names them and as files do, parents first; their roots; and reason
+    -> number of blocks that cannot be named in files.
     """
     by_id = blocks.allocator.hashes()
     by_digest = {block_hash.digest: block_hash for block_hash in by_id.values()}
+    roots = {
+        here: facts._replace(digest=model.identity.digest)
+        for here in {block_hash.parent for block_hash in by_digest.values()}
+        if (facts := model.roots.facts_of(here)) is not None and facts.digest == model.digest
+    }
     wanted: Collection[bytes] = by_digest
     if pinned:
-        wanted = {by_id[block_id].digest for block_id in blocks.pins.block_ids(b"") if block_id in by_id}
+        wanted = {by_id[block_id].digest for block_id in blocks.leases.pinned_blocks(b"") if block_id in by_id}
     elif prefixes is not None:
-        wanted = {digest for tokens in prefixes for digest in _digests_of(blocks, model, tokens)} & by_digest.keys()
+        chains = [HashChain(root, blocks.block_size, tokens) for root in roots for tokens in prefixes]
+        wanted = {block_hash.digest for chain in chains for block_hash in chain.hashes_of()} & by_digest.keys()
     not_saved = {}
     if not wanted:
         none_cached = (
@@ -167,24 +167,11 @@ def _choose(
             f"blocks have {blocks.block_size} tokens, and what is shorter has none"
         )
         not_saved["nothing is pinned" if pinned else none_cached] = 0
-    roots = {
-        here: facts._replace(digest=model.identity.digest)
-        for here in {block_hash.parent for block_hash in by_digest.values()}
-        if (facts := model.roots.facts_of(here)) is not None and facts.digest == model.digest
-    }
     names = renamed(by_digest.values(), {here: root.root() for here, root in roots.items()})
     chosen = [(by_digest[digest], saved) for digest, saved in names.items() if digest in wanted]
     if num_unnamed := len(wanted) - len(chosen):
         not_saved["the model has changed since they were computed, or blocks before them were evicted"] = num_unnamed
     return chosen, roots.values(), not_saved
-
-
-def _digests_of(blocks: BlockStore, model: Model, token_ids: TokenIds) -> Iterable[bytes]:
-    """Yield the digests of all blocks of a prefix, under each root that rows of the model have had."""
-    for facts in model.roots.all():
-        if facts.digest == model.digest and not facts.salt:
-            hashes = HashChain(model.roots.of(facts), blocks.block_size, token_ids)
-            yield from (block_hash.digest for block_hash in hashes.hashes_of())
 
 
 def _copy_out(
@@ -199,52 +186,51 @@ def _copy_out(
     for block_hash, saved in some:
         at = blocks.allocator.match_prefix((block_hash,), b"")
         num_here += len(at)
-        for kind, content in blocks.layout.contents_of(at[0], block_hash.digest) if at else ():
+        for kind, content in blocks.contents.contents_of(at[0], block_hash.digest) if at else ():
             if (kind, saved.digest) not in known:
                 new.setdefault(kind, []).append((saved, content))
     rows_of = {}
     for kind, contents in new.items():
-        if rows := blocks.layout.rows_of(kind, [content for _, content in contents]):
-            rows_of[kind] = blocks.layout.parts()[kind], [saved for saved, _ in contents], rows
+        if rows := blocks.contents.rows_of(kind, [content for _, content in contents]):
+            rows_of[kind] = blocks.contents.parts()[kind], [saved for saved, _ in contents], rows
     return num_here, rows_of
 
 
 def load_blocks(blocks: BlockStore, model: Model, folder: Path) -> Loaded:
     """Load the blocks of a folder's files, as far as they are of this model and there is room."""
     tiers = Tiers(model.roots, lambda: [model.identity], 0, Folder(folder, 0))
-    left_out, files = Counter[str](), []
     with blocks.lock:
         blocks.settle()
         blocks.forget_other_weights(model.digest)
-        runs = found_files(blocks, tiers, [model.identity])
-        not_loaded = dict.fromkeys(tiers.problems.values(), 0)
-        if not runs and not not_loaded:
-            not_loaded[f"{folder} holds no saved blocks"] = 0
-        for run, why in runs.items():
-            if why is None and run.file is not None:
-                files.append(run.file)
-            elif run.file is not None:
-                left_out[why or ""] += len(run.file.blocks)
+        fitting = [run for run in new_files(blocks, tiers) if run.why_not is None]
+        files = [run.file for run in fitting if run.file is not None]
         found = _named_here(model, files)
-        for run, why in runs.items():
-            if why is None:
-                tiers.adopt(run, found)
-    if blocks.layout.has_all_layers:
+        for run in fitting:
+            tiers.adopt(run, found)
+    if blocks.contents.has_all_layers:
         blocks.budget.settle()
-    left_out[_NO_PARENT] = len({block.digest for file in files for block in file.blocks}) - len(found)
     with blocks.lock:
         known, num_left = _cached(blocks, found), blocks.budget.num_obtainable_blocks()
-    for sequence in _sequences(blocks, files, found):
-        num_left -= _load_path(blocks, tiers, sequence, num_left)
+    for path in _sequences(files, found):
+        with blocks.lock:
+            num_new = len(path) - len(_cached(blocks, path))
+        here = [*path.values()][: len(path) - int(max(0, num_new - num_left))]
+        if here:
+            tokens = array("q", b"".join(block_hash.token_bytes for block_hash in here))
+            num_left -= len(load_row(blocks, tiers, Wanted(here[0].parent, b"", tokens, len(tokens))))
     with blocks.lock:
         missing = found.keys() - _cached(blocks, found)
     num_new = len(found) - len(known) - len(missing)
-    for file in files:
-        if (problem := tiers.problems.get(str(file.path))) is not None:
-            lost = missing & {block.digest for block in file.blocks}
-            not_loaded[problem] = len(lost)
-            missing -= lost
-    left_out[_NO_STATE if blocks.states and num_left >= len(missing) else _NO_ROOM] = len(missing)
+    not_loaded = {} if tiers.runs else {f"{folder} holds no saved blocks": 0}
+    left_out = Counter({_NO_PARENT: len({block.digest for file in files for block in file.blocks}) - len(found)})
+    for run in tiers.runs:
+        in_file = set() if run.file is None else {block.digest for block in run.file.blocks}
+        if run.problem is not None:
+            not_loaded[run.problem] = len(missing & in_file)
+            missing -= in_file
+        elif run.why_not is not None:
+            left_out[run.why_not] += len(in_file)
+    left_out[_NO_STATE if blocks.has_states and num_left >= len(missing) else _NO_ROOM] = len(missing)
     return Loaded(num_new, len(known), tiers.num_read_bytes, not_loaded | +left_out)
 
 
@@ -259,46 +245,26 @@ def _cached(blocks: BlockStore, found: Mapping[bytes, BlockHash]) -> set[bytes]:
     return {digest for digest, block_hash in found.items() if match((block_hash,), b"")}
 
 
-def _sequences(
-    blocks: BlockStore, files: Sequence[SavedFile], found: Mapping[bytes, BlockHash]
-) -> list[list[BlockHash]]:
-    """Return the blocks before each place after which calls may resume.
+def _sequences(files: Sequence[SavedFile], found: Mapping[bytes, BlockHash]) -> Iterator[dict[bytes, BlockHash]]:
+    """Yield digest -> hash of the blocks before each place after which calls may resume.
 
-    Such places are the ends of sequences and snapshots; with windows, also where sequences part.
+    Such places are the ends of sequences, where sequences part, and snapshots.
     """
     here = {block_hash.digest: block_hash for block_hash in found.values()}
     num_children = Counter(block_hash.parent for block_hash in found.values())
-    contents = [(file, content) for file in files for content in file.contents if content.kind == STATES]
-    with_states = {file.blocks[number].digest for file, content in contents for number in content.blocks}
-    sequences = []
+    with_states = {digest for file in files for kind, digest in file.content_keys() if kind == STATES}
     for saved, end in found.items():
-        number = num_children[end.digest]
-        if not number or saved in with_states or (number > 1 and blocks.windows.groups):
+        if num_children[end.digest] != 1 or saved in with_states:
             path = [end]
             while (before := here.get(path[-1].parent)) is not None:
                 path.append(before)
-            sequences.append(path[::-1])
-    return sequences
-
-
-def _load_path(blocks: BlockStore, tiers: Tiers, path: Sequence[BlockHash], num_left: float) -> int:
-    """Load a sequence as far as it is whole and there is room for `num_left` new blocks; return how many are new."""
-    with blocks.lock:
-        new = [not blocks.allocator.match_prefix((block_hash,), b"") for block_hash in path]
-    length = bisect_right([*accumulate(new)], num_left)
-    if not length:
-        return 0
-    tokens = array("q", b"".join(block_hash.token_bytes for block_hash in path[:length]))
-    return len(load_row(blocks, tiers, Wanted(path[0].parent, b"", tokens, len(tokens))))
+            yield {block_hash.digest: block_hash for block_hash in reversed(path)}
 
 
 def renamed(blocks: Iterable[BlockHash], roots: Mapping[bytes, bytes]) -> dict[bytes, BlockHash]:
-    """Rename blocks whose roots have other names: return digest -> renamed block, parents before their children.
+    """Rename blocks for other names of roots: return digest -> renamed block, parents before their children.
 
     Blocks are left out that do not descend from one of the roots, or that depend on more than tokens.
-
-    Args:
-        roots: name of a root here -> its name there.
     """
     children: dict[bytes, list[BlockHash]] = {}
     for block in dict.fromkeys(blocks):

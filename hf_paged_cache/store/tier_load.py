@@ -7,9 +7,7 @@ then on.
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, groupby
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -18,9 +16,7 @@ from ..blocks import Allocation, Changing, Group, HashChain, TokenIds, resumable
 from ..errors import OutOfBlocksError
 from ..kv.block_pool import BLOCKS
 from ..kv.contents import STATES, Kind, states_of_row, to_device, write_blocks
-from ..tiers.run import Run
-from ..tiers.saved_file import ModelIdentity
-from ..tiers.tiers import Name, Place, Tiers
+from ..tiers.tiers import Name, Place, Run, Tiers, say_once
 from .block_store import BlockStore
 
 logger = logging.getLogger("hf_paged_cache")
@@ -41,33 +37,28 @@ class _Prefix(NamedTuple):
     names: list[Name]  # logical index -> name of the block
     ids: list[int | None]  # logical index -> cached block; None: not cached
     missing: dict[Kind, dict[int, Place]]  # kind -> logical index -> where the content is
-    tier: str | None  # furthest tier that has something of it; None: all is in the pool
+    tier: str  # furthest tier that has something of it; "": all is in the pool
 
 
-def load(store: BlockStore, rows: Sequence[Wanted]) -> dict[int, str]:
+def load(store: BlockStore, tiers: Tiers, rows: Sequence[Wanted]) -> dict[int, str]:
     """Load the blocks that these rows begin with, as far as a tier has them and there is room.
 
-    If several rows have one prefix, it is loaded for the first row, and the others find it in the cache.
-
-    Returns:
-        block id -> name of the tier from which the block came.
+    Return block id -> name of the tier from which the block came.
     """
-    tiers, loaded = store.tiers, dict[int, str]()
-    if tiers is None:
-        return loaded
     with store.lock:
         _find_files(store, tiers)
-    if store.layout.has_all_layers:
+    if store.contents.has_all_layers:
         store.budget.settle()
+    loaded: dict[int, str] = {}
     for row in rows:
         loaded |= load_row(store, tiers, row)
     return loaded
 
 
-def look_up(store: BlockStore, row: Wanted) -> tuple[int, str | None] | None:
+def look_up(store: BlockStore, row: Wanted) -> tuple[int, str] | None:
     """Return how many leading tokens of a row would be known if all were loaded, and the furthest tier needed.
 
-    Returns None if tiers have no more than is cached.  Effects: none.
+    Return None if tiers have no more than is cached.
     """
     if store.tiers is None:
         return None
@@ -78,28 +69,22 @@ def look_up(store: BlockStore, row: Wanted) -> tuple[int, str | None] | None:
 
 def _find_files(store: BlockStore, tiers: Tiers) -> None:
     """Find what other processes have written. The caller holds the store's lock."""
-    for run, why in found_files(store, tiers, tiers.identities()).items():
-        if why is None:
+    for run in new_files(store, tiers):
+        if run.why_not is None:
             tiers.adopt(run)
         else:
-            _say_once(run.path.parent, why)
+            say_once(run.path.parent, f"has files that are not used: {run.why_not}", logging.INFO)
 
 
-def found_files(store: BlockStore, tiers: Tiers, models: Sequence[ModelIdentity]) -> dict[Run, str | None]:
-    """Return files that are new -> why nothing of them is for a model that is or was one of these."""
-    found = {}
-    for run in tiers.look():
+def new_files(store: BlockStore, tiers: Tiers) -> list[Run]:
+    """Return the runs of files that are new; each says why it is of no use here. The caller holds the store's lock."""
+    found = tiers.look()
+    for run in found:
         assert run.file is not None  # `look` has read it
-        why = run.file.why_not(store.block_size, models)
-        if why is None and not store.layout.fits(run.file):
-            why = "layers lie on other devices, or have other tensors, than where they were computed"
-        found[run] = why
+        run.why_not = run.file.why_not(store.block_size, tiers.identities())
+        if run.why_not is None and not store.contents.fits(run.file):
+            run.why_not = "layers lie on other devices, or have other tensors, than where they were computed"
     return found
-
-
-@lru_cache
-def _say_once(folder: Path, why: str) -> None:
-    logger.info("files in disk_folder %s are not used: %s", folder, why)
 
 
 def load_row(store: BlockStore, tiers: Tiers, row: Wanted) -> dict[int, str]:
@@ -109,12 +94,15 @@ def load_row(store: BlockStore, tiers: Tiers, row: Wanted) -> dict[int, str]:
     """
     with store.lock:
         while (prefix := _missing(store, tiers, row)) is not None:
+            lease = store.leases.take((), row.namespace)
             try:
-                return _bring_up(store, tiers, prefix, row.namespace)
+                return _bring_up(store, tiers, lease, prefix)
             except OSError as error:  # nothing of the file is found from here on: look what is left
                 logger.warning("PagedPrefixCache: blocks could not be read back, and are computed: %s", error)
             except (torch.OutOfMemoryError, OutOfBlocksError):
                 break
+            finally:
+                store.leases.give_back(lease)
     return {}
 
 
@@ -122,16 +110,15 @@ def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
     """Return the longest prefix of a row after which all layers can resume with what tiers have, as far as there is
     room; None if they have no more than is cached.
     """
-    if not tiers.entries or (store.windows.layers and not store.pool.named()):
+    if not tiers.entries or (store.layers and not store.pool.named()):
         return None
-    tiers.lay_out(store.layout.parts())
-    match, size = store.allocator.match_prefix, store.block_size
-    hashes = HashChain(row.root, size, row.token_ids).hashes_of()
-    has_tensors = BLOCKS in store.layout.parts()
+    size, groups, parts = store.block_size, store.groups, store.contents.parts()
+    tiers.lay_out(parts)
+    match, hashes = store.allocator.match_prefix, HashChain(row.root, size, row.token_ids).hashes_of()
     ids: list[int | None] = [*match(hashes, row.namespace)]
     for block_hash in hashes[len(ids) :]:
         at = match((block_hash,), row.namespace)
-        if not at and has_tensors and tiers.place_of(BLOCKS, (block_hash, row.namespace)) is None:
+        if not at and BLOCKS in parts and tiers.place_of(BLOCKS, (block_hash, row.namespace)) is None:
             break
         ids.append(at[0] if at else None)
     # cached blocks that nobody holds take room, too: they could be evicted for the others
@@ -145,73 +132,56 @@ def _missing(store: BlockStore, tiers: Tiers, row: Wanted) -> _Prefix | None:
     def is_anywhere(group: Group, index: int) -> bool:
         return is_held(group, index) or tiers.place_of(group.name, names[index]) is not None
 
-    groups = store.groups
-    end = min(len(ids), row.most_tokens // size) if store.states else len(ids)
+    end = min(len(ids), row.most_tokens // size) if store.has_states else len(ids)
     end = resumable_where(groups, end * size, is_anywhere) // size
     lacking = {group.name: [at for at in group.seen(end * size) if not is_held(group, at)] for group in groups}
-    if has_tensors:
-        lacking[BLOCKS] = [index for index, at in enumerate(ids[:end]) if at is None]
+    lacking[BLOCKS] = [index for index, at in enumerate(ids[:end]) if at is None] if BLOCKS in parts else []
     missing = {}
     for kind, indices in lacking.items():
         missing[kind] = {at: place for at in indices if (place := tiers.place_of(kind, names[at])) is not None}
     needed = {place.run.tier for places in missing.values() for place in places.values()}
-    tier = next((tier.name for tier in reversed(tiers.tiers) if tier in needed), None)
+    tier = next((tier.name for tier in reversed(tiers.tiers) if tier in needed), "")
     return _Prefix(names[:end], ids[:end], missing, tier) if needed or None in ids[:end] else None
 
 
-def _bring_up(store: BlockStore, tiers: Tiers, prefix: _Prefix, namespace: bytes) -> dict[int, str]:
-    """Take blocks for what is missing of a prefix, and load it.
+def _bring_up(store: BlockStore, tiers: Tiers, lease: Allocation, prefix: _Prefix) -> dict[int, str]:
+    """Let `lease`, which is empty, hold a prefix, and fill what is missing of it with its contents.
 
-    Returns block id -> name of the tier from which the block came.
-
-    Raises:
-        OSError, OutOfBlocksError, torch.OutOfMemoryError: nothing is found that was not before.
+    Return block id -> name of the tier from which the block came. If interrupted anywhere, new blocks are free again
+    once the lease is, and no block has a window block that was not written.
     """
+    groups, (names, ids, missing, tier) = store.windows, prefix
     store.pool.join_streams()
-    for kind, places in prefix.missing.items():
-        tiers.touch(kind, [prefix.names[index] for index in places])
-    groups = store.windows.groups
-    store.budget.make_room(max([prefix.ids.count(None), *(len(prefix.missing[group.name]) for group in groups)]))
+    for kind, places in missing.items():
+        tiers.touch(kind, [names[index] for index in places])
+    store.budget.make_room(max([ids.count(None), *(len(missing[group.name]) for group in groups)]))
     for group in groups:
-        ids = [prefix.ids[index] for index in group.seen(len(prefix.ids) * store.block_size)]
-        held = [at for at in ids if at is not None and at in group.places]
-        group.require(group.num_to_take(held) + len(prefix.missing[group.name]))
-    lease = store.leases.take((), namespace)
-    try:
-        return _load_into(store, tiers, lease, prefix)
-    finally:
-        store.leases.give_back(lease)
-
-
-def _load_into(store: BlockStore, tiers: Tiers, lease: Allocation, prefix: _Prefix) -> dict[int, str]:
-    """Let `lease`, which is empty, hold a prefix, and fill its new blocks with their contents.
-
-    If interrupted anywhere, new blocks are free again, and no block has a window block that was not written.
-    """
-    groups, missing = store.windows.groups, prefix.missing
+        seen = [ids[index] for index in group.seen(len(ids) * store.block_size)]
+        held = [at for at in seen if at is not None and group.has(at)]
+        group.require(group.num_to_take(held) + len(missing[group.name]))
     with Changing(groups):
         # holds cached blocks before it takes others
-        store.allocator.allocate_immutable(lease, [block_hash for block_hash, _ in prefix.names])
+        store.allocator.allocate_immutable(lease, [block_hash for block_hash, _ in names])
         block_ids = lease.block_ids
-        fresh = [block_id for block_id, at in zip(block_ids, prefix.ids, strict=True) if at is None]
+        fresh = [block_id for block_id, at in zip(block_ids, ids, strict=True) if at is None]
         store.leases.resume(lease, len(block_ids) * store.block_size)
-        targets: dict[Kind, list[int]] = {BLOCKS: [block_ids[index] for index in missing.get(BLOCKS, ())]}
+        targets: dict[Kind, list[int]] = {BLOCKS: [block_ids[index] for index in missing[BLOCKS]]}
         for group in groups:
             group.drop(fresh)  # what these blocks held before
             targets[group.name] = group.take_places(len(missing[group.name]))
-        store.offload()
+        store.contents.offload()
         for kind, at in targets.items():
-            _fill(store, tiers, kind, [*missing.get(kind, {}).values()], at)
+            _fill(store, tiers, kind, [*missing[kind].values()], at)
         store.allocator.mark_computed(fresh)
         for group in groups:
             of_group = (block_ids[index] for index in missing[group.name])
             group.places.update(zip(of_group, targets[group.name], strict=True))
     for run, row in missing.get(STATES, {}).values():  # one snapshot, at the end
-        read = zip(store.layout.parts()[STATES], tiers.read(STATES, run, [row]), strict=True)
-        store.states.kept.keep(block_ids[-1], states_of_row((part, fragments[0][0]) for part, fragments in read))
-    if BLOCKS in missing:
+        read = zip(store.contents.parts()[STATES], tiers.read(STATES, run, [row]), strict=True)
+        store.snapshots.keep(block_ids[-1], states_of_row((part, fragments[0][0]) for part, fragments in read))
+    if missing[BLOCKS]:
         return {block_ids[index]: place.run.tier.name for index, place in missing[BLOCKS].items()}
-    return dict.fromkeys(fresh, prefix.tier or "")
+    return dict.fromkeys(fresh, tier)
 
 
 def _fill(store: BlockStore, tiers: Tiers, kind: Kind, places: Sequence[Place], ids: Sequence[int]) -> None:
@@ -220,5 +190,5 @@ def _fill(store: BlockStore, tiers: Tiers, kind: Kind, places: Sequence[Place], 
     for run, of_run in groupby(pairs, key=lambda pair: pair[0].run):
         some = [*of_run]
         read = tiers.read(kind, run, [place.row for place, _ in some])
-        for part, fragments in zip(store.layout.parts()[kind], read, strict=True):
+        for part, fragments in zip(store.contents.parts()[kind], read, strict=True):
             write_blocks(store.pool, part, [to for _, to in some], to_device(part, fragments))

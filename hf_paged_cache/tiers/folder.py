@@ -37,7 +37,7 @@ class Folder:
 
     def __init__(self, path: Path, max_bytes: float = math.inf, mode: int = OWNERS_ALONE) -> None:
         self.path, self.max_bytes, self.mode = path, max_bytes, mode
-        self._looked_at: int | None = None  # time of the folder's last change; None: another change may not show in it
+        self.looked_at: int | None = None  # time of the folder's last change; None: another change may not show in it
 
     def make(self) -> None:
         """Make the folder, for those who may read its files. A folder that is there stays as it is."""
@@ -54,9 +54,9 @@ class Folder:
     def changed_paths(self) -> list[Path] | None:
         """Return all whole files; None if no file has come or gone since the last call."""
         changed = self.path.stat().st_mtime_ns
-        if changed == self._looked_at:
+        if changed == self.looked_at:
             return None
-        self._looked_at = changed if time.time_ns() - changed > _NS_OF_A_CLOCK else None
+        self.looked_at = changed if time.time_ns() - changed > _NS_OF_A_CLOCK else None
         return saved_paths(self.path)
 
     def write(self, path: Path, data: bytes) -> None:

@@ -37,30 +37,25 @@ class SavedContents(NamedTuple):
     """`SavedContents` says what a file has of one kind."""
 
     kind: Kind
-    parts: tuple[Part, ...]  # parts of a row
+    parts: tuple[Part, ...]  # of a row
     blocks: tuple[int, ...]  # for each row, the number of its block in the file
     checksums: tuple[tuple[str, ...], ...]  # for each part, the checksum of each row: XXH3, 128 bits
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """`ModelIdentity` has all that keys and values depend on besides tokens, as text.
+    """`ModelIdentity` has all that keys and values depend on besides tokens, as text."""
 
-    Attributes:
-        facts: name of a fact -> its text. Two models with equal facts compute the same.
-        settings: name of a setting of the config -> its value; a fact is a digest of them.
-    """
-
-    facts: Mapping[str, str]
-    settings: Mapping[str, str]
+    facts: Mapping[str, str]  # name of a fact -> its text; two models with equal facts compute the same
+    settings: Mapping[str, str]  # name of a setting of the config -> its value; a fact is a digest of them
 
     @cached_property
     def digest(self) -> bytes:
         """Digest of the facts, 32 bytes."""
         return hashlib.sha256(json.dumps(dict(self.facts), sort_keys=True).encode()).digest()
 
-    def why_other(self, other: "ModelIdentity") -> str | None:
-        """Say in one sentence what another model has otherwise; None: nothing."""
+    def why_other(self, other: "ModelIdentity") -> str:
+        """Say in one sentence what another model has otherwise."""
         told: list[str] = []
         for name in _apart(self.facts, other.facts):
             if name == "settings":
@@ -70,7 +65,7 @@ class ModelIdentity:
                 told.append(f"other {_DIGESTS[name]}")
             else:
                 told.append(f"{name} is {other.facts.get(name)}, here {self.facts.get(name)}")
-        return "it was computed by another model: " + "; ".join(told) if told else None
+        return "it was computed by another model: " + "; ".join(told)
 
 
 def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
@@ -78,20 +73,14 @@ def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 
 
 class SavedFile(NamedTuple):
-    """`SavedFile` holds what a file says of itself.
-
-    Attributes:
-        roots: roots of the file's blocks, with the model's `digest` in place of a process's own.
-        blocks: blocks that the file names. A block's digest covers its parent and its tokens. The parent is one of
-            these blocks, a root, or in another file.
-    """
+    """`SavedFile` holds what a file says of itself."""
 
     path: Path
     num_bytes: int
     block_size: int
     model: ModelIdentity
-    roots: tuple[RootFacts, ...]
-    blocks: tuple[BlockHash, ...]
+    roots: tuple[RootFacts, ...]  # with the model's `digest` in place of a process's own
+    blocks: tuple[BlockHash, ...]  # the parent of each is one of them, a root, or in another file
     contents: tuple[SavedContents, ...]
 
     def content_keys(self) -> list[tuple[Kind, bytes]]:
@@ -100,9 +89,10 @@ class SavedFile(NamedTuple):
 
     def why_not(self, block_size: int, models: Sequence[ModelIdentity]) -> str | None:
         """Return why nothing of the file is for a model that is or was one of these; None if the file is for it."""
+        if not models:
+            return "what this model computes has no name that other processes understand"
         if all(model.facts != self.model.facts for model in models):
-            why = models[-1].why_other(self.model) if models else None
-            return why or "what this model computes has no name that other processes understand"
+            return models[-1].why_other(self.model)
         if self.block_size != block_size:
             return f"its blocks have {self.block_size} tokens, and those of this store {block_size}"
         return None
@@ -208,10 +198,8 @@ def _decoded(path: Path, num_bytes: int, said: Any) -> SavedFile:
 def _part(kind: Kind, pieces: Any) -> Part:
     shapes = []
     for key, shape, name in pieces:
-        if not isinstance(dtype := getattr(torch, name), torch.dtype):
-            raise ValueError(f"{name} is no dtype")
         of_tensor = StateKey(*key) if kind == STATES else (int(key[0]), str(key[1]))
-        shapes.append((of_tensor, torch.device("cpu"), tuple(map(int, shape)), dtype))
+        shapes.append((of_tensor, torch.device("cpu"), tuple(map(int, shape)), getattr(torch, name)))
     (part,) = laid_out(kind, shapes)
     return part
 
@@ -225,20 +213,14 @@ def _opened(path: Path) -> Any:
 
 
 def read_rows(file: SavedFile, kind: Kind, rows: Sequence[int]) -> list[Tensor]:
-    """Return these rows of each part of a kind: [N, bytes] on the host.
-
-    Raises:
-        DamagedFileError: a row is not what was written.
-        OSError: the file is not there any more, or cannot be read.
-    """
+    """Return these rows of each part of a kind, [N, bytes] on the host, or raise DamagedFileError or OSError."""
     loaded, first = [], min(rows)
     try:
         with torch.device("cpu"), _opened(file.path) as opened:  # else rows would go to torch's default device
             content = next(content for content in file.contents if content.kind == kind)
             for number, checksums in enumerate(content.checksums):
                 span = opened.get_slice(f"{kind}.{number}")[first : max(rows) + 1]
-                is_span = [*rows] == [*range(first, first + len(rows))]
-                loaded.append(span if is_span else span[[at - first for at in rows]])
+                loaded.append(span[[at - first for at in rows]])
                 if any(_checksum(row) != checksums[at] for row, at in zip(loaded[-1], rows, strict=True)):
                     raise DamagedFileError(f"{file.path} is damaged: blocks are not what was written")
     except SafetensorError as error:

@@ -12,9 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import finalize
 
+import torch
 from torch import Tensor
 
 from ..blocks import BlockHash, RootFacts, Roots, digest_behind
@@ -22,8 +23,7 @@ from ..errors import SavedBlocksError
 from ..kv.contents import Kind, Part, new_rows
 from ..stats import TierStats
 from .folder import Folder, remove, saved_paths, use
-from .run import Run, Tier
-from .saved_file import DamagedFileError, ModelIdentity, read_saved_file
+from .saved_file import DamagedFileError, ModelIdentity, SavedFile, encoded, read_rows, read_saved_file
 
 logger = logging.getLogger("hf_paged_cache")
 
@@ -33,6 +33,70 @@ _MOST_WAITING_BYTES = 2**29  # bytes on their way into files; beyond that, what 
 
 Name = tuple[BlockHash, bytes]
 """A content is found by the hash of its block and its namespace."""
+
+
+class Tier:
+    """`Tier` counts what memory, or a folder, keeps; see `TierStats`."""
+
+    def __init__(self, name: str, max_bytes: int) -> None:
+        self.name, self.max_bytes = name, max_bytes
+        self.num_down = self.num_up = self.num_dropped = self.num_refused = 0
+
+
+class Run:
+    """`Run` has rows of contents of one model, in memory until its file is written; or it is a file of others.
+
+    `model` is None where it has no name in other processes, or where others wrote the file.
+    """
+
+    def __init__(
+        self, tier: Tier, path: Path, model: ModelIdentity | None = None, namespace: bytes = b"", *, is_ours: bool
+    ) -> None:
+        self.tier, self.path, self.model, self.namespace, self.is_ours = tier, path, model, namespace, is_ours
+        self.file: SavedFile | None = None  # what the file says of itself, once it is there
+        self.problem: str | None = None  # why nothing of the run is found
+        self.why_not: str | None = None  # why nothing of a file that others have written is of use here
+        self.is_adopted = False  # contents of a file that others have written are found
+        self.is_dropped = False  # its file is not to be there, written already or not
+        self.num_bytes = 0  # of the file, or of memory, which torch deals out in powers of two
+        # kind -> parts of a row, the block of each row, and each row: [1, bytes] of each part; None: not in memory
+        self.rows: dict[Kind, tuple[Sequence[Part], list[BlockHash], list[list[Tensor]]]] | None = None
+        if is_ours:
+            self.rows = {}
+        self.roots: dict[RootFacts, None] = {}
+
+    def content_keys(self) -> list[tuple[Kind, bytes]]:
+        """Return kind and digest of each content."""
+        if self.file is not None:
+            return self.file.content_keys()
+        return [(kind, block.digest) for kind, (_, blocks, _) in (self.rows or {}).items() for block in blocks]
+
+    def write(self, folder: Folder) -> None:
+        """Write the rows into the file. Raises OSError where it cannot be written; the rows are lost."""
+        try:
+            if self.rows and self.model is not None and not self.is_dropped:
+                rows_of = {}
+                for kind, (parts, blocks, rows) in self.rows.items():
+                    rows_of[kind] = parts, blocks, [torch.cat(of_part) for of_part in zip(*rows, strict=True)]
+                file, data = encoded(self.path, self.model, self.roots, rows_of)
+                folder.write(self.path, data)
+                self.file, self.num_bytes = file, len(data)
+        except OSError as error:
+            self.problem = str(error)
+            raise
+        finally:
+            self.rows = None
+            if self.is_dropped:
+                remove(self.path)
+
+    def read(self, kind: Kind, numbers: Sequence[int]) -> list[list[Tensor]]:
+        """Return these rows, for each part in one or some tensors of the host, or raise OSError or DamagedFileError."""
+        if (in_memory := self.rows) is not None:  # the file may be written at any time
+            rows = [in_memory[kind][2][number] for number in numbers]
+            return [[*of_part] for of_part in zip(*rows, strict=True)]
+        if self.file is None:
+            raise FileNotFoundError(f"{self.path} could not be written")
+        return [[of_part] for of_part in read_rows(self.file, kind, numbers)]
 
 
 class Place(NamedTuple):
@@ -60,38 +124,30 @@ class Tiers:
         self.num_read_bytes = 0
         self.identities = identities
         self._roots, self.folder = roots, folder
-        self._parts: dict[Kind, Sequence[Part]] = {}
-        self._begin()
+        self._end: finalize[..., Any] | None = None
+        self.begin()
 
-    def _begin(self) -> None:
-        """Begin without any content."""
-        self._pid = os.getpid()
+    def begin(self) -> None:
+        """Begin without any content, as a forked child does: what is in memory is its parent's."""
+        if self._end is not None:
+            self._end.detach()
+        self._parts: dict[Kind, Sequence[Part]] = {}
         # kind and digest -> name of a content, and its place
         self.entries: dict[tuple[Kind, bytes], tuple[Name, Place]] = {}
-        self._runs: dict[Run, None] = {}  # those in memory in the order of their last use
-        self._open: dict[tuple[bytes, bytes], Run] = {}  # digest of a model and namespace -> run that gathers
+        self.runs: dict[Run, None] = {}  # those in memory in the order of their last use
+        # digest of a model and namespace -> run that gathers what the model has computed in the namespace
+        self._open: dict[tuple[bytes, bytes], Run] = {}
         self._num_models = 0  # identities of the model at the last look
-        self._writer = ThreadPoolExecutor(1, "hf_paged_cache tiers")
+        self.writer = ThreadPoolExecutor(1, "hf_paged_cache tiers")
+        if self.folder is not None:
+            self.folder.looked_at = None
         gathering = {} if self.host.max_bytes else self._open
-        self._end = finalize(self, _write_rest, self._pid, gathering, self.folder)
-
-    def _settle(self) -> None:
-        """Begin anew in a forked child: what is in memory is the parent's. Files are found again."""
-        if self._pid != os.getpid():
-            self._end.detach()
-            if self.folder is not None:
-                self.folder = Folder(self.folder.path, self.folder.max_bytes)
-            self._begin()
+        self._end = finalize(self, _write_rest, gathering, self.folder)
 
     def place_of(self, kind: Kind, name: Name) -> Place | None:
         """Return where a content lies; None: it is not here."""
         held, place = self.entries.get((kind, name[0].digest), (None, None))
         return place if held == name and place is not None and place.run.problem is None else None
-
-    @property
-    def problems(self) -> dict[str, str]:
-        """Path of a file -> what is wrong with it; nothing of such a file is found."""
-        return {str(run.path): run.problem for run in self._runs if run.problem is not None}
 
     def stats(self, namespace: bytes) -> tuple[TierStats, ...]:
         """Return the numbers of each tier; given a namespace, of its contents alone."""
@@ -102,141 +158,132 @@ class Tiers:
                 for (_, digest), (name, place) in self.entries.items()
                 if place.run.tier is tier and namespace in (b"", name[1])
             }
-            num_bytes = sum(run.num_bytes for run in self._runs if run.problem is None and run.tier is tier)
+            num_bytes = sum(run.num_bytes for run in self.runs if run.problem is None and run.tier is tier)
             moved = (tier.num_down, tier.num_up, tier.num_dropped, tier.num_refused)
             found.append(TierStats(tier.name, len(here), *(() if namespace else (num_bytes, tier.max_bytes, *moved))))
         return tuple(found)
 
     def lay_out(self, parts: Mapping[Kind, Sequence[Part]]) -> None:
-        """Let rows be made of these parts from here on. Contents made of other parts are found no more."""
-        for kind, of_kind in parts.items():
-            if self._parts.setdefault(kind, of_kind) != of_kind:
-                for run in [run for run in self._runs if run.is_in_memory]:
-                    self._forget(run)
-                self.entries = {key: entry for key, entry in self.entries.items() if key[0] != kind}
-                self._parts[kind] = of_kind
+        """Let rows be made of these parts from here on. If they were made of others, nothing is found any more."""
+        if any(self._parts.setdefault(kind, of_kind) != of_kind for kind, of_kind in parts.items()):
+            self.reset()
+            self._parts |= parts
 
-    def touch(self, kind: Kind, names: Iterable[Name]) -> None:
-        """Note that these contents are used, so that they go last."""
-        for run in {place.run for name in names if (place := self.place_of(kind, name)) is not None}:
-            del self._runs[run]
-            self._runs[run] = None
+    def touch(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
+        """Note that these contents are used, so that they go last; return the names of those that are not here."""
+        places = {name: self.place_of(kind, name) for name in names}
+        for run in {place.run for place in places.values() if place is not None}:
+            del self.runs[run]
+            self.runs[run] = None
             if run.file is not None:
                 use(run.path)
+        return [name for name, place in places.items() if place is None]
 
     def put(
         self, kind: Kind, parts: Sequence[Part], contents: Sequence[tuple[Name, bytes]], rows: Sequence[Tensor]
     ) -> None:
         """Keep contents that are not here yet, as far as there is room.
 
-        Args:
-            contents: name of each content, and root of its sequence where that is known.
-            rows: for each part [N, bytes], on its device or on the host; rows on the host are kept as they are.
+        `contents` are their names and the roots of their sequences; `rows` are [N, bytes] for each part.
         """
-        self._settle()
         self.lay_out({kind: parts})
         on_host = [_on_host(part, of_part) for part, of_part in zip(parts, rows, strict=True)]
-        origins = {root: self._origin_of(root) for root in {root for _, root in contents}}
+        models = {root: self._model_of(root) for root in {root for _, root in contents}}
         for at, (name, root) in enumerate(contents):
             block_hash, namespace = name
-            model, facts = origins[root]
+            model, facts = models[root], self._roots.facts_of(root)
             if namespace or digest_behind(block_hash.parent, block_hash.token_bytes) != block_hash.digest:
                 model = None  # it has a salt, or depends on more than tokens
             if model is None and not self.host.max_bytes:
                 self.tiers[0].num_refused += 1
                 continue
-            run = self._open_run(model, namespace)
-            number = run.add(kind, parts, block_hash, [of_part[at : at + 1] for of_part in on_host], facts)
-            self.entries[kind, block_hash.digest] = name, Place(run, number)
+            key = b"" if model is None else model.digest, namespace
+            if key not in self._open:
+                path = Path() if self.folder is None else self.folder.new_path()
+                self._open[key] = Run(self.tiers[0], path, model, namespace, is_ours=True)
+            run = self._open[key]
+            self.runs.setdefault(run)
+            assert run.rows is not None  # nobody writes it yet
+            _, blocks, of_kind = run.rows.setdefault(kind, (parts, [], []))
+            blocks.append(block_hash)
+            of_kind.append([of_part[at : at + 1] for of_part in on_host])
+            self.entries[kind, block_hash.digest] = name, Place(run, len(of_kind) - 1)
+            run.num_bytes += sum(1 << (of_part.nbytes - 1).bit_length() for of_part in of_kind[-1])
+            if facts is not None:
+                run.roots[facts] = None
             run.tier.num_down += 1
             if run.num_bytes >= self.run_bytes:
                 self._lower(run) if run.tier is self.disk else self._close(run)
-        in_memory = [run for run in self._runs if run.tier is self.host]
+        in_memory = [run for run in self.runs if run.tier is self.host]
         over = sum(run.num_bytes for run in in_memory) - self.host.max_bytes
         for run in in_memory:  # the least recently used ones first
             if over > 0:
                 over -= run.num_bytes
                 self._lower(run)
 
-    def _origin_of(self, root: bytes) -> tuple[ModelIdentity | None, RootFacts | None]:
-        """Return the model and the facts by which others know sequences of this root; (None, None): they know none."""
+    def _model_of(self, root: bytes) -> ModelIdentity | None:
+        """Return the model by which others know sequences of this root; None: they know none."""
         facts = self._roots.facts_of(root)
         if facts is None or facts.salt or self.folder is None:
-            return None, None
-        return next(((model, facts) for model in self.identities() if model.digest == facts.digest), (None, None))
-
-    def _open_run(self, model: ModelIdentity | None, namespace: bytes) -> Run:
-        """Return the run that gathers what a model has computed in a namespace."""
-        path = Path() if self.folder is None else self.folder.new_path()
-        new = Run(self.tiers[0], path, model, namespace, is_ours=True)
-        run = self._open.setdefault(new.key, new)
-        self._runs.setdefault(run)
-        return run
+            return None
+        return next((model for model in self.identities() if model.digest == facts.digest), None)
 
     def _close(self, run: Run) -> None:
         """Gather nothing more in a run."""
-        if self._open.get(run.key) is run:
-            del self._open[run.key]
+        for key in [key for key, gathering in self._open.items() if gathering is run]:
+            del self._open[key]
 
     def _lower(self, run: Run) -> None:
         """Write a run that leaves memory into the folder; without a folder, or where too much waits, it is lost."""
         self._close(run)
+        num_contents = len(run.content_keys())
         if run.tier is self.host:
-            self.host.num_dropped += len(run.content_keys())
+            self.host.num_dropped += num_contents
         if self.folder is None or run.model is None:
             self._forget(run)
             return
         if run.tier is self.host:
-            self.disk.num_down += len(run.content_keys())
+            self.disk.num_down += num_contents
             run.tier = self.disk
-        waiting = sum(each.num_bytes for each in self._runs if each.tier is self.disk and each.is_in_memory)
+        waiting = sum(each.num_bytes for each in self.runs if each.tier is self.disk and each.rows is not None)
         if waiting > min(_MOST_WAITING_BYTES, self.disk.max_bytes):
-            self.disk.num_refused += len(run.content_keys())
+            self.disk.num_refused += num_contents
             self._forget(run)
             return
         with suppress(RuntimeError):  # raised where the process ends
-            self._writer.submit(_write, run, self.folder)
+            self.writer.submit(_write, run, self.folder)
 
     def look(self) -> list[Run]:
         """Return others' files that were not adopted, if files have come or gone, or the model has other identities.
 
         Files that have gone are found no more.
         """
-        self._settle()
         if self.folder is None:
             return []
         num_models, self._num_models = self._num_models, len(self.identities())
-        written = [run for run in self._runs if not run.is_in_memory]  # the files of other runs are there soon
+        written = [run for run in self.runs if run.rows is None]  # the files of other runs are there soon
         try:
             paths = self.folder.changed_paths()
         except OSError as error:
-            _warn_once(self.folder.path, f"cannot be read, so nothing in it is found: {error.strerror or error}")
+            say_once(self.folder.path, f"cannot be read, so nothing in it is found: {error.strerror or error}")
             paths = []
         if paths is None and num_models == self._num_models:
             return []
         if paths is not None:
-            there, known = {*paths}, {run.path for run in self._runs}
+            there, known = {*paths}, {run.path for run in self.runs}
             self.disk.num_dropped += sum(self._forget(run) for run in written if run.path not in there)
-            for path in paths:
-                if path not in known:
-                    self._read(Run(self.disk, path, None, is_ours=False))
-        return [run for run in self._runs if not run.is_ours and not run.is_adopted and run.file is not None]
-
-    def _read(self, run: Run) -> None:
-        """Read what a file says of itself that others have written."""
-        self._runs[run] = None
-        try:
-            run.file = read_saved_file(run.path)
-            run.num_bytes = run.file.num_bytes
-        except (SavedBlocksError, OSError) as error:
-            self._lose(run, error)
+            for path in [path for path in paths if path not in known]:
+                run = Run(self.disk, path, is_ours=False)
+                self.runs[run] = None
+                try:
+                    run.file = read_saved_file(path)
+                    run.num_bytes = run.file.num_bytes
+                except (SavedBlocksError, OSError) as error:
+                    self._lose(run, error)
+        return [run for run in self.runs if not run.is_ours and not run.is_adopted and run.file is not None]
 
     def adopt(self, run: Run, names: Mapping[bytes, BlockHash] | None = None) -> None:
-        """Let the contents of a file be found from here on.
-
-        Args:
-            names: digest of a block in the file -> the block here; None: as in the file.
-        """
+        """Let the contents of a file be found from here on; `names` has blocks here by their digests in the file."""
         assert run.file is not None  # `look` has read it
         run.is_adopted = True
         here = [block if names is None else names.get(block.digest) for block in run.file.blocks]
@@ -249,8 +296,7 @@ class Tiers:
     def read(self, kind: Kind, run: Run, rows: Sequence[int]) -> list[list[Tensor]]:
         """Return rows of a run, for each part in one or some tensors of the host: [N, bytes].
 
-        Raises:
-            OSError: the file is not there, or not what was written; nothing of it is found from here on.
+        OSError is raised where the file is not what was written; nothing of it is found from here on.
         """
         try:
             found = run.read(kind, rows)
@@ -265,14 +311,14 @@ class Tiers:
         """Note that a file cannot be read. A damaged one is removed, so that its blocks are written anew."""
         run.problem = str(error)
         if run.tier.max_bytes and not isinstance(error, FileNotFoundError):
-            _warn_once(run.path.parent, f"has what is not used: {error}")
+            say_once(run.path.parent, f"has what is not used: {error}")
             if isinstance(error, DamagedFileError):
                 remove(run.path)
 
     def _forget(self, run: Run) -> int:
         """Forget a run; return the number of its contents that were found."""
         self._close(run)
-        del self._runs[run]
+        del self.runs[run]
         keys = [key for key in run.content_keys() if key in self.entries and self.entries[key][1].run is run]
         for key in keys:
             del self.entries[key]
@@ -283,26 +329,22 @@ class Tiers:
         if not namespace and self.folder is not None:
             self.reset()
         else:
-            for run in [run for run in self._runs if run.namespace == namespace]:
+            for run in [run for run in self.runs if run.namespace == namespace]:
                 self._forget(run)
 
     def reset(self) -> None:
         """Find nothing any more, and remove all files that this process has written. Files of other processes stay."""
-        self._settle()
-        for run in self._runs:
+        for run in self.runs:
             if run.is_ours:
-                run.drop()
-        self._end.detach()
-        self._begin()
+                run.is_dropped = True
+                if run.file is not None:
+                    remove(run.path)
+        self.begin()
         with suppress(OSError):
             for path in () if self.folder is None else saved_paths(self.folder.path):
-                run = Run(self.disk, path, None, is_ours=False)
+                run = Run(self.disk, path, is_ours=False)
                 run.problem = "it was there when all was forgotten"
-                self._runs[run] = None
-
-    def join(self) -> None:
-        """Wait until all runs are written that are to be. For tests."""
-        self._writer.submit(int).result()
+                self.runs[run] = None
 
 
 def _on_host(part: Part, rows: Tensor) -> Tensor:
@@ -320,16 +362,17 @@ def _write(run: Run, folder: Folder) -> None:
         run.write(folder)
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
-        _warn_once(folder.path, f"cannot be written, so blocks are dropped: {why}")
+        say_once(folder.path, f"cannot be written, so blocks are dropped: {why}")
 
 
-def _write_rest(pid: int, gathering: Mapping[tuple[bytes, bytes], Run], folder: Folder | None) -> None:
+def _write_rest(gathering: Mapping[tuple[bytes, bytes], Run], folder: Folder | None) -> None:
     """Write what is not written yet, as the store has gone or the process ends."""
-    if os.getpid() == pid and folder is not None:
+    if folder is not None:
         for run in gathering.values():
             _write(run, folder)
 
 
 @lru_cache
-def _warn_once(folder: Path, why: str) -> None:
-    logger.warning("PagedPrefixCache: disk_folder %s %s; this is said once", folder, why)
+def say_once(folder: Path, why: str, level: int = logging.WARNING) -> None:
+    """Log something about a folder, once in this process."""
+    logger.log(level, "PagedPrefixCache: disk_folder %s %s; this is said once", folder, why)

@@ -148,7 +148,7 @@ class Player:
         """
         if of_prompt is not None and self.clamps_one_token:
             num_tokens = of_prompt
-        size = self.store.blocks.states.align if self.has_states else BLOCK_SIZE
+        size = self.store.blocks.align if self.has_states else BLOCK_SIZE
         return num_tokens // size * size
 
     def takes(self, output_flag: str) -> bool:

@@ -20,7 +20,7 @@ from hf_paged_cache import (
     UnsupportedModelError,
 )
 from hf_paged_cache.model.trial import measure_bytes_per_token
-from hf_paged_cache.store.groups import SHARE_OF_A_BUDGET
+from hf_paged_cache.store.memory_budget import SHARE_OF_A_BUDGET
 
 from ..blocks.snapshot import snapshot_of
 from ..conformance import zoo

@@ -126,7 +126,7 @@ def test_snapshots_and_blocks_together_keep_to_a_small_budget(name: str) -> None
             stats = cache.store.stats()
             assert stats.pool_bytes is not None
             assert stats.snapshot_bytes + stats.pool_bytes <= budget
-        most = blocks.states.kept.most * blocks.states.rules.num_bytes
+        most = blocks.snapshots.most * blocks.rules.num_bytes
         held = sum(num_bytes for num_bytes in blocks.pool.all.bytes_per_block_on.values()) * (
             blocks.budget.num_blocks or 0
         )
@@ -140,7 +140,7 @@ def partly_lost(name: str, lengths: tuple[int, ...], lost: range) -> PagedPrefix
         play(cache.store.model, cache, **batch(row((1, 60))[:length]), max_new_tokens=1)
     block_ids, blocks = blocks_of_the_last_row(cache), cache.store.blocks
     for num_tokens in {*range(5, 61)} - {*lengths[1:]}:
-        blocks.states.kept._contents.pop(blocks.allocator.digest_of(block_ids[num_tokens - 1]), None)
+        blocks.snapshots._contents.pop(blocks.allocator.digest_of(block_ids[num_tokens - 1]), None)
     cache.reset()
     lose_window_blocks(cache, block_ids[lost.start : lost.stop])
     return cache

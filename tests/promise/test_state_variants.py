@@ -53,7 +53,7 @@ def test_the_last_token_of_a_prompt_is_not_computed_alone_there(name: str) -> No
     """Also where a place for a snapshot lies right before it."""
     model = build(name, time_step_min=0.5)
     cache = cache_of(model)
-    prompt = batch(row((1, 3 * cache.store.blocks.states.align + 1)))
+    prompt = batch(row((1, 3 * cache.store.blocks.align + 1)))
     for _ in range(3):
         assert_right(model, cache, **prompt)
         cache.reset()
@@ -160,7 +160,7 @@ class ChangedForward:
 def lose_snapshots(cache: PagedPrefixCache) -> None:
     """Blocks stay known, and no state: as where snapshots were evicted."""
     cache.reset()
-    cache.store.blocks.states.kept.reset()
+    cache.store.blocks.snapshots.reset()
 
 
 @NAMES
@@ -193,13 +193,13 @@ def test_tokens_behind_states_of_other_conditions_are_not_kept(name: str) -> Non
     prompt = row((1, 256))
     run(model, cache, **batch(prompt), max_new_tokens=1)
     lose_snapshots(cache)
-    states = cache.store.blocks.states
+    blocks = cache.store.blocks
     with torch.no_grad():
         model(torch.tensor([prompt[:128]]), past_key_values=cache, logits_to_keep=1)
         changed.begin_at(1)
         model(torch.tensor([prompt[128:]]), past_key_values=cache, logits_to_keep=1)
         changed.end()
-        more = row((2, 2 * states.align))
+        more = row((2, 2 * blocks.align))
         model(torch.tensor([more]), past_key_values=cache, logits_to_keep=1)
     cache.reset()
     for tokens in (prompt, prompt + more):

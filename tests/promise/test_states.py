@@ -91,7 +91,7 @@ def test_eight_padded_rows_with_a_new_prefix_compute_it_once(name: str) -> None:
 def test_what_is_generated_is_found_from_its_last_boundary_by_others(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
-    unit = cache.store.blocks.states.align  # snapshots are kept at multiples of so many tokens
+    unit = cache.store.blocks.align  # snapshots are kept at multiples of so many tokens
     first = play(model, cache, **batch(row((1, 2 * SHARED))), max_new_tokens=3 * unit + 5)
     num_run = first.sequences.shape[1] - 1
     other = PagedPrefixCache(cache.store)
@@ -190,12 +190,12 @@ def test_rows_that_are_copied_selected_and_reordered_go_on_as_themselves(name: s
 def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model)
-    grid = cache.store.blocks.states.grid
+    grid = cache.store.blocks.grid
     play(model, cache, **batch(row((1, 2 * grid + 70))), max_new_tokens=1)
     play(model, cache, **batch(row((1, grid + 30), (2, 20))), max_new_tokens=1)
     assert cache.last_call.computed_tokens <= 50
     few = PagedPrefixCache(model, num_blocks=400)
-    few.store.blocks.states.kept.limit(1)
+    few.store.blocks.snapshots.limit(1)
     play(model, few, **batch(row((1, 2 * grid + 70))), max_new_tokens=1)
     assert few.stats().num_snapshots == 1
 
@@ -204,11 +204,11 @@ def test_a_long_prompt_keeps_snapshots_on_a_grid_as_long_as_there_is_room(name: 
 def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for_more(name: str) -> None:
     model = tiny(name)
     cache = PagedPrefixCache(model, num_blocks=400)
-    states = cache.store.blocks.states
-    states.kept.limit(4)
+    blocks = cache.store.blocks
+    blocks.snapshots.limit(4)
     for number in (2, 3):
         play(model, cache, **batch(row((number, SHARED), (9, 5))), max_new_tokens=1)
-    play(model, cache, **batch(row((1, 2 * states.grid + 70))), max_new_tokens=1)
+    play(model, cache, **batch(row((1, 2 * blocks.grid + 70))), max_new_tokens=1)
     cache.reset()
     play(model, cache, **batch(row((2, SHARED), (8, 5))), max_new_tokens=1)
     assert cache.last_call.computed_tokens == 5

@@ -214,7 +214,7 @@ def test_a_forked_child_begins_with_no_files_and_leaves_its_parents(tmp_path: Pa
     tiers = tiers_of(cache)
     tiers.run_bytes = 2**12
     fill(model, cache, prompts)
-    tiers.join()
+    tiers.writer.submit(int).result()
     files = {file: file.read_bytes() for file in tmp_path.rglob("*.safetensors")}
     assert files
     references = [call(model, ids) for ids in prompts]

@@ -40,8 +40,8 @@ def tiers_of(num_rows: int, folder: Path | None = None) -> Tiers:
 
 def put(tiers: Tiers, *numbers: int, namespace: bytes = b"", part: Part = PART) -> None:
     names = [name(number, namespace) for number in numbers]
-    tiers.touch(part.kind, names)
-    new = [number for number, each in zip(numbers, names, strict=True) if tiers.place_of(part.kind, each) is None]
+    lacking = tiers.touch(part.kind, names)
+    new = [number for number, each in zip(numbers, names, strict=True) if each in lacking]
     if new:
         tiers.put(part.kind, [part], [(name(number, namespace), ROOT) for number in new], rows(new, part))
     require_counted(tiers)
@@ -93,7 +93,7 @@ def test_what_leaves_memory_is_found_in_files_if_it_has_a_name_elsewhere(tmp_pat
     put(tiers, 2, 3, 4)
     assert held(tiers) == [0, 1, 2, 3, 4]
     assert read(tiers, 0, 1, 2, 3, 4) == [0, 1, 2, 3, 4]
-    tiers.join()
+    tiers.writer.submit(int).result()
     assert read(tiers, 0, 1, 2, 3, 4) == [0, 1, 2, 3, 4]
     assert tiers.place_of(BLOCKS, name(5, b"tenant")) is None
     host, disk = tiers.stats(b"")

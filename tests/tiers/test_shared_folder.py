@@ -65,7 +65,7 @@ def leave(model: PreTrainedModel, folder: Path, **sizes: Any) -> None:
     cache = new_cache(model, folder, **sizes)
     for ids in prompts():
         call(model, ids, cache)
-    tiers_of(cache).join()
+    tiers_of(cache).writer.submit(int).result()
     del cache
     gc.collect()
 
@@ -100,7 +100,7 @@ def test_stores_that_run_at_the_same_time_find_what_the_others_write(tmp_path: P
     assert found(two) == [0] * 5
     for each in prompts():
         call(model, each, one)
-        tiers_of(one).join()
+        tiers_of(one).writer.submit(int).result()
     assert found(two)[0] == 68
     assert_same(call(model, ids), call(two.store.model, ids, two))
     assert two.last_call.rows[0].disk_tokens == 68
@@ -116,7 +116,7 @@ def test_what_is_evicted_is_found_by_others_although_its_head_never_was(tmp_path
     cache.pin(ids[:, :32])  # as a prefix that is always in use
     for each in prompts()[1:]:
         call(model, each, cache)
-        tiers_of(cache).join()
+        tiers_of(cache).writer.submit(int).result()
     assert cache.stats().num_pinned_blocks == 8
     assert found(new_cache(copy.deepcopy(model), tmp_path))[0] == 68
 
@@ -136,7 +136,7 @@ def test_files_that_have_gone_are_misses(what: str, tmp_path: Path, caplog: pyte
         shutil.rmtree(folder)
     for ids in prompts():
         assert_same(call(model, ids), call(cache.store.model, ids, cache))
-        tiers_of(cache).join()
+        tiers_of(cache).writer.submit(int).result()
     assert cache.last_call.reused_tokens == 0
     assert folder.exists() == (what != "the folder")
     assert (caplog.text.count("cannot be read, so nothing") == 1) == (what == "the folder")
@@ -157,7 +157,7 @@ def test_a_damaged_file_is_a_miss_is_said_once_and_its_blocks_are_written_anew(
         for _ in range(2):
             for ids in prompts():
                 assert_same(call(model, ids), call(cache.store.model, ids, cache))
-                tiers_of(cache).join()
+                tiers_of(cache).writer.submit(int).result()
     removed = [path for path in paths if not path.exists()]
     assert len(removed) > 1
     assert all(caplog.text.count(f"is not used: {path}") == 1 for path in removed)
@@ -238,7 +238,7 @@ def test_what_weights_computed_that_changed_later_is_not_written(
             assert_same(call(model, ids), call(model, ids, cache))
     assert cache.last_call.rows[0].disk_tokens == 0
     assert caplog.text.count("weights have changed since they were read") == 1
-    tiers_of(cache).join()
+    tiers_of(cache).writer.submit(int).result()
     of_files = [block for path in saved_paths(tmp_path) for block in read_saved_file(path).blocks]
     assert len(of_files) <= 18  # of the first call alone
     assert found(new_cache(copy.deepcopy(model), tmp_path)) == [0] * 5
@@ -256,7 +256,7 @@ def test_what_has_a_salt_is_in_no_file(tmp_path: Path) -> None:
     assert tier.num_refused
     (of_salt,) = cache.stats().tiers
     assert (of_salt.num_blocks, of_salt.num_bytes, of_salt.num_refused) == (0, None, None)
-    tiers_of(cache).join()
+    tiers_of(cache).writer.submit(int).result()
     assert not saved_paths(tmp_path)
 
 
@@ -272,14 +272,14 @@ def test_the_budget_is_over_the_files_of_all_and_what_is_used_stays(tmp_path: Pa
             ids = torch.randint(3, 120, (1, 70), generator=made)
             assert_same(call(model, ids), call(cache.store.model, ids, cache))
             call(cache.store.model, prompts()[0], cache)
-        tiers_of(cache).join()
+        tiers_of(cache).writer.submit(int).result()
         assert sum(path.stat().st_size for path in saved_paths(tmp_path)) <= 100_000
         cache.check()
     assert sum(cache.stats().tiers[0].num_dropped for cache in caches) > 0
     nothing = new_cache(copy.deepcopy(model), tmp_path / "small", disk_bytes=1000)
     for ids in prompts():
         call(nothing.store.model, ids, nothing)
-    tiers_of(nothing).join()
+    tiers_of(nothing).writer.submit(int).result()
     assert nothing.stats().tiers[0].num_refused
     assert not saved_paths(tmp_path / "small")
 
@@ -297,13 +297,13 @@ def test_a_disk_that_is_full_is_a_miss_and_said_once(
         for _ in range(2):
             for ids in prompts():
                 assert_same(call(model, ids), call(model, ids, cache))
-            tiers_of(cache).join()
+            tiers_of(cache).writer.submit(int).result()
         cache.check()
         assert {path.name for path in tmp_path.iterdir()} == {".lock"}
     assert caplog.text.count("No space left") == 1
     for ids in prompts():
         call(model, ids, cache)
-    tiers_of(cache).join()
+    tiers_of(cache).writer.submit(int).result()
     assert saved_paths(tmp_path)
 
 
@@ -338,7 +338,7 @@ def test_a_reset_finds_nothing_any_more_and_leaves_what_others_have_written(whos
     assert saved_paths(tmp_path) == files
     for ids in prompts():
         call(cache.store.model, ids, cache)
-    tiers_of(cache).join()
+    tiers_of(cache).writer.submit(int).result()
     assert len(saved_paths(tmp_path)) > len(files)
     cache.reset()
     reset()
@@ -353,7 +353,7 @@ def test_where_a_look_shows_that_weights_changed_unseen_what_was_written_goes(tm
     model.model.layers[0].self_attn.k_proj.weight.detach().numpy()[:, 1:7] += 1.0  # seen by no count
     for ids in [*prompts()[1:], prompts()[4]]:
         call(model, ids, cache)
-        tiers_of(cache).join()
+        tiers_of(cache).writer.submit(int).result()
     call(model, prompts()[0], cache)
     assert cache.verify().differing
     assert not saved_paths(tmp_path)

@@ -4,7 +4,7 @@ An evicted block's content stays in the pool until the next write. Evictions are
 before that write. The caller holds the store's lock.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import suppress
 from typing import Any
 from weakref import WeakMethod
@@ -12,7 +12,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from ..blocks import BlockHash, PrefixCachingBlockAllocator
+from ..blocks import BlockHash, PrefixCachingBlockAllocator, Snapshots, WindowBlocks
 from ..kv.block_pool import BLOCKS, BlockPool
 from ..kv.contents import (
     STATES,
@@ -27,27 +27,42 @@ from ..kv.contents import (
 from ..kv.states import States
 from ..tiers.saved_file import SavedFile
 from ..tiers.tiers import Name, Tiers
-from .groups import StateSnapshots, WindowGroups
 
 _CPU = torch.device("cpu")
 _MOST_STAGED_BYTES = 2**26  # bytes of rows that are copied at once, beside the pool
 
 
-class ContentLayout:
-    """`ContentLayout` knows what the contents of blocks look like now: for each kind, the parts of a row of bytes.
+class Contents:
+    """`Contents` knows what the contents of blocks look like now, and copies what is evicted into tiers.
 
-    It is read off the pool, and read again when the pool's layers have other tensors.
+    A content is a row of bytes, in parts, which are those of the pool's tensors.
     """
 
-    def __init__(self, pool: BlockPool, windows: WindowGroups, states: StateSnapshots) -> None:
-        self._pool, self._windows, self._states = pool, windows, states
+    def __init__(
+        self,
+        allocator: PrefixCachingBlockAllocator,
+        pool: BlockPool,
+        windows: Sequence[WindowBlocks],
+        snapshots: Snapshots[States],
+        layers: Set[int],
+        tiers: Tiers | None,
+    ) -> None:
+        self._allocator, self._pool, self._windows, self._snapshots = allocator, pool, windows, snapshots
+        self._layers, self._tiers = layers, tiers
         self._looked_at = -1  # number of the pool's layout that was looked at
         self._parts: dict[Kind, list[Part]] = {}
+        # kind -> name -> a block, a window block, or the states of a snapshot, where the content still is
+        self.evicted: dict[Kind, dict[Name, Any]] = {}
+        if tiers is not None:
+            allocator.watch_evictions(_weakly(self._note_block))
+            snapshots.on_evict = _weakly(self._note_snapshot)
+            for group in windows:
+                group.on_evict = _weakly(self._note_window_block)
 
     @property
     def has_all_layers(self) -> bool:
         """True if the pool has the tensors of all layers that have keys and values."""
-        return {*self._windows.layers} <= {layer_idx for layer_idx, _ in self._pool.named()}
+        return self._layers <= {layer_idx for layer_idx, _ in self._pool.named()}
 
     def parts(self) -> dict[Kind, list[Part]]:
         """Return kind -> parts of its rows now.
@@ -66,10 +81,10 @@ class ContentLayout:
     def contents_of(self, block_id: int, digest: bytes) -> Iterator[tuple[Kind, Any]]:
         """Yield what a cached block has: itself, its window blocks, and the states of the snapshot at its end."""
         yield BLOCKS, block_id
-        for group in self._windows.groups:
+        for group in self._windows:
             if (place := group.places.get(block_id)) is not None:
                 yield group.name, place
-        if (states := self._states.kept.of_digest(digest)) is not None:
+        if (states := self._snapshots.of_digest(digest)) is not None:
             yield STATES, states
 
     def rows_of(self, kind: Kind, contents: Sequence[Any]) -> list[Tensor]:
@@ -94,28 +109,8 @@ class ContentLayout:
                 return False
         return True
 
-
-class Offload:
-    """`Offload` notes what is evicted, and copies it out."""
-
-    def __init__(
-        self,
-        allocator: PrefixCachingBlockAllocator,
-        windows: WindowGroups,
-        states: StateSnapshots,
-        layout: ContentLayout,
-        tiers: Tiers,
-    ) -> None:
-        self._allocator, self._layout, self._tiers = allocator, layout, tiers
-        # kind -> name -> a block, a window block, or the states of a snapshot, where the content still is
-        self.evicted: dict[Kind, dict[Name, Any]] = {}
-        allocator.watch_evictions(_weakly(self._note_block))
-        states.kept.on_evict = _weakly(self._note_snapshot)
-        for group in windows.groups:
-            group.on_evict = _weakly(self._note_window_block)
-
     def _note_block(self, block_id: int, block_hash: BlockHash, namespace: bytes) -> None:
-        for kind, source in self._layout.contents_of(block_id, block_hash.digest):
+        for kind, source in self.contents_of(block_id, block_hash.digest):
             self.evicted.setdefault(kind, {})[block_hash, namespace] = source
 
     def _note_window_block(self, kind: Kind, place: int, block_hash: BlockHash, namespace: bytes) -> None:
@@ -126,19 +121,24 @@ class Offload:
             self.evicted.setdefault(STATES, {})[name] = states
 
     def offload(self) -> None:
-        """Copy out what was evicted since the last call. Where there is no memory for the copies, it is lost."""
-        roots = {} if self._tiers.folder is None else self._roots()
+        """Copy out what was evicted since the last call, before anything is written.
+
+        Where there is no memory for the copies, it is lost.
+        """
+        tiers = self._tiers
+        if tiers is None or not self.evicted:
+            return
+        roots = {} if tiers.folder is None else self._roots()
         for kind, sources in self.evicted.items():
-            self._tiers.touch(kind, sources)
-            names = [name for name in sources if self._tiers.place_of(kind, name) is None]
-            row_bytes = sum(part.num_bytes for part in self._layout.parts().get(kind, []))
+            names = tiers.touch(kind, sources)
+            row_bytes = sum(part.num_bytes for part in self.parts().get(kind, []))
             step = max(1, _MOST_STAGED_BYTES // max(1, row_bytes))
             with suppress(torch.OutOfMemoryError):
                 for start in range(0, len(names), step):
                     some = names[start : start + step]
-                    if rows := self._layout.rows_of(kind, [sources[name] for name in some]):
+                    if rows := self.rows_of(kind, [sources[name] for name in some]):
                         contents = [(name, roots.get(name[0].digest, b"")) for name in some]
-                        self._tiers.put(kind, self._layout.parts()[kind], contents, rows)
+                        tiers.put(kind, self.parts()[kind], contents, rows)
         self.evicted = {}
 
     def _roots(self) -> dict[bytes, bytes]:
