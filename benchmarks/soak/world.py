@@ -181,7 +181,7 @@ class World:
         gc.collect()
         cache = PagedPrefixCache(self.store)
         cache.check()
-        in_use, pinned = num_blocks_in_use(self.store), len(self.store.blocks.pins.block_ids())
+        in_use, pinned = num_blocks_in_use(self.store), len(self.store.blocks.leases.pinned_blocks())
         if in_use != pinned:
             raise SoakError(
                 f"{in_use - pinned} blocks are lost: {in_use} in use, {pinned} pinned, and no cache is left"
