@@ -110,12 +110,15 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     def _append_elsewhere(self, key_states: Tensor, value_states: Tensor, wanted: int) -> tuple[Tensor, Tensor]:
         """Append in larger memory of this layer alone, with a copy of what it holds."""
-        num_held, (old_keys, old_values) = self.n - self.base, self.held or (None, None)
-        room = room_for(num_held + key_states.shape[2], wanted - self.base)
-        keys = _grown(old_keys, num_held, room, key_states)
-        values = _grown(old_values, num_held, room, value_states)
+        at, (old_keys, old_values) = self.n - self.base, self.held or (None, None)
+        stop = at + key_states.shape[2]
+        room = room_for(stop, wanted - self.base)
+        keys, values = _grown(old_keys, at, room, key_states), _grown(old_values, at, room, value_states)
+        keys[:, :, at:stop], values[:, :, at:stop] = key_states, value_states
         self.lie_apart({"key": keys, "value": values}, self.base)
-        return self.update(key_states, value_states)
+        self.n += key_states.shape[2]
+        read, reads = (keys[:, :, :stop], values[:, :, :stop]), self.owner().reads
+        return read if reads is None else reads.read(self.layer_idx, *read)  # type: ignore[no-any-return]
 
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int) -> None:
         """Let the layer lie in these tensors, [R, H, room, D], by name: their first columns are those from `base` on.
