@@ -144,7 +144,7 @@ class PagedPrefixCache(Cache):
         if self._records_past:
             rows.activate_past_recording()
         rows.handle, rows.is_behind_handle = ref(self), True
-        return rows.before_forward(model, {**arguments, cache_argument(model): rows})
+        return rows.before_forward(model, {**arguments, cache_argument(type(model)): rows})
 
     def after_forward(self, output: Any) -> Any:
         """Return the output: the forward has run on rows, and the rows are told."""

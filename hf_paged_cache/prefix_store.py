@@ -13,13 +13,12 @@ from transformers import PreTrainedModel
 from .blocks.arguments import file_mode
 from .errors import CacheArgumentError
 from .integration.calls import bytes_of_rows, forget
-from .integration.forward_arguments import TOKEN_TYPES, ArgumentReader
+from .integration.forward_arguments import ArgumentReader
 from .integration.hooks import attach
 from .integration.images import ImageInputs
 from .integration.token_input import are_several, one_sequence
 from .model.fingerprint import Fingerprint
 from .model.layers import cache_layers, has_keys, has_state, states_of
-from .model.placeholders import Placeholders
 from .model.support import (
     StateTraits,
     leaves_doubt,
@@ -32,7 +31,6 @@ from .model.trial import (
     layers_after_a_token,
     measure_bytes_per_token,
     require_continuable,
-    text_types,
 )
 from .rows.graphs import Arena
 from .rows.shared import Looks
@@ -121,8 +119,7 @@ class PrefixStore:
             has_max_bytes=options.max_bytes is not None,
             tiers=_tiers(model, fingerprint, options),
         )
-        self.placeholders = Placeholders(model)
-        self.image_inputs = ImageInputs(model, self.placeholders, text_types(model, TOKEN_TYPES))
+        self.image_inputs = ImageInputs(model)
         self.argument_reader = ArgumentReader(model, carries_states=states is not None, sees_columns=bool(layers))
         self.looks = Looks()
         self.arena = arena = Arena()
@@ -252,7 +249,7 @@ def _tiers(model: PreTrainedModel, fingerprint: Fingerprint, options: StoreOptio
         )
     folder = None if disk_folder is None else writable_folder(disk_folder, options.disk_bytes)
     fingerprint.is_shared = folder is not None
-    return Tiers(fingerprint.roots, fingerprint.identities.all, host_bytes, folder)
+    return Tiers(fingerprint.roots, fingerprint.identities, host_bytes, folder)
 
 
 def store_of(model_or_store: PreTrainedModel | PrefixStore, sizes: StoreSizes) -> PrefixStore:

@@ -75,7 +75,7 @@ def prefill(
         if prompt.why_whole is not None:
             problem = f"nothing that is computed now of {name} may be reused, so nothing was prefilled"
             raise UnsupportedModelError(f"{problem}: {prompt.why_whole}")
-    blocks, looks = cache.store.blocks, not cache._calls.ranks.are_several  # ranks must run equally many forwards
+    blocks, looks = cache.store.blocks, not cache.store.fingerprint.rank_groups  # ranks must run equally many forwards
     size = blocks.block_size
     hashes = [HashChain(each.row.root, size, each.row.token_ids).hashes_of() for each in prompts.values()]
     with blocks.lock:

@@ -41,7 +41,7 @@ def text_of(cache: AskedCache, what: str, given: Any) -> tuple[int, ...]:
     wrong = next((token for token in tokens if not 0 <= token < size), None)
     if wrong is not None:
         raise CacheArgumentError(f"{what} has token {wrong}; the vocabulary has ids 0 to {size - 1}")
-    if why := cache.store.placeholders.why_no_text(tokens):
+    if why := cache.store.image_inputs.why_no_text(tokens):
         raise CacheArgumentError(f"{what} {why}")
     return tokens
 
@@ -62,7 +62,7 @@ def asked_prompt(cache: AskedCache, what: str, given: Any) -> AskedPrompt:
     if "input_ids" not in inputs:
         raise CacheArgumentError(f"{what} has {', '.join(map(str, inputs)) or 'nothing'}; give it with its input_ids")
     ids, is_plain = inputs["input_ids"], not inputs.keys() - {"input_ids", "attention_mask"}
-    is_text = is_plain and (inputs is not given or not cache.store.placeholders.kinds)
+    is_text = is_plain and (inputs is not given or not cache.store.image_inputs.kinds)
     tokens = array("q", text_of(cache, what, ids) if is_text else one_sequence(what, ids))
     mask = inputs.get("attention_mask")
     if mask is not None and 0 in one_sequence(f"the attention_mask of {what}", mask):

@@ -74,7 +74,7 @@ def verify(cache: AskedCache) -> Verified:
     store, why = cache.store, cache._calls.why_in_general()
     if store.fingerprint.rope.depends_on_length:
         why = "rotary frequencies of this model depend on length"
-    elif cache._calls.ranks.are_several:
+    elif store.fingerprint.rank_groups:
         why = "other processes share this model, and must run as many forwards"
     if why:
         raise UnsupportedModelError(f"no block can be recomputed alone, so none was: {why}; see reset_prefix_cache()")
@@ -91,7 +91,7 @@ def verify(cache: AskedCache) -> Verified:
                 differing.append((number * store.blocks.block_size, tuple(array("q", block.token_bytes))))
             seen.add(block.digest)
     if differing:
-        store.fingerprint.suspect()
+        store.fingerprint.num_changes += 1
         with store.blocks.lock:
             store.blocks.forget_tiers()  # other processes are not to find what may have been wrong all along
     return Verified(len(seen), len(hashes) - len(seen), tuple(differing))

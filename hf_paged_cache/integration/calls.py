@@ -4,6 +4,7 @@ An unusual call is bypassed: its rows reuse and keep nothing, and `last_call` sa
 """
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -52,7 +53,8 @@ class Calls(Opening):
         """
         if model is not self.model:
             self.refuse(model)
-        require_layer_adapters(model)
+        if "peft" in sys.modules:
+            require_layer_adapters(model)
         if given.cache_implementation is not None:
             raise CacheArgumentError(
                 f"cache_implementation={given.cache_implementation!r} asks transformers for a cache of its own; "
@@ -62,8 +64,8 @@ class Calls(Opening):
             rows = previous or self.new_rows(CallState("none"))  # which has nothing to continue: this is refused
             self._resume(given, rows)
             return rows
-        if self.placeholders.kinds:
-            self.require_filled(given.passed, 0)
+        if not self.image_inputs.is_plain:
+            self.image_inputs.require_filled(given.passed, 0)
         if previous is not None and previous.is_exact:  # of others, the new rows keep what they take over
             self.close(previous)
         self.ranks.is_settled = False
@@ -96,8 +98,8 @@ class Calls(Opening):
                 f"{given.num_given}: pass the whole prompt, or ids that continue exactly where the rows stopped (the "
                 "last token generated is not among them)"
             )
-        if self.placeholders.kinds:
-            self.require_filled(given.passed, num_held)
+        if not self.image_inputs.is_plain:
+            self.image_inputs.require_filled(given.passed, num_held)
         self.ranks.settle_resumption(num_held, given.num_given)
         rows.in_generate = rows.reads_next = True
         rows.is_passed = False
@@ -110,7 +112,7 @@ class Calls(Opening):
         state.was_alone = not self.fingerprint.may_change_in_a_forward()
         state.calls_back = state.calls_back or self.fingerprint.own_forward is not None
         if state.deltas is not None:  # modules hold the deltas of whichever call ran last
-            state.deltas.put_back([*range(len(rows.prompts))], len(rows.prompts))
+            state.deltas.put_back(len(rows.prompts))
 
     def _state_of(self, given: GenerateArguments) -> CallState:
         """Return the state of a `generate` that begins."""
@@ -224,6 +226,8 @@ class Calls(Opening):
             if rows.why_bypassed is None:
                 arguments, num_new, num_tokens = self._read_on(rows, arguments, is_prompt=is_prompt)
             elif is_prompt:
+                if not (rows.in_generate or self.image_inputs.is_plain):
+                    self.image_inputs.require_filled(arguments, before)
                 num_rows, num_new = shape_of(arguments, before)
                 num_tokens = [num_new] * num_rows
         except PagedCacheError as error:
@@ -284,7 +288,7 @@ class Calls(Opening):
             self._spread(rows, rows.copies, output)
         self._count(rows)
         if rows.is_behind_handle and rows.handle is not None and (handle := rows.handle()) is not None:
-            name = cache_argument(self.model)
+            name = cache_argument(type(self.model))
             if getattr(output, name, None) is rows:
                 setattr(output, name, handle)
         rows.must_confirm = not rows.in_generate or bool(state.regime)

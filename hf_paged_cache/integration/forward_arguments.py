@@ -4,6 +4,7 @@ Token ids, a mask of the form 0...01...1 and positions that count up are read. W
 reason why the forward is computed without reuse.
 """
 
+import inspect
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..errors import CacheArgumentError
 from ..kv.tensors import read_arrays, to_device
 from ..model.fingerprint import OUTPUT_FLAGS
-from ..model.support import default_arguments, numbers_columns, takes
+from ..model.support import numbers_columns, takes
 from ..rows.request import ForwardRequest, RowInput
 from ..rows.rows import Rows
 
@@ -31,34 +32,22 @@ _ALL_LOGITS = "the logits of all tokens were asked for"
 
 
 class ArgumentReader:
-    """`ArgumentReader` reads the arguments of one model's forwards.
-
-    Args:
-        carries_states: whether some layers carry states; they do not look at the mask of a forward of one column.
-        sees_columns: whether some layers attend to earlier columns, which the mask may hide.
-
-    Attributes:
-        takes_positions: True if the forward has `position_ids`; if not, positions follow the mask.
-    """
+    """`ArgumentReader` reads the arguments of one model's forwards."""
 
     def __init__(self, model: Any, *, carries_states: bool, sees_columns: bool) -> None:
-        self.model, self._carries_states, self._sees_columns = model, carries_states, sees_columns
+        self.model = model
+        self._carries_states = carries_states  # such layers do not look at the mask of a forward of one column
+        self._sees_columns = sees_columns  # some layers attend to earlier columns, which the mask may hide
+        # without positions, these follow the mask
         self.takes_positions, self.takes_logits_to_keep = takes(model, "position_ids"), takes(model, "logits_to_keep")
-        self._defaults, self._numbers_columns = default_arguments(model), numbers_columns(model)
+        self._arguments, self._numbers_columns = inspect.signature(model.forward).parameters, numbers_columns(model)
         self._cross_inputs = cross_inputs(model)
 
     def read(self, arguments: Mapping[str, Any], rows: Rows, by_default: Sequence[str]) -> ForwardRequest:
-        """Read the arguments of a forward of rows. The caller adds the roots of the rows.
-
-        Args:
-            by_default: outputs that are computed unless the arguments say otherwise.
-
-        Raises:
-            CacheArgumentError: ids, mask or positions contradict each other or the rows; or a cross attention is used.
-        """
+        """Read the arguments of a forward of rows, which has the outputs `by_default` unless they say otherwise."""
         before = rows.n
         # a row of padding alone has as much of it as there are columns: a forward that brought more may have failed
-        old_pads = [min(prompt.pad, before) for prompt in rows.prompts]
+        old_pads = [min(prompt.pad, before) for prompt in rows.prompts] if rows.prompts else []
         has_padding = any(old_pads) and rows.filled > 0 and rows.first is not None
         why = self._why_unread(arguments, by_default, resumes_padding=has_padding)
         num_rows, num_new = shape_of(arguments, before)
@@ -75,14 +64,20 @@ class ArgumentReader:
         if why is not None:
             pads = old_pads or [0] * num_rows
         firsts, why_other = self._first_positions(arguments.get("position_ids"), positions, rows, pads, num_new)
-        why, why_all = why or why_other, None
+        why, why_all, num_logits = why or why_other, None, arguments.get("logits_to_keep")
         if arguments.get("labels") is not None:
             why_all = "labels were passed, and a loss covers all tokens"
         elif arguments.get("return_dict") is False or not getattr(self.model.config, "return_dict", True):
             why_all = "a tuple was asked for (return_dict=False)"
-        why_logits, num_logits = self._logits_needed(
-            arguments.get("logits_to_keep"), in_generate=rows.in_generate, records_drafts=rows.records_drafts
-        )
+        may_alias = why is None and why_all is None
+        if not self.takes_logits_to_keep:
+            num_logits = 1
+            if not rows.in_generate:
+                why_all = why_all or _ALL_LOGITS
+            elif rows.records_drafts:
+                why_all = why_all or "the model cannot say which logits it needs while drafts are verified"
+        elif not isinstance(num_logits, int) or isinstance(num_logits, bool) or num_logits <= 0:
+            num_logits, why_all = 1, why_all or f"{_ALL_LOGITS} (pass logits_to_keep=1 for the last one's)"
         inputs = [
             RowInput(array("q", of_row[max(0, pad - before) :].tobytes()), pad, first)
             for of_row, pad, first in zip(ids, pads, firsts, strict=True)
@@ -92,8 +87,8 @@ class ArgumentReader:
             num_new_columns=num_new,
             num_logits_needed=max(1, min(num_logits, num_new)),
             bypass=why,
-            keep_columns=why_all or why_logits,
-            may_alias=why is None and why_all is None,
+            keep_columns=why_all,
+            may_alias=may_alias,
             max_position=None if positions is None else int(positions.max()),
         )
 
@@ -102,37 +97,36 @@ class ArgumentReader:
     ) -> str | None:
         """Return, in words, what may condition keys and values and is not read; None: there is nothing.
 
-        Outputs beside logits cover all tokens, and some models compute otherwise with them.
-
-        Args:
-            resumes_padding: whether rows resume whose padding has keys and values that no model would compute.
-
-        Raises:
-            CacheArgumentError: layers would read what rows cannot hold: a cross attention's, or padding.
+        Outputs beside logits cover all tokens, and some models compute otherwise with them. What layers would read that
+        rows cannot hold is refused: a cross attention's, and padding.
         """
-        for name in self._cross_inputs:
-            if arguments.get(name) is not None:
+        asked = None
+        for flag in OUTPUT_FLAGS:
+            wanted = arguments.get(flag)
+            if flag in by_default if wanted is None else wanted:
+                asked = asked or flag
+                if resumes_padding and flag == "output_attentions":
+                    raise CacheArgumentError(
+                        "output_attentions was asked for, with which attention of some models sees the rows' padding, "
+                        "and keys and values of that padding are not kept: ask for it from the rows' first forward on, "
+                        "or cache.reset() first"
+                    )
+        unread = None
+        for name, value in arguments.items():
+            if value is None or name in _READ:
+                continue
+            if name in self._cross_inputs:
                 raise CacheArgumentError(
                     f"{name} was passed, and cross attention keeps keys and values that are no tokens'; call the model "
                     "without past_key_values, or use generate, which then leaves this cache out"
                 )
-        flags = [f for f in OUTPUT_FLAGS if (f in by_default if arguments.get(f) is None else arguments[f])]
-        if resumes_padding and "output_attentions" in flags:
-            raise CacheArgumentError(
-                "output_attentions was asked for, with which attention of some models sees the rows' padding, and keys "
-                "and values of that padding are not kept: ask for it from the rows' first forward on, "
-                "or cache.reset() first"
-            )
-        for name, value in arguments.items():
-            if value is None or name in _READ:
-                continue
-            default = self._defaults.get(name)
+            default = self._arguments[name].default if name in self._arguments else None
             if isinstance(value, bool | int | float | str) and type(value) is type(default) and value == default:
                 continue
             if not isinstance(value, dict | list | tuple) or value:  # an empty one, as of no images, says nothing
-                return f"the argument {name} may condition keys and values"
-        if flags:
-            return f"{flags[0]} was asked for"
+                unread = unread or f"the argument {name} may condition keys and values"
+        if unread is not None or asked is not None:
+            return unread or f"{asked} was asked for"
         if arguments.get("inputs_embeds") is not None:
             return "embeddings were passed instead of token ids"
         return "codes of its own were passed instead of token ids" if arguments.get("input_ids") is None else None
@@ -142,37 +136,31 @@ class ArgumentReader:
     ) -> tuple[list[int], str | None]:
         """Return how many columns of left padding each row has, and why rows cannot have these; None: they can.
 
-        Args:
-            shown: columns that the mask shows, [rows, columns]; None: it is none of rows and columns, or there is none.
-            old_pads: padding of the rows that resume, which have `before` columns; none in a first forward.
-
-        Raises:
-            CacheArgumentError: padding of rows that resume may be seen, which has no keys and values.
+        A mask of rows and columns shows the columns `shown`. Padding `old_pads` of rows that resume has no keys and
+        values: it is refused that it may be seen.
         """
-        why = None
         if mask is None and old_pads and not self._sees_columns:
             return [*old_pads], None  # there is nothing that it could hide
+        why, num_columns = None, before + num_new
         pads = first_shown = [0] * num_rows
         if shown is not None:
-            pads, firsts = (before + num_new - shown.sum(axis=1)).tolist(), shown.argmax(axis=1).tolist()
-            first_shown = [pad if pad == before + num_new else first for pad, first in zip(pads, firsts, strict=True)]
+            pads, first_shown = (num_columns - shown.sum(axis=1)).tolist(), shown.argmax(axis=1).tolist()
         elif mask is not None:
             kind = f"{mask.dim()}-D tensor" if isinstance(mask, Tensor) else type(mask).__name__
             why = f"the attention mask is a {kind}, not [rows, columns]"
-        for number, (old, first) in enumerate(zip(old_pads, first_shown, strict=False)):
-            if first < old:
+        for number, (pad, first) in enumerate(zip(pads, first_shown, strict=True)):
+            if pad not in (first, num_columns) and why is None:
+                why = f"the attention mask of row {number} has zeros after its first one (right padding or holes)"
+            old = old_pads[number] if old_pads else pad
+            if first < old and pad != num_columns and old_pads:
                 shows = f"the attention mask shows column {first} of row {number}, which was padding and"
-                if why is not None:
+                if shown is None and mask is not None:
                     shows = f"{why}, and cannot be asked whether it hides the padding of row {number}, which"
                 raise CacheArgumentError(
                     f"{shows} has no keys and values; pass a mask of [rows, columns], of all columns, or cache.reset() "
                     "first"
                 )
-        for number, (pad, first) in enumerate(zip(pads, first_shown, strict=True)):
-            if pad != first and why is None:
-                why = f"the attention mask of row {number} has zeros after its first one (right padding or holes)"
-        for old, pad in zip(old_pads, pads, strict=False):
-            if old != pad and old < before and why is None:  # only a row of padding alone may get more
+            if old not in (pad, before) and why is None:  # only a row of padding alone may get more
                 why = "the padding of a row has changed"
         if why is None and self._carries_states and num_new == 1 and max(pads) > before:
             if self._sees_columns and any(old_pads):
@@ -187,46 +175,33 @@ class ArgumentReader:
     def _first_positions(
         self, given: Any, numbers: np.ndarray | None, rows: Rows, pads: Sequence[int], num_new: int
     ) -> tuple[list[int], str | None]:
-        """Return the position of each row's first token, and why positions, as given, do not simply count on.
-
-        Args:
-            numbers: values of the positions that are given; None: there are none.
-        """
-        expected = [prompt.first_position for prompt in rows.prompts] or [0] * len(pads)
+        """Return the position of each row's first token, and why positions, as given, do not simply count on."""
+        firsts = [prompt.first_position for prompt in rows.prompts] if rows.prompts else [0] * len(pads)
         if not self.takes_positions:
-            return expected, None
+            return firsts, None
         if given is None:
             if not self._numbers_columns:
-                return expected, "without position_ids it is not known which positions this model gives its tokens"
-            if rows.prompts and [*pads] != expected:
-                return expected, "positions were not passed for padded rows"
+                return firsts, "without position_ids it is not known which positions this model gives its tokens"
+            if rows.prompts and [*pads] != firsts:
+                return firsts, "positions were not passed for padded rows"
             return [*pads], None
         if not isinstance(given, Tensor) or given.dim() != 2 or given.is_floating_point():
-            return expected, "positions are not one integer for each token"
+            return firsts, "positions are not one integer for each token"
         if given.shape not in ((1, num_new), (len(pads), num_new)):
-            return expected, "positions of another number of rows or columns than the token ids"
+            return firsts, "positions of another number of rows or columns than the token ids"
         if numbers is None:
-            return expected, None
-        columns, firsts = np.arange(rows.n, rows.n + num_new), [*expected]
+            return firsts, None
+        columns = np.arange(rows.n, rows.n + num_new)
         for number, pad in enumerate(pads):
             own = numbers[number if len(numbers) > 1 else 0] - columns + pad  # the first position, as each token has it
             own = own[max(0, pad - rows.n) :]
             if (own != own[-1:]).any():
-                return expected, "positions do not count up by one"
-            if rows.prompts and own.size and own[-1] != expected[number]:
-                return expected, "positions do not continue where the row stopped"
-            firsts[number] = int(own[-1]) if own.size else expected[number]
+                return firsts, "positions do not count up by one"
+            if rows.prompts and own.size and own[-1] != firsts[number]:
+                return firsts, "positions do not continue where the row stopped"
+            if own.size:
+                firsts[number] = int(own[-1])
         return firsts, None
-
-    def _logits_needed(self, kept: Any, *, in_generate: bool, records_drafts: bool) -> tuple[str | None, int]:
-        """Return why the logits of all columns are needed, if they are, and of how many last columns at least."""
-        if self.takes_logits_to_keep:
-            if isinstance(kept, int) and not isinstance(kept, bool) and kept > 0:
-                return None, kept
-            return f"{_ALL_LOGITS} (pass logits_to_keep=1 for the last one's)", 1
-        if not in_generate:
-            return _ALL_LOGITS, 1
-        return ("the model cannot say which logits it needs while drafts are verified" if records_drafts else None), 1
 
 
 def cross_inputs(model: Any) -> tuple[str, ...]:
@@ -238,11 +213,9 @@ def cross_inputs(model: Any) -> tuple[str, ...]:
 def cut(
     arguments: Mapping[str, Any], start: int, sources: Sequence[int] | None, whole: Collection[str]
 ) -> dict[str, Any]:
-    """Cut a first forward's arguments to the columns from `start` on.
+    """Cut a first forward's arguments to the columns from `start` on, but for those that keep the `whole` of theirs.
 
-    Args:
-        sources: row that runs -> row of the batch that it stands for; None: all rows run.
-        whole: names of arguments that keep all their columns.
+    Of the batch only the rows `sources` run; None: all do.
     """
     changed = dict(arguments)
     rows = None if sources is None else to_device(sources, changed["input_ids"].device)
@@ -260,37 +233,29 @@ def cut(
 
 
 def shape_of(arguments: Mapping[str, Any], before: int) -> tuple[int, int]:
-    """Return the numbers of rows and new columns: of embeddings or ids, or of a mask after `before` columns, or of
-    positions.
-    """
-    embeddings, ids = arguments.get("inputs_embeds"), arguments.get("input_ids")
-    if embeddings is None and ids is not None:
+    """Return the numbers of rows and new columns: of embeddings or ids, or of a mask after `before` columns."""
+    given, ids = arguments.get("inputs_embeds"), arguments.get("input_ids")
+    if given is None and ids is not None:
         if ids.dim() != 2:
             raise CacheArgumentError(f"input_ids must be [rows, tokens], got {tuple(ids.shape)}")
         if ids.is_floating_point() or ids.is_complex():
             raise CacheArgumentError(f"input_ids must be integers, got a tensor of {ids.dtype}")
-    given = ids if embeddings is None else embeddings
+        given = ids
     if given is not None:
         return given.shape[0], given.shape[1] if given.shape[0] else 0
-    for name, num_old in (("attention_mask", before), ("position_ids", 0)):
-        given = arguments.get(name)
-        if isinstance(given, Tensor) and given.dim() == 2:
-            return given.shape[0], max(0, given.shape[1] - num_old)
+    mask = arguments.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return mask.shape[0], max(0, mask.shape[1] - before)
     raise CacheArgumentError(
-        "a forward without input_ids and without inputs_embeds, and without an attention_mask or position_ids of "
-        "[rows, columns] that would tell how many columns it has; pass one of them"
+        "a forward without input_ids and without inputs_embeds, and without an attention_mask of [rows, columns] that "
+        "would tell how many columns it has; pass one of them"
     )
 
 
 def _values(
     arguments: Mapping[str, Any], num_rows: int, before: int, num_new: int
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """Read the values of token ids, mask and positions of all rows, in one wait for their device.
-
-    Returns:
-        token ids of all new columns, -1 for each embedding; which columns a mask of [rows, columns] shows; and the
-        positions. None: there are none.
-    """
+    """Read the values of token ids (-1: an embedding), mask and positions of all rows, in one wait for their device."""
     ids = arguments.get("input_ids") if arguments.get("inputs_embeds") is None else None
     mask, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     mask = mask != 0 if isinstance(mask, Tensor) and mask.dim() == 2 else None

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from ..errors import CacheArgumentError
 from ..locks import new_lock
-from ..model.layers import own_cache_class, present_before_forward, take_back_after_forward
 from ..model.support import cache_argument
 from ..rows.captured import detach_forward
 from ..rows.rows import Rows
@@ -39,9 +38,6 @@ class GenerateBracket:
         self.model = model
         self.replaced = model.__dict__.get("generate")  # None: the class's own `generate` was used
         model.register_forward_pre_hook(before_forward, with_kwargs=True)
-        if own_cache_class(model) is not None:
-            model.register_forward_pre_hook(present_before_forward, with_kwargs=True)
-            model.register_forward_hook(take_back_after_forward, with_kwargs=True)
         model.register_forward_hook(after_forward, with_kwargs=True)
         generate = type(model).generate
         self.__name__, self.__qualname__, self.__doc__ = generate.__name__, generate.__qualname__, generate.__doc__
@@ -63,7 +59,7 @@ class GenerateBracket:
         needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens
         if given.why_no_cache or (brought is None and needs_none):
             return generate(*args, **kwargs)
-        name, rows = cache_argument(self.model), cache.begin_rows(self.model, given)
+        name, rows = cache_argument(type(self.model)), cache.begin_rows(self.model, given)
         if rows.state.images is not None:  # a tower is to run for images that are not known alone
             kwargs = {name: value for name, value in kwargs.items() if name not in rows.state.images.pixels}
         with cache.running(rows):
@@ -79,7 +75,7 @@ class GenerateBracket:
 
     def _takes_cache(self) -> bool:
         """Return whether a `generate` of the model's own can be passed a cache."""
-        name, parameters = cache_argument(self.model), inspect.signature(self.__wrapped__).parameters.values()
+        name, parameters = cache_argument(type(self.model)), inspect.signature(self.__wrapped__).parameters.values()
         return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
@@ -114,10 +110,10 @@ def detach(model: Any) -> None:
 def _remove_hooks(model: nn.Module) -> None:
     """Take our hooks off. They are found by identity, since their handles may be lost."""
     for hooks, with_kwargs, ours in (
-        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, (before_forward, present_before_forward)),
-        (model._forward_hooks, model._forward_hooks_with_kwargs, (after_forward, take_back_after_forward)),
+        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs, before_forward),
+        (model._forward_hooks, model._forward_hooks_with_kwargs, after_forward),
     ):
-        for key in [key for key, hook in hooks.items() if hook in ours]:
+        for key in [key for key, hook in hooks.items() if hook is ours]:
             del hooks[key]
             with_kwargs.pop(key, None)
 
@@ -152,7 +148,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     cache = cache if type(cache) is Rows else _paged(arguments)
     if cache is None:
         return None
-    if arguments.get("past_key_values") is not None and (name := cache_argument(model)) != "past_key_values":
+    if arguments.get("past_key_values") is not None and (name := cache_argument(type(model))) != "past_key_values":
         raise CacheArgumentError(
             f"the cache was passed as past_key_values, which {type(model).__name__} does not read, so its layers would "
             f"run without it; pass it as {name}"
@@ -164,7 +160,7 @@ def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 def after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     """Tell rows that their forward has returned, and give the caller a row for each row passed: a forward hook."""
     cache = kwargs.get("past_key_values")
-    if type(cache) is not Rows:  # under another name, or a view of rows
+    if type(cache) is not Rows:  # under another name, or rows that pose as another class
         cache = _paged(kwargs)
     return None if cache is None else cache.after_forward(output)
 
@@ -178,7 +174,7 @@ def _paged(arguments: Mapping[str, Any]) -> Any:
             f"past_key_values is of type {type(cache).__name__}, which is no cache; "
             "pass PagedPrefixCache(model), or leave it out"
         )
-    if not getattr(cache, "is_paged_prefix_cache", False):  # a view of a cache of ours has this attribute, too
+    if not getattr(cache, "is_paged_prefix_cache", False):
         return None
     if isinstance(cache, type) or not hasattr(cache, "before_forward"):
         what = "the class PagedPrefixCache" if isinstance(cache, type) else f"a {type(cache).__name__}"

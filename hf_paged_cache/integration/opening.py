@@ -15,10 +15,8 @@ from ..call.counters import PromptCounters, count_bypassed, count_prompt
 from ..call.fill import fill
 from ..call.find import Finding
 from ..call.keep import keep
-from ..errors import CacheArgumentError
 from ..model.fingerprint import Fingerprint
-from ..model.layers import cache_layers
-from ..model.placeholders import Placeholders
+from ..model.layers import cache_layers, presented
 from ..rows.captured import Capturing
 from ..rows.layers import SPARE, kinds_of
 from ..rows.request import CallState, ForwardRequest, RequestRead, RowInput, RowsCalls
@@ -52,7 +50,6 @@ class StoreParts(Protocol):
     fingerprint: Fingerprint
     argument_reader: ArgumentReader
     image_inputs: ImageInputs
-    placeholders: Placeholders
     looks: Looks
 
 
@@ -79,7 +76,7 @@ class Opening:
     ) -> None:
         self.model, self.store, self.fingerprint = parts.model, parts.blocks, parts.fingerprint
         self.reader, self.image_inputs = parts.argument_reader, parts.image_inputs
-        self.placeholders, self.looks = parts.placeholders, parts.looks
+        self.looks = parts.looks
         self.salt, self.counters, self.ranks, self.capturing = salt, counters, ranks, capturing
         self.reads_only, self.captures = False, capturing.attach()
         self.has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
@@ -93,27 +90,20 @@ class Opening:
 
     def new_rows(self, state: CallState) -> Rows:
         """Make rows of a call that no forward has run yet."""
-        return Rows(cast("RowsCalls", self), self._kinds, self.looks, state)
+        rows: Rows = presented(self.model, Rows(cast("RowsCalls", self), self._kinds, self.looks, state))
+        return rows
 
     # What a forward asks for.
 
     def read(self, rows: Rows, arguments: Mapping[str, Any]) -> tuple[ForwardRequest, str | None, Seen]:
         """Return what a forward asks for, why it reuses and keeps nothing if its arguments say so, and its images."""
-        if not rows.in_generate and self.placeholders.kinds:
-            self.require_filled(arguments, rows.n)
-        images_of = self.image_inputs
-        seen = Seen(arguments) if images_of.is_plain else images_of.see(arguments, rows)
+        seen, images_of = Seen(arguments), self.image_inputs
+        if not images_of.is_plain:
+            if not rows.in_generate:
+                images_of.require_filled(arguments, rows.n)
+            seen = images_of.see(arguments, rows)
         request = self.reader.read(seen.plain, rows, self.fingerprint.outputs)
         return request, seen.why_whole or request.bypass, seen
-
-    def require_filled(self, arguments: Mapping[str, Any], before: int) -> None:
-        """Refuse a prompt, after `before` columns, with placeholders that nothing fills: images come with each one."""
-        ids = arguments.get("input_ids")
-        if ids is None or (before and ids.shape[-1] == 1):  # a model may generate the id of a placeholder
-            return
-        unfilled = self.placeholders.unfilled(arguments, before)
-        if unfilled is not None:
-            raise CacheArgumentError(f"{unfilled}, or call the model without this cache")
 
     def _read_first(self, rows: Rows, arguments: Mapping[str, Any]) -> FirstForward:
         """Return what a first forward asks for under the model as it is, which the rows' state notes."""
@@ -182,7 +172,7 @@ class Opening:
         for number, row in enumerate(request.rows):
             counted_from = row.pad
             if row.pad and self.reader.takes_positions:
-                counted_from = fingerprint.state_traits.root_padding(row.pad)
+                counted_from = min(row.pad, fingerprint.state_traits.num_pads_that_show)
             if state.chunked is not None:
                 regime = state.regime + state.chunked.shape_of(number, request)
             adapter = "" if state.adapters is None else state.adapters[number]

@@ -8,8 +8,10 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+import torch.distributed as processes
+
 from ..errors import CacheArgumentError, OutOfBlocksError, PagedCacheError
-from ..model.distributed import least_of_ranks, rank
 from ..model.fingerprint import Fingerprint
 from ..rows.request import ForwardRequest
 from ..store.block_store import BlockStore
@@ -25,20 +27,11 @@ _REFUSALS = (CacheArgumentError, OutOfBlocksError, PagedCacheError)
 
 
 class Ranks:
-    """`Ranks` settles things between the ranks that run the forwards of one cache.
-
-    Attributes:
-        is_settled: True if the next forward needs no message: `generate` continues after its prompt.
-    """
+    """`Ranks` settles things between the ranks that run the forwards of one cache."""
 
     def __init__(self, fingerprint: Fingerprint, store: BlockStore) -> None:
-        self.is_settled = False
+        self.is_settled = False  # True: the next forward needs no message, `generate` continues after its prompt
         self._fingerprint, self._store = fingerprint, store
-
-    @property
-    def are_several(self) -> bool:
-        """True if the model is split over several ranks."""
-        return bool(self._fingerprint.rank_groups)
 
     @property
     def may_run_more(self) -> bool:
@@ -49,15 +42,8 @@ class Ranks:
     def agree(self, what: str, same: Mapping[str, object], numbers: Sequence[int] = ()) -> list[int]:
         """Return for each number the least that a rank gives; where ranks have inputs of their own, the number given.
 
-        No lock may be held.
-
-        Args:
-            what: what the ranks are about to do.
-            same: name -> what else must be the same where ranks are passed the same tokens; at most 4 names.
-
-        Raises:
-            PagedCacheError: another rank has refused.
-            CacheArgumentError: something differs that must be the same.
+        Where ranks are passed the same tokens, `same` (4 names at most) must be the same on all, too. It raises what
+        another rank has refused, or what differs. No lock may be held.
         """
         fields: dict[str, object] = {"what is run": what, "block_size": self._store.block_size, **same}
         places = [_MOST] * _NUM_NUMBERS
@@ -73,28 +59,25 @@ class Ranks:
                 for (name, value), low, high in zip([*fields.items()][:num_alike], lows, highs, strict=False)
                 if low != high
             ]
-            error = CacheArgumentError(
-                "the model is split over processes that must all be passed the same, and these are not the same on "
-                f"all: {', '.join(differs)}; nothing was run"
+            raise _of_all_ranks(
+                CacheArgumentError(
+                    "the model is split over processes that must all be passed the same, and these are not the same on "
+                    f"all: {', '.join(differs)}; nothing was run"
+                )
             )
-            error.is_of_all_ranks = True  # type: ignore[attr-defined]
-            raise error
         places = least[2 * _NUM_FIELDS :]
         return [places[at % _NUM_NUMBERS] for at in range(len(numbers))]
 
     def settle(
         self, rows: Any, request: ForwardRequest, numbers: Sequence[int] = (), *, is_kept: bool = True
     ) -> Sequence[int]:
-        """Settle a forward of rows, and return how many tokens of each row every rank knows; see `agree`.
+        """Settle a forward of rows, of which this rank knows `numbers` tokens; return how many every rank knows.
 
-        Args:
-            numbers: number of known tokens of each row that runs.
-            is_kept: whether the forward may reuse and keep something on this rank.
+        Where it `is_kept`, it may reuse and keep something on this rank.
         """
-        if not self.are_several:
+        if not self._fingerprint.rank_groups:
             return numbers
         inputs, limits = request.rows, rows.state.limits
-        is_as_asked = request.num_logits_needed, is_kept, request.keep_columns is None, request.may_alias
         same = {
             "the token ids": [row.token_ids.tobytes() for row in inputs],
             "the columns, padding or positions": [
@@ -105,7 +88,9 @@ class Ranks:
                 *(rows.in_generate, rows.state.is_in_step, sorted(limits.end_of_sequence)),
                 *(limits.num_prompt_columns, limits.max_columns, limits.num_rows),
             ],
-            "what is asked of the forward": is_as_asked,
+            "what is asked of the forward": [
+                *(request.num_logits_needed, is_kept, request.keep_columns is None, request.may_alias),
+            ],
         }
         least = self.agree("a forward", same, numbers)
         self.is_settled = True
@@ -113,7 +98,7 @@ class Ranks:
 
     def settle_resumption(self, num_columns: int, num_new: int) -> None:
         """Settle that a `generate` goes on with rows of so many columns; see `agree`."""
-        if self.are_several:
+        if self._fingerprint.rank_groups:
             self.agree("a generate that goes on", {"the columns of its rows": num_columns, "new columns": num_new})
             self.is_settled = True
 
@@ -124,29 +109,35 @@ class Ranks:
         """
         if (self.is_settled and not always) or not isinstance(error, Exception):
             return
-        if getattr(error, "is_of_all_ranks", False) or not self.are_several:
+        if getattr(error, "is_of_all_ranks", False) or not self._fingerprint.rank_groups:
             return
         kind = next((at for at, each in enumerate(_REFUSALS) if isinstance(error, each)), len(_REFUSALS) - 1)
-        error.is_of_all_ranks = True  # type: ignore[attr-defined]
-        self._exchange([kind * _MAX_RANKS + rank(), *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)], mine=kind)
+        _of_all_ranks(error)
+        refusal = kind * _MAX_RANKS + processes.get_rank()
+        self._exchange([refusal, *[_MOST] * (2 * _NUM_FIELDS + _NUM_NUMBERS)], mine=kind)
 
     def _exchange(self, sent: list[int], *, mine: int | None) -> list[int]:
         """Return the least of what all ranks send; but for refusals, only ranks that are passed the same tokens count.
 
-        Raises PagedCacheError on all ranks if another rank has refused for another kind of reason than `mine`.
+        It waits for the other ranks. Where one has refused for another kind of reason than `mine`, it raises on all.
         """
         received = sent
-        for group in self._fingerprint.rank_groups:
-            if group.share_inputs:
-                received = least_of_ranks(group, received)
-            else:
-                received = [least_of_ranks(group, received)[0], *received[1:]]
+        for ranks in self._fingerprint.rank_groups:
+            least = torch.tensor(received, dtype=torch.int64, device=ranks.device)
+            processes.all_reduce(least, op=processes.ReduceOp.MIN, group=ranks.group)
+            received = least.tolist() if ranks.share_inputs else [int(least[0]), *received[1:]]
         kind, who = divmod(received[0], _MAX_RANKS)
         if received[0] < _MOST and kind != mine:
-            error = _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
-            error.is_of_all_ranks = True  # type: ignore[attr-defined]
-            raise error
+            raise _of_all_ranks(
+                _REFUSALS[kind](f"rank {who} has refused this call, and so do all ranks; the reason stands there")
+            )
         return received
+
+
+def _of_all_ranks(error: Exception) -> Exception:
+    """Mark an error that all ranks raise, so that none tells the others of it; return it."""
+    error.is_of_all_ranks = True  # type: ignore[attr-defined]
+    return error
 
 
 def _mark(value: object) -> int:

@@ -118,7 +118,7 @@ def _run(
         some = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some]
         if going_on is None:
             start = 0 if all(row.pad >= start for row in some) else start
-            going_on = Rows(rows.calls, rows.kinds, rows.looks, CallState("ahead"))
+            going_on = type(rows)(rows.calls, rows.kinds, rows.looks, CallState("ahead"))
             going_on.must_confirm = False
             going_on.may_be_lazy = rows.may_be_lazy
             fill(store, going_on, some, [known[number] for number in numbers], start, stop)

@@ -106,8 +106,12 @@ class SideRows:
 
     def _generate(self, cache: Any, inputs: Mapping[str, Any]) -> Any:
         """Run a prompt; what modules keep of images is as before."""
-        with RopeDeltas(self.model).unchanged(), torch.no_grad():
-            return self.model.generate(**{**inputs, **_FIRST_TOKEN, "past_key_values": cache})
+        deltas = RopeDeltas(self.model)
+        try:
+            with torch.no_grad():
+                return self.model.generate(**{**inputs, **_FIRST_TOKEN, "past_key_values": cache})
+        finally:
+            deltas.put_back()
 
 
 def row_of(tokens: Sequence[int], pad: int = 0, shift: int | None = 0) -> RowInput:
@@ -131,7 +135,7 @@ def run_columns(
     `num_held` columns are before the tokens of `inputs`. Shorter rows are filled up on the right with their own last
     token; no other token sees these. `options` are other arguments of the forward.
     """
-    given = {**(options or {}), cache_argument(reader.model): rows, "use_cache": True, "return_dict": True}
+    given = {**(options or {}), cache_argument(type(reader.model)): rows, "use_cache": True, "return_dict": True}
     if reader.takes_logits_to_keep:
         given["logits_to_keep"] = num_logits
     with torch.no_grad():

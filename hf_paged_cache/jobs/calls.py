@@ -44,7 +44,7 @@ def complete(model: Any, tokenizer: Any, cache: Any, how: How, rows: Mapping[int
     model, config = calls.model, calls.config
     tokens = tokenized(rows, how.column, tokenizer, model.config, how.max_new_tokens)
     for number, ids in zip(numbers, tokens, strict=True):
-        if why := calls.cache.store.placeholders.why_no_text(ids):
+        if why := calls.cache.store.image_inputs.why_no_text(ids):
             raise RowError(number, f"its prompt {why}")
     num_sequences, most_tokens = max(config.num_beams or 1, config.num_return_sequences or 1), math.inf
     num_prompts = 1 if config.prompt_lookup_num_tokens else how.batch_size  # such drafts are for one row

@@ -4,24 +4,29 @@ The digest is part of each row's root. When it changes, blocks that were compute
 reset a cache.
 """
 
+import logging
 import sys
 import threading
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
-from ..blocks import OF_WEIGHTS, Roots, root_hash
+from ..blocks import OF_WEIGHTS, Roots, Window, root_hash
+from ..errors import NotPortableError
 from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
-from .distributed import rank_groups
-from .foreign_code import Numbers, foreign_layer, full_name, functions_of, passed_by_peft
-from .identity import Identities, Look, Settings, adapter_state
+from .foreign_code import Function, foreign_layer, full_name, functions_of, passed_by_peft
+from .identity import Look, Settings, adapter_state, code_of, digest_of_weights, identity_of
 from .layers import cache_layers, windows_of
 from .rope import RopeRegime
-from .support import StateTraits, attention_of, configs_within, is_foreign, read_state_traits
-from .weights import Listing, watch_optimizers
+from .support import StateTraits, attention_of, is_foreign, read_state_traits
+from .weights import Listing, RankGroup, rank_groups, watch_optimizers
+
+logger = logging.getLogger("hf_paged_cache")
 
 _NOISE = ("drop", "jitter", "noise")  # parts of the names of rates that are attributes of modules
 # Prefixes of settings that keys and values do not depend on.
@@ -31,43 +36,46 @@ _NO_CONDITION = (
 )
 OUTPUT_FLAGS = ("output_hidden_states", "output_attentions", "output_router_logits")
 _PLAIN = (bool, int, float, str, list, tuple)
+_TRAINS = attrgetter("training")
 
 
 class Fingerprint:
-    """`Fingerprint` looks at one model, anew for every call, in any thread. It holds the model, and never changes it.
+    """`Fingerprint` looks at one model, anew for every call, in any thread. It never changes the model."""
 
-    Attributes but for `roots` and `is_shared` are as of the last look.
-
-    Args:
-        tried: what a trial has shown of the model's states; None for a model without any.
-        trusts_hooks: somebody has said that foreign code treats each token alike, whatever its call.
-
-    Attributes:
-        roots: roots of the rows that were computed under these digests, with which the hashes of blocks begin.
-        is_shared: True if blocks leave this process by themselves, so that digests mean the same in other processes
-            where they can. Weights are read once: what they compute after a change stays in this process.
-        outputs: outputs that the config asks for in all calls.
-        windows: layer index -> window, for the layers that have one by the model's config.
-        rank_groups: groups of processes over which the weights are split.
-        foreign_code: code in forwards that is neither the model's nor that of a library that treats all tokens alike,
-            in words. It may heed columns, calls or a state of its own.
-        own_forward: forward of a class that neither transformers nor such a library has written, in words. It is the
-            model's, and may change the model from forward to forward.
-        adapter_names: the adapter of each row, where PEFT was given `adapter_names`; else None.
-    """
+    # as of the last look
+    windows: dict[int, Window]  # layer index -> window, for the layers that have one by the model's config
+    outputs: list[str]  # outputs that the config asks for in all calls
+    rank_groups: tuple[RankGroup, ...]  # groups of processes over which the weights are split
+    # code in forwards that is neither the model's nor that of a library that treats all tokens alike, in words: it may
+    # heed columns, calls or a state of its own
+    foreign_code: str | None
+    # forward of a class that neither transformers nor such a library has written, in words: it is the model's, and may
+    # change the model from forward to forward
+    own_forward: str | None
+    adapter_names: list[str] | None  # the adapter of each row, where PEFT was given `adapter_names`
 
     def __init__(self, model: Any, tried: StateTraits | None = None, *, trusts_hooks: bool = False) -> None:
-        self.model, self.trusts_hooks, self._tried = model, trusts_hooks, tried
-        self.roots, self.is_shared, self.identities = Roots(), False, Identities(self._look)
+        self.model, self.trusts_hooks = model, trusts_hooks
+        self._tried = tried  # what a trial has shown of the model's states; None for a model without any
         self.state_traits = tried or StateTraits()
-        self.num_steps = self._num_suspicions = 0
+        self.roots = Roots()  # of the rows that were computed under these digests
+        # True if blocks leave this process by themselves: digests mean the same in other processes where they can.
+        # Weights are read once, and what they compute after a change stays in this process.
+        self.is_shared = False
+        self.num_changes = 0  # that are told: steps of optimizers, and what a check of blocks has found
         self._attention_tried = attention_of(model)
-        self._numbers = Numbers()
         self._lock = new_lock()  # held while the model is looked at
+        self._naming = new_lock()  # held while weights are read
+        self._known: dict[bytes, ModelIdentity] = {}
+        self._weights_read = b"", ""  # part of a digest of weights, digest of their values
+        self._told = set[str]()
         self._settings: Settings | None = None
         self._facts: tuple[object, ...] = ()
+        self._weights: tuple[object, ...] = ()
+        self._forwards: list[Function] = []
+        self._num_weights = self._num_forwards = 0  # how often they have changed
         self._read_config()
-        self._follow(Listing(model))
+        self._follow()
         self._look()
         watch_optimizers(self)
 
@@ -77,11 +85,27 @@ class Fingerprint:
         Cost: a pass over lists of all weights, and one wait for each accelerator; the first shared one reads weights.
         """
         look = self._look()
-        return self.identities.shared_digest(look) if self.is_shared else look.digest
+        if not self.is_shared:
+            return look.digest
+        try:
+            if self._weights_read[0] not in (b"", look.of_weights):
+                raise NotPortableError(
+                    "weights have changed since they were read; build a new store to share blocks again"
+                )
+            return self._identity_of(look).digest
+        except NotPortableError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                logger.warning("PagedPrefixCache: what is computed now is not shared with other processes: %s", error)
+            return look.digest
 
     def identity(self) -> ModelIdentity:
         """Return what the model is now, for other processes, or raise NotPortableError."""
-        return self.identities.of(self._look())
+        return self._identity_of(self._look())
+
+    def identities(self) -> list[ModelIdentity]:
+        """Return the identities that rows were computed under."""
+        return [*self._known.values()]
 
     def may_change_in_a_forward(self) -> bool:
         """Return whether the model may change in the middle of a forward.
@@ -95,56 +119,59 @@ class Fingerprint:
 
     def bypass(self) -> str | None:
         """Return why a forward may neither reuse nor commit blocks, as of the last look; None if it may."""
-        for module in self._droppers:
-            if module.training:
+        for module in filter(_TRAINS, self.listing.modules):
+            if _drops(module):
                 return "a dropout or noise is active; call model.eval()"
-        for module in self._checkpointed:
-            if module.training and module.gradient_checkpointing:  # the forward is refused when it has returned
+            if getattr(module, "gradient_checkpointing", False):  # the forward is refused when it has returned
                 return "gradient checkpointing drops the cache; call model.eval(), or disable it"
-        if getattr(self._embeddings, "training", False) and getattr(self._embeddings, "neftune_noise_alpha", None):
-            return "NEFTune adds noise to embeddings; call model.eval()"
         return self._why_unfit
 
-    def suspect(self) -> None:
-        """Forget all blocks: the model has changed in a way that `digest` does not see."""
-        self._num_suspicions += 1
-
     def _look(self) -> Look:
-        """Look at the model as it is now; numbers of objects mean something in this process alone."""
+        """Look at the model as it is now; numbers of changes mean something in this process alone."""
         with self._lock:
             if not self.listing.is_as_found():
-                self._follow(Listing(self.model, self.listing))
+                self._follow()
             if self.model.config is not self._config or self._configs != self._configs_read:
                 self._read_config()
-            listing = self.listing
+            listing, reading = self.listing, self.listing.read()
             on = [*filter(torch.is_autocast_enabled, listing.device_types)]
             switches = [*map(adapter_state, self._adapters)], [*zip(on, map(torch.get_autocast_dtype, on), strict=True)]
-            weights = listing.number, listing.values(), self.num_steps, self._num_suspicions
-            facts = weights, listing.functions(), listing.scales(), repr(switches), self._settings, self.outputs
+            weights = reading.values, reading.versions, listing, self.num_changes
+            facts = weights, reading.functions, reading.scales, repr(switches), self._settings, self.outputs
             if facts != self._facts:
-                self._found = self._look_closely(weights, switches)
+                if weights != self._weights:
+                    self._num_weights += 1
+                    self._weights = weights
+                self._found = self._look_closely(reading.scales, switches)
                 self._facts = facts  # set last: after an interrupt all of this is done again
             return self._found
 
-    def _look_closely(self, weights: tuple[object, ...], switches: tuple[object, ...]) -> Look:
-        """Say what the model is, where anything is not as at the last look."""
+    def _look_closely(self, scales: list[object], switches: tuple[object, ...]) -> Look:
+        """Say what the model is, where anything is not as at the last look.
+
+        A hook that is taken off leaves the digest of before, and one that is put on gives another one each time, as
+        does each forward that takes another's place.
+        """
         listing, settings = self.listing, self._settings or []
         functions = functions_of(listing.modules)
-        others = [each for each in functions if each.where]
         self.foreign_code, self.own_forward = self._layer_of_others, None
         for each in reversed([each for each in functions if not each.is_uniform]):  # the first of each kind is named
             if each.where:
                 self.foreign_code = f"{full_name(each.code)} hooks or replaces the forward of a {each.where}"
             else:
                 self.own_forward = full_name(each.code)
-        self._runs_foreign_code = bool(self.foreign_code or others)
+        self._runs_foreign_code = self.foreign_code is not None or any(each.where for each in functions)
         # all layers of PEFT have the same hooks
         self.adapter_names, why = passed_by_peft((self.model, *self._adapters[:1]))
         self._why_unfit = self._why_unfit_now(why)
-        numbers = [(each.number, *self._numbers.of(each.code)) for each in functions]
-        of_weights = root_hash(repr(weights).encode())[:OF_WEIGHTS]
-        of_all = root_hash(of_weights, repr((numbers, listing.scales(), switches, settings)).encode())
-        return Look(of_weights + of_all[OF_WEIGHTS:], of_weights, listing, settings, switches)
+        forwards = [each for each in functions if not each.hook]
+        if forwards != self._forwards:
+            self._num_forwards += 1
+            self._forwards = forwards
+        hooks = [(each.module, each.hook) for each in functions if each.hook]
+        of_weights = root_hash(str(self._num_weights).encode())[:OF_WEIGHTS]
+        of_all = root_hash(of_weights, repr((hooks, self._num_forwards, scales, switches, settings)).encode())
+        return Look(of_weights + of_all[OF_WEIGHTS:], of_weights, listing, scales, settings, switches)
 
     def _why_unfit_now(self, why_by_peft: str | None) -> str | None:
         attention, unwatched = self.attention, self.listing.unwatched
@@ -163,16 +190,33 @@ class Fingerprint:
             return f"the weight {unwatched} is kept where changes of it cannot be seen, such as on a disk"
         return why_by_peft
 
+    def _identity_of(self, look: Look) -> ModelIdentity:
+        """Return what a model is, or raise NotPortableError: it has a hook or a closure, or changes meanwhile."""
+        with self._naming:
+            found = self._known.get(look.digest)
+            if found is None:
+                code = code_of(look.listing)
+                if self._weights_read[0] != look.of_weights:
+                    self._weights_read = look.of_weights, digest_of_weights(look.listing)
+                found = identity_of(look, code, self._weights_read[1])
+                if self._look().digest != look.digest:
+                    raise NotPortableError("the model has changed while its weights were read")
+                self._known[look.digest] = found
+            return found
+
     def _read_config(self) -> None:
         """Read the model's config, that of its text, and the configs and mappings within them."""
         config = self.model.config
         of_text = config.get_text_config(decoder=True)
         configs = [config] if of_text is config else [config, of_text]
-        within = configs_within(configs)
+        within = [("", each) for each in configs]
+        for prefix, each in within:  # and those that join meanwhile
+            for name, value in dict(each.__dict__).items():
+                if isinstance(value, PreTrainedConfig) and not any(value is known for _, known in within):
+                    within.append((f"{prefix}{name}.", value))
         held = [each.__dict__ for _, each in within]
         read: list[Any] = [*map(_copied, held)]
-        prefixes = [prefix for prefix, _ in within]
-        settings = [*chain.from_iterable(map(_settings, read, prefixes))]
+        settings = [*chain.from_iterable(map(_settings, read, [prefix for prefix, _ in within]))]
         self._is_causal = getattr(of_text, "is_causal", None) is not False
         self.attention = attention_of(self.model)
         self.outputs = sorted({name for each in configs for name in OUTPUT_FLAGS if getattr(each, name, None)})
@@ -181,20 +225,17 @@ class Fingerprint:
             self._settings = settings
         self._config, self._configs, self._configs_read = config, held, read
 
-    def _follow(self, listing: Listing) -> None:
-        """Follow the model: these are its modules and weights now."""
+    def _follow(self) -> None:
+        """Follow the model: it may have other modules and weights than before."""
+        listing = Listing(self.model)
         modules = listing.modules
         self.rope = RopeRegime(modules)
         if self._tried is not None:
             self.state_traits = read_state_traits(modules, self._tried)
         self._adapters = [module for module in modules if hasattr(module, "_active_adapter")]
-        self._droppers = [module for module in modules if _drops(module)]
         self._layer_of_others = foreign_layer(modules)
-        self._checkpointed: list[Any] = [module for module in modules if hasattr(module, "gradient_checkpointing")]
-        self._embeddings = self.model.get_input_embeddings()
         self.rank_groups = rank_groups(self.model)
         self.listing = listing  # set last: after an interrupt all of this is done again
-        self._facts = ()
 
 
 def _copied(value: Any) -> Any:

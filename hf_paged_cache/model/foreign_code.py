@@ -2,9 +2,7 @@
 
 import sys
 from collections.abc import Iterable
-from itertools import count
 from typing import Any, NamedTuple
-from weakref import ref
 
 from torch import nn
 from torch.nn.modules import module as everywhere
@@ -28,24 +26,26 @@ _UNIFORM_PACKAGES = (
 class Function(NamedTuple):
     """`Function` is one that may change what a module computes."""
 
-    number: int  # of the module that it is on; -1: it is the forward of a class; -2: it is a hook of all modules
+    module: int  # number of the module that it is on; -1: of all modules, or of a class
     where: str  # name of the module's class; "" for the forward of a class
     code: Any
     is_uniform: bool  # it is of a package that treats all tokens alike, as is all that it wraps
+    hook: int = 0  # number that torch gives a hook, and gives no other; 0: it is a forward
 
 
 def functions_of(modules: list[nn.Module]) -> list[Function]:
     """List functions on modules that may change what these compute, then the forward of each class."""
-    found = [
-        Function(-2, type(modules[0]).__name__, each, _is_from(_UNIFORM_PACKAGES, each, modules[0]))
-        for each in (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values())
-    ]
+    top, found = modules[0], list[Function]()
+    for hooks in (everywhere._global_forward_hooks, everywhere._global_forward_pre_hooks):
+        for key, each in hooks.items():
+            found.append(Function(-1, type(top).__name__, each, _is_from(_UNIFORM_PACKAGES, each, top), key))
     for number, module in enumerate(modules):
-        replaced = [module.__dict__[name] for name in REPLACED if name in module.__dict__]
-        for each in (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), *replaced):
+        on_it: list[tuple[int, Any]] = [*module._forward_hooks.items(), *module._forward_pre_hooks.items()]
+        on_it += [(0, module.__dict__[name]) for name in REPLACED if name in module.__dict__]
+        for key, each in on_it:
             if not _is_from(_NEUTRAL_PACKAGES, each, module):
                 is_uniform = _is_from(_UNIFORM_PACKAGES, each, module)
-                found.append(Function(number, type(module).__name__, each, is_uniform))
+                found.append(Function(number, type(module).__name__, each, is_uniform, key))
     kinds: list[Any] = [*dict.fromkeys(map(type, modules))]
     forwards = [kind.forward for kind in kinds]
     return found + [Function(-1, "", each, f"{module_name(each)}.".startswith(_UNIFORM_PACKAGES)) for each in forwards]
@@ -109,27 +109,3 @@ def _is_from(packages: tuple[str, ...], function: Any, module: nn.Module) -> boo
             return False
         function = getattr(function, "__wrapped__", None)
     return True
-
-
-class Numbers:
-    """`Numbers` gives each function a number that no other has had, and keeps none alive."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}  # id -> reference, number
-        self._next = count(1)
-
-    def of(self, function: Any) -> tuple[int, int]:
-        """Return the numbers of a function and of its owner: a bound method is another object each time it is read."""
-        owner = getattr(function, "__self__", None)
-        return self._of(getattr(function, "__func__", function)), self._of(owner)
-
-    def _of(self, thing: Any) -> int:
-        reference, number = self._known.get(id(thing), (None, 0))
-        if not number or (reference() if type(reference) is ref else reference) is not thing:
-            try:
-                reference = ref(thing)
-            except TypeError:  # its type has no weak references
-                reference = thing
-            number = next(self._next)
-            self._known[id(thing)] = reference, number
-        return number

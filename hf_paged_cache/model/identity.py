@@ -1,6 +1,6 @@
 """Describes a model so that the description means the same in another process and on another machine.
 
-A digest counts writes and numbers functions, which mean nothing elsewhere. An identity has only names, values, shapes
+A digest counts changes, which mean nothing elsewhere. An identity has only names, values, shapes
 and versions, and costs a pass over all weights. What cannot be named so stays in its process.
 """
 
@@ -8,8 +8,6 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
-import logging
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,16 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NotPortableError
-from ..locks import new_lock
 from ..tiers.saved_file import ModelIdentity
-from .foreign_code import Function, full_name, functions_of, module_name, name_of
+from .foreign_code import full_name, functions_of, module_name, name_of
 from .weights import Listing, plain_tensors
 
-logger = logging.getLogger("hf_paged_cache")
-
-_MOST_REMEMBERED = 256  # most identities that are remembered
 _CHUNK_BYTES = 2**26  # most bytes of a device's weights that are on the host at a time
-_THREADS = 4  # number of threads that hash; SHA-256 lets other threads run meanwhile
+_THREADS = 4  # number of threads that hash
 # what a config says of a model beside how it computes; `save_pretrained` sets the last two
 _NO_SETTINGS = {"_name_or_path", "transformers_version", "name_or_path", "architectures", "dtype"}
 Settings = list[tuple[str, object]]  # (name, value) of each setting of a config
@@ -40,60 +34,12 @@ class Look(NamedTuple):
     digest: bytes  # of all the rest, for this process
     of_weights: bytes  # the first bytes of `digest`, which depend on weights alone
     listing: Listing
+    scales: list[object]  # of rotary frequencies
     settings: Settings
     switches: tuple[object, ...]  # state of adapters and autocast, numbers and names alone
 
 
-class Identities:
-    """`Identities` remembers which identities a model has had: what its digests mean to other processes.
-
-    Weights are read once, and again where `of` is asked after a change of them. `look` looks at the model as it is now.
-    """
-
-    def __init__(self, look: Callable[[], Look]) -> None:
-        self._look, self._lock = look, new_lock()
-        self._known: dict[bytes, ModelIdentity] = {}
-        self._weights_read: tuple[bytes, str] | None = None  # part of a digest of weights, digest of their values
-        self._told = set[str]()
-
-    def all(self) -> list[ModelIdentity]:
-        """Return the identities that rows were computed under."""
-        return [*self._known.values()]
-
-    def shared_digest(self, look: Look) -> bytes:
-        """Return the digest of an identity, or that of this process, with a warning that says why it has no other."""
-        try:
-            if self._weights_read is not None and self._weights_read[0] != look.of_weights:
-                raise NotPortableError(
-                    "weights have changed since they were read; build a new store to share blocks again"
-                )
-            return self.of(look).digest
-        except NotPortableError as error:
-            if str(error) not in self._told:
-                self._told.add(str(error))
-                logger.warning("PagedPrefixCache: what is computed now is not shared with other processes: %s", error)
-            return look.digest
-
-    def of(self, look: Look) -> ModelIdentity:
-        """Return what a model is, or raise NotPortableError: it has a hook or a closure, or changes meanwhile."""
-        with self._lock:
-            found = self._known.get(look.digest)
-            if found is None:
-                code = {name for function in functions_of(look.listing.modules) for name in _code_of(function)}
-                if self._weights_read is None or self._weights_read[0] != look.of_weights:
-                    with ThreadPoolExecutor(_THREADS) as threads:
-                        digests = [*threads.map(_digest, (tensor for _, tensor in look.listing.weights))]
-                    self._weights_read = look.of_weights, _sha256("\n".join(digests).encode())
-                found = _identify(look, code, self._weights_read[1])
-                if self._look().digest != look.digest:
-                    raise NotPortableError("the model has changed while its weights were read")
-                if len(self._known) >= _MOST_REMEMBERED:
-                    self._known.pop(next(iter(self._known)))
-                self._known[look.digest] = found
-            return found
-
-
-def _identify(look: Look, code: set[str], weights_digest: str) -> ModelIdentity:
+def identity_of(look: Look, code: list[str], of_weights: str) -> ModelIdentity:
     """Describe what a model is, given names of the code of its forwards and the digest of its weights."""
     modules, weights = look.listing.modules, look.listing.weights
     kinds = [type(module).__qualname__ for module in modules]
@@ -106,11 +52,11 @@ def _identify(look: Look, code: set[str], weights_digest: str) -> ModelIdentity:
         "model": f"{first.__module__.rpartition('.')[2]}.{first.__qualname__}",
         "dtype": ", ".join(sorted(map(str, dtypes))),
         "modules": _sha256("\n".join([*kinds, *shapes]).encode()),
-        "weights": weights_digest,
-        "rope": _sha256(rope + repr(look.listing.scales()).encode()),
+        "weights": of_weights,
+        "rope": _sha256(rope + repr(look.scales).encode()),
         "settings": _sha256(json.dumps(named, sort_keys=True).encode()),
         "adapters and autocast": repr(look.switches),
-        "code": _sha256("\n".join(sorted(code)).encode()),
+        "code": _sha256("\n".join(code).encode()),
         "transformers": _version("transformers"),
         "torch": _version("torch"),
     }
@@ -123,13 +69,20 @@ def sampled_digest(model: Any) -> str:
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
     adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
     weights = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in listing.weights]
-    return _sha256(repr((sorted(settings.items()), adapters, weights, listing.values()[0])).encode())
+    return _sha256(repr((sorted(settings.items()), adapters, weights, listing.values())).encode())
 
 
 def adapter_state(module: nn.Module) -> list[object]:
     """Return what a layer with PEFT's adapters heeds besides weights: numbers and names."""
     names = "_active_adapter", "_disable_adapters", "scaling", "merged_adapters"
     return [getattr(module, name, None) for name in names]
+
+
+def digest_of_weights(listing: Listing) -> str:
+    """Return a digest of all weights, or raise NotPortableError. SHA-256 lets other threads run meanwhile."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        digests = [*threads.map(_digest, (tensor for _, tensor in listing.weights))]
+    return _sha256("\n".join(digests).encode())
 
 
 def _digest(tensor: Tensor) -> str:
@@ -150,28 +103,30 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.cpu().contiguous().view(torch.uint8).numpy().data
 
 
-def _code_of(function: Function) -> Iterator[str]:
-    """Yield names of a forward and of what it wraps, but for code of packages whose versions are in the identity."""
-    if function.where:
-        raise NotPortableError(
-            f"{full_name(function.code)} hooks or replaces the forward of a {function.where}, and what it does cannot "
-            "be named for another process; take it off"
-        )
-    code = function.code
-    while code is not None:
-        code = getattr(code, "__func__", code)
-        if module_name(code).partition(".")[0] not in _PACKAGES:
-            if "<locals>" in name_of(code):
-                raise NotPortableError(
-                    f"{full_name(code)} computes a forward, and is defined inside another function, so that it cannot "
-                    "be named for another process"
-                )
-            try:
-                source = Path(inspect.getfile(code)).read_bytes()
-            except (OSError, TypeError) as error:
-                raise NotPortableError(f"the source of {full_name(code)} cannot be read: {error}") from error
-            yield f"{name_of(code)} {_sha256(source)}"
-        code = getattr(code, "__wrapped__", None)
+def code_of(listing: Listing) -> list[str]:
+    """Return names of forwards and of what they wrap, but for code of packages whose versions are in the identity."""
+    found = set[str]()
+    for code, where in [(each.code, each.where) for each in functions_of(listing.modules)]:
+        if where:
+            raise NotPortableError(
+                f"{full_name(code)} hooks or replaces the forward of a {where}, and what it does cannot be named for "
+                "another process; take it off"
+            )
+        while code is not None:
+            code = getattr(code, "__func__", code)
+            if module_name(code).partition(".")[0] not in _PACKAGES:
+                if "<locals>" in name_of(code):
+                    raise NotPortableError(
+                        f"{full_name(code)} computes a forward, and is defined inside another function, so that it "
+                        "cannot be named for another process"
+                    )
+                try:
+                    source = Path(inspect.getfile(code)).read_bytes()
+                except (OSError, TypeError) as error:
+                    raise NotPortableError(f"the source of {full_name(code)} cannot be read: {error}") from error
+                found.add(f"{name_of(code)} {_sha256(source)}")
+            code = getattr(code, "__wrapped__", None)
+    return sorted(found)
 
 
 def _version(package: str) -> str:

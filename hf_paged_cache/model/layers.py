@@ -98,56 +98,26 @@ def _cache_class_in(module: str) -> Any:
 
 
 def presented(model: nn.Module, cache: Any) -> Any:
-    """Return the cache as the model takes it: a view, where it insists on a class of its own."""
+    """Return the cache, which from here on says that it is of the class that the model insists on, if it does."""
     own = own_cache_class(model)
-    return cache if own is None or cache is None or isinstance(cache, own) else _view_class(own)(cache)
-
-
-def present_before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Put a view of a cache of ours into the arguments of a forward: a forward pre-hook."""
-    cache = kwargs.get("past_key_values")
-    if not getattr(cache, "is_paged_prefix_cache", False):
-        return None
-    return args, {**kwargs, "past_key_values": presented(model, cache)}
-
-
-def take_back_after_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """Put the cache itself back into the output of a forward: a forward hook."""
-    if isinstance(output, tuple):
-        return tuple(map(_shown, output))
-    if isinstance(getattr(output, "past_key_values", None), _View):
-        output.past_key_values = _shown(output.past_key_values)
-    return output
-
-
-def _shown(cache: Any) -> Any:
-    return cache.shown_cache if isinstance(cache, _View) else cache
-
-
-class _View:
-    """`_View` answers like the cache that it shows; states go by the model's names for them."""
-
-    def __init__(self, cache: Any) -> None:
-        self.shown_cache = cache
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("shown_cache", "get_linear_cache", "set_linear_cache", "__class__", "__dict__"):
-            return object.__getattribute__(self, name)
-        return getattr(self.shown_cache, name)
-
-    def __len__(self) -> int:
-        return len(self.shown_cache)
-
-    def get_linear_cache(self, layer_idx: int) -> Any:
-        """Return the state of a layer, or None where the layer's rows have none yet."""
-        return self.shown_cache.get_recurrent_state(layer_idx)
-
-    def set_linear_cache(self, layer_idx: int, states: Any) -> None:
-        """Keep what a forward leaves as a layer's state."""
-        self.shown_cache.update_recurrent_state(states, layer_idx)
-        self.shown_cache.layers[layer_idx].has_previous_state[0] = True  # otherwise only a convolution sets it
+    if own is not None and not isinstance(cache, own):
+        cache.__class__ = _posing(cache.__class__, own)
+    return cache
 
 
 @lru_cache(maxsize=16)
-def _view_class(own: type) -> Any:
-    return type(f"{own.__name__}View", (_View, own), {})
+def _posing(kind: type, own: type) -> Any:
+    return type(kind.__name__, (_LinearCache, kind), {"__class__": property(lambda _: own)})
+
+
+class _LinearCache:
+    """`_LinearCache` has the names that a model of MiniMax's kind calls the states of its layers by."""
+
+    def get_linear_cache(self: Any, layer_idx: int) -> Any:
+        """Return the state of a layer, or None where the layer's rows have none yet."""
+        return self.get_recurrent_state(layer_idx)
+
+    def set_linear_cache(self: Any, layer_idx: int, states: Any) -> None:
+        """Keep what a forward leaves as a layer's state."""
+        self.update_recurrent_state(states, layer_idx)
+        self.layers[layer_idx].has_previous_state[0] = True  # otherwise only a convolution sets it

@@ -79,19 +79,8 @@ class RopeDeltas:
         self._modules: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._held = [module.rope_deltas for module in self._modules]
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """Let the modules keep, at the end, what they kept when this was made."""
-        try:
-            yield
-        finally:
-            for module, deltas in zip(self._modules, self._held, strict=True):
-                module.rope_deltas = deltas
-
-    def put_back(self, sources: list[int], num_rows: int) -> None:
-        """Let the modules keep what was remembered, for the rows `sources` of a batch of `num_rows` rows."""
+    def put_back(self, num_rows: int = 0) -> None:
+        """Let the modules keep what was remembered, for each of so many rows."""
         for module, deltas in zip(self._modules, self._held, strict=True):
-            if deltas is None or not len(deltas) or num_rows % len(deltas):
-                continue
-            index = torch.tensor(sources, device=deltas.device) // (num_rows // len(deltas))
-            module.rope_deltas = deltas.index_select(0, index)
+            times = 1 if deltas is None else max(1, num_rows // max(1, len(deltas)))
+            module.rope_deltas = deltas if times == 1 else deltas.repeat_interleave(times, dim=0)

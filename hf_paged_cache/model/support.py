@@ -2,7 +2,7 @@
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from math import inf, lcm
@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 
 import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..errors import UnsupportedModelError
+from ..wording import brief
 from .layers import HELD_LAYERS, cache_layers, has_index, has_state, holds_nothing, own_cache_class, windows_of
 
 # The version of transformers whose model types all ran in tests/conformance; results.json has the results.
@@ -20,7 +21,6 @@ TESTED_VERSION = "5.23.0"
 _OWN_ATTENTION = frozenset(
     ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 )
-_MAX_QUOTED = 200
 _WHICH_ADAPTERS = "only adapters that change layers, such as LoRA, are supported"
 EVERY_PAD = 1 << 62  # more columns of padding than there are
 
@@ -73,7 +73,7 @@ def require_supported(model: object) -> None:
         layers = cache_layers(model)
     except Exception as error:
         raise UnsupportedModelError(
-            f"{type(model).__name__}: transformers cannot make a DynamicCache of its config ({quoted(error)})"
+            f"{type(model).__name__}: transformers cannot make a DynamicCache of its config ({brief(error)})"
         ) from error
     if why := _why_layers_are_unfit(model, layers):
         raise UnsupportedModelError(f"{type(model).__name__}{why}")
@@ -85,7 +85,7 @@ def _why_forwards_are_unfit(model: PreTrainedModel) -> str:
         return " is an encoder-decoder model; only decoders that generate alone are supported"
     if not model.can_generate():
         return " cannot generate; pass the model with a language-modeling head"
-    if not takes(model, cache_argument(model)):
+    if not takes(model, cache_argument(type(model))):
         return ".forward takes no past_key_values, so it cannot use a cache of keys and values"
     takes_dynamic_cache = getattr(type(model), "_supports_default_dynamic_cache", None)
     if takes_dynamic_cache is not None and not takes_dynamic_cache() and own_cache_class(model) is None:
@@ -123,12 +123,6 @@ def _why_layers_are_unfit(model: PreTrainedModel, layers: Sequence[Any]) -> str:
             "DynamicCache and the model's own forward without a cache disagree, so there is no result to keep"
         )
     return ""
-
-
-def quoted(error: Exception) -> str:
-    """Quote another library's error: its type and the first line of its text, cut to one short sentence."""
-    line = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {line if len(line) <= _MAX_QUOTED else line[: _MAX_QUOTED - 3] + '...'}"
 
 
 def _what_was_given(thing: object) -> str:
@@ -173,16 +167,6 @@ def leaves_doubt(model: PreTrainedModel) -> bool:
     )
 
 
-def configs_within(configs: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return these configs and those that they hold, each with what begins the names of its settings."""
-    within = [("", each) for each in configs]
-    for prefix, each in within:  # and those that join meanwhile
-        for name, value in dict(each.__dict__).items():
-            if isinstance(value, PreTrainedConfig) and not any(value is known for _, known in within):
-                within.append((f"{prefix}{name}.", value))
-    return within
-
-
 def attention_of(model: PreTrainedModel) -> str | None:
     """Return the name of the attention of transformers that the model's decoder is set to."""
     name: str | None = getattr(model.config.get_text_config(decoder=True), "_attn_implementation", None)
@@ -211,33 +195,24 @@ def numbers_columns(model: PreTrainedModel) -> bool:
         return False
     kinds: set[Any] = {type(module) for module in model.modules()}
     return any(
-        {"arange", "get_seq_length"} <= _names_of(kind.forward) and "position_ids" in arguments_of(kind)
+        {"arange", "get_seq_length"} <= _names_of(kind.forward)
+        and "position_ids" in inspect.signature(kind.forward).parameters
         for kind in kinds
     )
 
 
-def cache_argument(model: Any) -> str:
-    """Return the name under which the model's forward takes a cache: "cache_params", or as most "past_key_values"."""
-    kind: Any = type(model)
-    names = arguments_of(kind)
+def _cache_argument(kind: Any) -> str:
+    """Return the name under which a class's forward takes a cache: "cache_params", or as most "past_key_values"."""
+    names = inspect.signature(kind.forward).parameters
     return "cache_params" if "cache_params" in names and "past_key_values" not in names else "past_key_values"
 
 
-@lru_cache(maxsize=256)
-def arguments_of(kind: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the arguments of a class's forward, by name."""
-    return inspect.signature(kind.forward).parameters
+cache_argument: Callable[[Any], str] = lru_cache(maxsize=256)(_cache_argument)
 
 
 def takes(model: PreTrainedModel, argument: str) -> bool:
     """Return whether the model's forward has an argument of that name."""
     return argument in inspect.signature(model.forward).parameters
-
-
-def default_arguments(model: PreTrainedModel) -> dict[str, Any]:
-    """Return name -> default, for each argument of the model's forward that may be left out."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    return {each.name: each.default for each in parameters if each.default is not each.empty}
 
 
 def is_no_decoder(model: PreTrainedModel) -> bool:
@@ -261,53 +236,41 @@ def _names_of(function: Any) -> set[str]:
 
 
 class StateTraits(NamedTuple):
-    """`StateTraits` says what is to be heeded where the states of a model are kept.
+    """`StateTraits` says what is to be heeded where the states of a model are kept."""
 
-    Attributes:
-        chunk: number of tokens that the model's kernels compute at once. Split at a multiple of it, a forward rounds as
-            if it were not split.
-        clamps_one_token: True if one token is computed otherwise than several. Then a prompt never ends in a forward of
-            one token, and a state that was made token by token is not that of a prompt.
-        num_pads_that_show: `EVERY_PAD` if states, keys and values depend on padding before a row; else 0.
-    """
-
+    # tokens that kernels compute at once: split at a multiple of it, a forward rounds as if it were not split
     chunk: int = 1
+    # one token is computed otherwise than several: a prompt never ends in a forward of one token, and a state that was
+    # made token by token is not that of a prompt
     clamps_one_token: bool = False
-    num_pads_that_show: int = 0
-
-    def root_padding(self, pad: int) -> int:
-        """Return the part of a row's padding that belongs to the row's root."""
-        return min(pad, self.num_pads_that_show)
+    num_pads_that_show: int = 0  # `EVERY_PAD` if states, keys and values depend on padding before a row; else 0
 
 
 def read_state_traits(modules: Iterable[nn.Module], tried: StateTraits) -> StateTraits:
     """Return the traits that the modules of a model with states show, or that a trial has shown."""
     modules = [module for module in modules if hasattr(module, "layer_idx")]  # the modules that use a cache
-    return StateTraits(
-        lcm(tried.chunk, *_chunks(modules)),
-        tried.clamps_one_token or any(map(_limits_time_steps, modules)),
-        EVERY_PAD if any(map(_shows_padding, modules)) else tried.num_pads_that_show,
-    )
+    chunk, clamps_one_token, num_pads = tried
+    for module in modules:
+        limit = getattr(module, "time_step_limit", None)  # of which the step of one token is never told
+        if isinstance(limit, tuple | list) and len(limit) == 2 and (limit[0] > 0 or limit[1] < inf):
+            clamps_one_token = True
+        if _shows_padding(module):
+            num_pads = EVERY_PAD
+    return StateTraits(lcm(chunk, *_chunks({type(module) for module in modules})), clamps_one_token, num_pads)
 
 
-def _chunks(modules: list[nn.Module]) -> Iterator[int]:
+def _chunks(kinds: Iterable[Any]) -> Iterator[int]:
     """Yield the defaults of `chunk_size` in functions that forwards call: gated delta rules solve for a chunk at once.
 
     A kernel that is told a size by the config (Mamba 2) sums up, and rounds alike wherever it is split.
     """
-    for kind in {type(module) for module in modules}:
+    for kind in kinds:
         forward: Any = inspect.unwrap(kind.forward)
         for name in _names_of(forward):
             with suppress(TypeError, ValueError):  # what has no signature, such as a builtin
                 parameter = inspect.signature(forward.__globals__.get(name)).parameters.get("chunk_size")
                 if parameter is not None and isinstance(parameter.default, int):
                     yield parameter.default
-
-
-def _limits_time_steps(module: nn.Module) -> bool:
-    """Return whether time steps are clamped, which the step of one token is never told."""
-    limit = getattr(module, "time_step_limit", None)
-    return isinstance(limit, tuple | list) and len(limit) == 2 and (limit[0] > 0 or limit[1] < inf)
 
 
 def _shows_padding(module: nn.Module) -> bool:

@@ -21,8 +21,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from ..errors import UnsupportedModelError
+from ..wording import brief
 from .layers import cache_layers, has_keys, has_state, presented, states_of, streams_of
-from .support import EVERY_PAD, StateTraits, cache_argument, is_no_decoder, other_version, quoted, takes
+from .support import EVERY_PAD, StateTraits, cache_argument, is_no_decoder, other_version, takes
 
 NUM_COLUMNS = 24
 NUM_CACHED = 16
@@ -118,7 +119,7 @@ def dynamic_cache(model: PreTrainedModel) -> DynamicCache:
 
 def run_columns(model: PreTrainedModel, inputs: _Inputs, cache: Any, start: int, stop: int, **options: Any) -> Any:
     """Run a forward of the columns `[start, stop)`, after those that the cache holds; return its output."""
-    argument = cache_argument(model)
+    argument = cache_argument(type(model))
     wants_new_columns = argument == "cache_params" and isinstance(cache, DynamicCache)  # a cache of ours cuts the mask
     mask_begins = start if wants_new_columns else 0
     columns = {
@@ -170,11 +171,8 @@ def require_continuable(model: PreTrainedModel, *, if_it_runs: bool = False) -> 
 
     Cost: about ten short forwards, until the model has passed.
 
-    Args:
-        if_it_runs: accept a model that cannot be tried, such as one whose adapters want an argument in each call.
-
-    Returns:
-        what is seen of the model's states beyond what its modules say; None for a model without any.
+    With `if_it_runs`, a model is accepted that cannot be tried, such as one whose adapters want an argument in each
+    call. It returns what is seen of the model's states beyond what its modules say; None for a model without any.
     """
     if model not in _passed:
         reason, was_tried = _try(model)
@@ -215,7 +213,7 @@ def _try(model: PreTrainedModel) -> tuple[str, bool]:
             raise
         except Exception as error:  # noqa: BLE001 (a model may raise anything)
             what = "continued after a cache" if was_run else "run on token ids alone"
-            return f"it cannot be {what} ({quoted(error)})", was_run
+            return f"it cannot be {what} ({brief(error)})", was_run
     _passed[model] = traits
     return "", True
 

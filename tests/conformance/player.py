@@ -168,7 +168,7 @@ class Player:
         if self.store.argument_reader.takes_logits_to_keep:
             arguments["logits_to_keep"] = 1
         model = copy.deepcopy(self.model) if self._rope_changes else self.model
-        name = cache_argument(model)
+        name = cache_argument(type(model))
         with torch.no_grad():
             try:
                 wanted = model(**{**arguments, name: presented(model, dynamic_cache(model))}).logits
