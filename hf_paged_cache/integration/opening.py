@@ -80,7 +80,6 @@ class Opening:
         self.salt, self.counters, self.ranks, self.capturing = salt, counters, ranks, capturing
         self.reads_only, self.captures = False, capturing.attach()
         self.has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
-        self.carries_states = self.store.has_states
         self._kinds = kinds_of(cache_layers(self.model))._replace(  # rows of a model that has changed get more layers
             windows=self.store.window_of,
             margin=self.store.block_size + _MOST_TAKEN_BACK,
@@ -152,7 +151,7 @@ class Opening:
         fingerprint = self.fingerprint
         why = fingerprint.bypass()
         if why is None and fingerprint.rank_groups:
-            return "layers carry states, and other processes share the model" if self.carries_states else None
+            return "layers carry states, and other processes share the model" if self.store.has_states else None
         if why is None and fingerprint.windows != self.store.window_of:
             return _OTHER_WINDOWS
         return why
