@@ -1,11 +1,12 @@
 """Nearly every scene of benchmarks/ runs once on a tiny model, and gives the tokens that DynamicCache gives.
 
-No time is tested.
+No time is tested. Of the soak some seconds run, in a process of its own; half an hour is a command.
 """
 
 import json
 import math
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -153,3 +154,18 @@ def test_bad_options_are_refused_before_a_model_is_loaded(
         bench_generate.main(arguments)
     assert ended.value.code == 2
     assert "error: " in capsys.readouterr().err
+
+
+def test_a_short_soak_loses_no_block_and_gives_no_wrong_result(tmp_path: Path) -> None:
+    path = tmp_path / "soak.json"
+    command = [sys.executable, "-m", "benchmarks.soak", "--minutes", "0.25", "--seed", "0", "--shrink", "60"]
+    run = subprocess.run(
+        [*command, "--json", str(path)], cwd=BENCHMARKS.parent, capture_output=True, text=True, timeout=900
+    )
+    assert run.returncode == 0, f"{run.stdout[-8000:]}\n{run.stderr[-8000:]}"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    assert report["problems"] == []
+    assert report["counts"]["calls"] > 30
+    assert report["num_faults"] > 5
+    assert report["faults"]["interrupt"] > 0
+    assert report["counts"]["times at rest"] > 0

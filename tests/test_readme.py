@@ -1,14 +1,17 @@
-"""The Python of the README and other pages, the README's diff, and examples in docstrings run on a tiny model."""
+"""Python of the README and other pages, the README's diff and docstrings run on a tiny model, as pictures are drawn."""
 
 import doctest
 import pkgutil
 import re
+import runpy
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -16,6 +19,7 @@ import hf_paged_cache
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+PICTURES = ROOT / "docs" / "pictures"
 PAGES = [
     README,
     *(
@@ -162,3 +166,19 @@ def test_a_public_name_is_what_it_names_whatever_was_imported_before() -> None:
     for name in MODULES:
         import_module(name)
     assert not [name for name in hf_paged_cache.__all__ if isinstance(getattr(hf_paged_cache, name), ModuleType)]
+
+
+def test_the_example_of_how_it_works_is_what_a_cache_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    drawer = runpy.run_path(str(PICTURES / "draw_blocks.py"))
+    assert drawer["draw"]([*drawer["play"]()]) == (PICTURES / "blocks.svg").read_text("utf-8")
+
+
+@pytest.mark.parametrize("path", [*PICTURES.glob("*.svg")], ids=lambda path: path.stem)
+def test_a_picture_has_a_title_and_both_schemes(path: Path) -> None:
+    root = ElementTree.parse(path).getroot()
+    title, style = (root.find(f"{{http://www.w3.org/2000/svg}}{name}") for name in ("title", "style"))
+    assert title is not None
+    assert title.text
+    assert style is not None
+    assert "prefers-color-scheme: dark" in (style.text or "")

@@ -8,19 +8,24 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from transformers import PreTrainedConfig
 
+from . import zoo
 from .examine import DEFECTS, TypeResult, examine
 from .report import STORED, counts, load, table
 from .scenes import SCENES
 from .windows import WINDOWS
 from .zoo import VARIANTS, model_types
+from .zoo_settings import CANNOT_BUILD
 
 COMMON = ("llama", "mistral", "gemma3_text", "bloom")
 SEED = 1458  # of the part that is run, so that it has each window; another one with each release
 NUM_WINDOWS = 4  # of each type that has some; the next type plays others
 MOST_NOT_BUILT = 4
 LEAST_IDENTICAL = 168
+KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "block_types")
 
 
 def chosen() -> list[str]:
@@ -104,3 +109,37 @@ def test_every_type_that_transformers_lists_is_stored(stored: dict[str, Any]) ->
 def test_the_docs_table_is_made_of_what_is_stored(stored: dict[str, Any]) -> None:
     page = STORED.parents[2] / "docs" / "supported_models.md"
     assert page.read_text(encoding="utf-8") == table(stored)
+
+
+def kinds_of_layers(config: PreTrainedConfig) -> set[tuple[str, str]]:
+    return {(name, kind) for name in KINDS for kind in getattr(config, name, None) or ()}
+
+
+def test_all_types_have_a_tiny_configuration_with_every_kind_of_layer_of_the_default() -> None:
+    for name in [*model_types(), *VARIANTS]:
+        if name in CANNOT_BUILD:
+            continue
+        _, config = zoo.configuration(name)
+        tiny, default = config.get_text_config(decoder=True), type(config)().get_text_config(decoder=True)
+        assert kinds_of_layers(default) <= kinds_of_layers(tiny), name
+        assert tiny.vocab_size <= 260, name
+        assert getattr(tiny, "hidden_size", 64) <= 64, name
+
+
+def test_a_model_is_the_same_for_the_same_seed_and_leaves_the_generator_as_it_was() -> None:
+    torch.manual_seed(7)
+    state = torch.random.get_rng_state()
+    first, again, other = (zoo.build("mixtral", seed).state_dict() for seed in (3, 3, 4))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(tensor, again[name]) for name, tensor in first.items())
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_what_has_no_tiny_model_says_why_and_an_unknown_name_is_an_error() -> None:
+    assert len(CANNOT_BUILD) <= 4
+    for name in CANNOT_BUILD:
+        with pytest.raises(zoo.CannotBuildError, match=name):
+            zoo.build(name)
+    for name in ("no_such_type", "llama@no_such_variant"):
+        with pytest.raises(KeyError):
+            zoo.build(name)
