@@ -79,6 +79,11 @@ def _assert_close(name: str, wanted: Any, got: Any) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * scale, msg=lambda why: f"{name}: {why}")
 
 
+def assert_near(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    """What a forward gives is within `TOLERANCE` of the largest number that is wanted."""
+    torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.detach().abs().max()))
+
+
 def assert_right(
     model: PreTrainedModel, cache: PagedPrefixCache, *, reused: int | None = None, **arguments: Any
 ) -> Any:

@@ -12,7 +12,7 @@ from hf_paged_cache import PagedPrefixCache
 from hf_paged_cache.attention import causal
 
 from ..internals import note_served, split_everywhere
-from ..reference import assert_right, assert_same, batch, is_same, row, run, zero_blocks
+from ..reference import assert_near, assert_right, assert_same, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 KNOWN = (1, 40)
@@ -72,7 +72,7 @@ def test_only_what_is_causal_is_served(what: str, served: list[bool]) -> None:
             model(ids[:, :40], past_key_values=cache, attention_mask=mask[..., :40, :40])
             rest = mask[..., 40:, :]
             outputs.append(model(ids[:, 40:], past_key_values=cache, attention_mask=rest).logits)
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
+    assert_near(*outputs)
     assert not served  # a forward with a mask of one's own is bypassed
     square = causal.CausalSquare(40, ids.shape[1], None)  # as where transformers makes such a mask
     assert square.is_causal(mask[..., 40:, :]) == (what == "numbers")
@@ -101,7 +101,7 @@ def test_a_mask_that_is_written_between_layers_is_looked_at_again(served: list[b
         with torch.no_grad():
             model(ids[:, :40], past_key_values=cache)
             outputs.append(model(ids[:, 40:], past_key_values=cache).logits)
-    torch.testing.assert_close(*outputs, rtol=0, atol=1e-4 * float(outputs[1].abs().max()))
+    assert_near(*outputs)
     assert served == [True, False]
 
 

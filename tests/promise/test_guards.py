@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache
 
 from ..internals import failing_forward
-from ..reference import IDS, PROMPT, TOLERANCE, AtStep, Forwards, assert_right, assert_same, at_once, batch, row, run
+from ..reference import IDS, PROMPT, AtStep, Forwards, assert_near, assert_right, assert_same, at_once, batch, row, run
 from ..tiny_models import build, tiny
 from .test_interrupted_calls import StopError, stop
 
@@ -209,7 +209,7 @@ def test_a_mask_of_another_form_is_refused_where_rows_have_padding_and_is_right_
                     model(new, past_key_values=cache, **given)
             else:
                 wanted, got = (model(new, past_key_values=kept, **given).logits for kept in (reference, cache))
-                torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+                assert_near(got, wanted)
         cache.check()
 
 
@@ -250,4 +250,4 @@ def test_padding_of_a_forward_that_died_is_no_padding_of_the_rows(model: PreTrai
         handle.remove()
         forward(2, 4)
         got = forward(4, 30)[:, -10:]
-    assert (got - wanted[:, -10:]).abs().max() <= TOLERANCE * wanted.abs().max()
+    assert_near(got, wanted[:, -10:])

@@ -13,7 +13,7 @@ from hf_paged_cache import CacheArgumentError, PagedPrefixCache, UnsupportedMode
 
 from ..conformance.image_zoo import prompt, tiny, tokens
 from ..conformance.images import Towers
-from ..reference import BEFORE_5_23, FROM_5_23, Forced, assert_same, is_same, run, zero_blocks
+from ..reference import BEFORE_5_23, FROM_5_23, Forced, assert_near, assert_same, is_same, run, zero_blocks
 
 TEXT, FIRST, SECOND, THIRD = (tokens(seed, 27) for seed in (1, 2, 3, 4))
 START = len(TEXT)  # of the image in most prompts
@@ -78,7 +78,7 @@ def test_the_same_image_at_other_positions_is_another_one() -> None:
             wanted = model(**given, position_ids=each, use_cache=False).logits[:, -1:]
             held.reset()
             logits = model(**given, position_ids=each, past_key_values=held, logits_to_keep=1).logits
-        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        assert_near(logits, wanted)
         found.append(wanted)
     assert not torch.allclose(*found, rtol=0, atol=1e-3 * float(found[0].abs().max())), "positions do not matter"
     assert reused(held) <= START
@@ -209,7 +209,7 @@ def test_a_plain_forward_hits_an_image(name: str) -> None:
             wanted = model(**given, **positions, use_cache=False).logits[:, -1:]
             held.reset()
             logits = model(**given, **positions, past_key_values=held, logits_to_keep=1).logits
-        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+        assert_near(logits, wanted)
     assert_reused(held, START)
 
 

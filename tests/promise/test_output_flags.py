@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore, UnsupportedModelError
 
 from ..conformance import zoo
-from ..reference import TOLERANCE, assert_right, assert_same, batch, is_same, row, run
+from ..reference import assert_near, assert_right, assert_same, batch, is_same, row, run
 
 PROMPT = row((1, 45))
 PARTS = [(0, 24), (24, 32), (32, 33), (33, 40), (40, 45)]
@@ -43,7 +43,7 @@ def test_plain_forwards_with_the_flag_and_without_go_on_from_each_other(
         with torch.no_grad():
             wanted = falcon(**given, past_key_values=theirs).logits
             got = falcon(**given, past_key_values=cache).logits
-        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+        assert_near(got, wanted)
         cache.check()
     for kept in (cache, PagedPrefixCache(store)):
         assert_right(falcon, kept, **batch(PROMPT))
@@ -69,7 +69,7 @@ def test_the_flag_sees_padding_so_rows_that_were_begun_from_blocks_have_it_from_
     def are_alike() -> None:
         with torch.no_grad():
             wanted, got = (falcon(**more, past_key_values=each).logits for each in (theirs, cache))
-        torch.testing.assert_close(got, wanted, rtol=0, atol=TOLERANCE * float(wanted.abs().max()))
+        assert_near(got, wanted)
 
     for each in (theirs, cache):
         run(falcon, each, **given, max_new_tokens=1)

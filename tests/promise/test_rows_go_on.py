@@ -18,7 +18,7 @@ from hf_paged_cache.rows import memory
 
 from ..conformance import zoo
 from ..internals import failing_forward, split_everywhere
-from ..reference import FROM_5_23, TOLERANCE, AtStep, assert_same, at_once, batch, is_same, row, run, zero_blocks
+from ..reference import FROM_5_23, AtStep, assert_near, assert_same, at_once, batch, is_same, row, run, zero_blocks
 from ..tiny_models import build, tiny
 
 PROMPT = torch.tensor([row((1, 20))])
@@ -27,10 +27,6 @@ NEW = torch.tensor([row((9, 90))])
 
 def ids_of(*runs: tuple[int, int]) -> Tensor:
     return torch.tensor([row(*runs)])
-
-
-def distance(got: Tensor, wanted: Tensor) -> float:
-    return float((got - wanted).abs().max() / wanted.abs().max())
 
 
 def forward(model: Any, ids: Tensor, past: Any, **more: Any) -> Tensor:
@@ -55,9 +51,9 @@ def test_forwards_that_tell_no_hook_go_on_as_with_a_dynamic_cache(
     for step in range(3):
         new = NEW[:, 3 * step : 3 * step + 3].repeat(num_rows, 1)
         wanted, got = (forward(inner(model), new, past) for past in pasts)
-        assert distance(got, wanted) < TOLERANCE
+        assert_near(got, wanted)
     wanted, got = (forward(model, NEW[:, :1].repeat(num_rows, 1), past) for past in pasts)
-    assert distance(got, wanted) < TOLERANCE
+    assert_near(got, wanted)
     reference = run(model, input_ids=prompts)
     assert_same(reference, run(model, cache, input_ids=prompts))  # nothing of it was kept under a name
     cache.check()
@@ -101,7 +97,7 @@ def test_a_loop_goes_on_whatever_generate_runs_in_another_thread(has_begun: bool
     if has_begun:
         thread.start()
         assert started.wait(60)
-    assert distance(loop(model, cache, end), wanted) < TOLERANCE
+    assert_near(loop(model, cache, end), wanted)
     assert not errors
     cache.reset()
     assert cache.lookup(other).num_tokens >= 16
@@ -147,7 +143,7 @@ def test_rows_in_another_dtype_than_known_blocks_read_them_rightly(monkeypatch: 
     run(model, cache, input_ids=prompts[:1])
     got, wanted = run(model, cache, input_ids=prompts), run(model, input_ids=prompts)
     assert cache.last_call.reused_tokens >= 4 * 32
-    assert distance(got.logits[0].float(), wanted.logits[0].float()) < 0.05
+    torch.testing.assert_close(got.logits[0], wanted.logits[0], rtol=0, atol=0.05 * float(wanted.logits[0].abs().max()))
 
 
 def test_rows_that_a_function_of_the_caller_has_given_away_stay_as_they_are() -> None:
@@ -167,7 +163,7 @@ def test_rows_that_a_function_of_the_caller_has_given_away_stay_as_they_are() ->
         if past:
             run(model, cache, input_ids=torch.cat([prompt[:, :38], NEW[:, :2]], dim=1))
         logits.append(forward(model, NEW[:, 5:6], kept[-1]))
-    assert distance(logits[1], logits[0]) < TOLERANCE
+    assert_near(logits[1], logits[0])
 
 
 def test_however_many_tokens_a_call_may_generate_memory_is_made_as_they_come() -> None:
@@ -217,7 +213,7 @@ def test_rows_cropped_to_nothing_begin_anew() -> None:
         mask = prompts["attention_mask"]
         given = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
         got = forward(model, prompts["input_ids"], cache, **given)
-        assert distance(got, forward(model, prompts["input_ids"], DynamicCache(), **given)) < TOLERANCE
+        assert_near(got, forward(model, prompts["input_ids"], DynamicCache(), **given))
         cache.crop(-cache.get_seq_length())
         assert cache.get_seq_length() == 0
     assert not cache.verify().differing
@@ -235,7 +231,7 @@ def test_keys_and_values_that_are_edited_are_heeded_and_never_kept(edit: Callabl
         forward(model, first, past)
         for layer in past.layers:
             edit(layer.values)
-    assert distance(forward(model, second, cache), forward(model, second, plain)) < TOLERANCE
+    assert_near(forward(model, second, cache), forward(model, second, plain))
     cache.reset()
     whole = torch.cat([first, second], dim=1)
     assert_same(run(model, input_ids=whole), run(model, cache, input_ids=whole))
@@ -254,7 +250,7 @@ def test_keys_and_values_that_are_put_in_by_hand_count() -> None:
         for layer_idx, (keys, values) in enumerate(new):
             past.update(keys, values, layer_idx)
     assert pasts[0].get_seq_length() == pasts[1].get_seq_length()
-    assert distance(*(forward(model, NEW[:, :1], past) for past in reversed(pasts))) < TOLERANCE
+    assert_near(*(forward(model, NEW[:, :1], past) for past in reversed(pasts)))
 
 
 def test_rows_are_reset_with_all_that_they_were_about_to_do() -> None:
@@ -266,7 +262,7 @@ def test_rows_are_reset_with_all_that_they_were_about_to_do() -> None:
     for new in (prompts, NEW[:, :4].T):
         got, wanted = (forward(model, new, each, logits_to_keep=1) for each in (past, plain))
         assert got.shape == wanted.shape
-        assert distance(got, wanted) < TOLERANCE
+        assert_near(got, wanted)
 
 
 def test_beams_go_on_where_the_cache_is_detached_meanwhile() -> None:
@@ -289,7 +285,7 @@ def test_two_threads_that_run_forwards_on_the_same_rows_at_once_are_told() -> No
     forward(model, PROMPT, plain)
     wanted = forward(model, NEW[:, :1], plain)
     hook = model.model.layers[1].register_forward_pre_hook(intrude)
-    assert distance(forward(model, NEW[:, :1], cache), wanted) < TOLERANCE
+    assert_near(forward(model, NEW[:, :1], cache), wanted)
     assert told
 
 
@@ -331,7 +327,7 @@ def test_rows_of_beams_change_places_whole_once_their_call_is_over(move: str, mo
         with torch.no_grad():
             given = {"attention_mask": mask, "position_ids": mask.sum(1, keepdim=True) - 1}
             found.append(model(torch.tensor([[5]] * 4), **given, past_key_values=cache).logits)
-    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+    assert_near(found[1], found[0])
 
 
 def test_a_cache_goes_on_with_the_rows_that_were_passed_on(model: PreTrainedModel) -> None:
@@ -342,7 +338,7 @@ def test_a_cache_goes_on_with_the_rows_that_were_passed_on(model: PreTrainedMode
         with torch.no_grad():
             found.append((cache.get_seq_length(), model(ids[:, :1], past_key_values=cache).logits))
     assert found[0][0] == found[1][0]
-    assert (found[0][1] - found[1][1]).abs().max() <= TOLERANCE * found[0][1].abs().max()
+    assert_near(found[1][1], found[0][1])
 
 
 def test_layers_that_are_trimmed_by_hand_are_the_rows(model: PreTrainedModel) -> None:
@@ -354,7 +350,7 @@ def test_layers_that_are_trimmed_by_hand_are_the_rows(model: PreTrainedModel) ->
                 layer.keys, layer.values = layer.keys[:, :, :10], layer.values[:, :, :10]
             assert cache.get_seq_length() == 10
             found.append(model(ids[:, 16:], past_key_values=cache).logits)
-    assert (found[0] - found[1]).abs().max() <= TOLERANCE * found[0].abs().max()
+    assert_near(found[1], found[0])
 
 
 def test_a_copy_of_edited_rows_is_not_kept(model: PreTrainedModel) -> None:
@@ -410,7 +406,7 @@ def test_more_than_a_window_lets_take_back_is_refused_before_anything_changes() 
         cache.crop(-120)
     plain = DynamicCache(config=model.config)
     forward(model, torch.cat([prompt, torch.tensor([steps])], dim=1), plain)
-    assert distance(forward(model, prompt[:, :1], cache), forward(model, prompt[:, :1], plain)) < TOLERANCE
+    assert_near(forward(model, prompt[:, :1], cache), forward(model, prompt[:, :1], plain))
 
 
 def test_a_forward_that_died_while_windows_moved_leaves_nothing_wrong() -> None:
@@ -432,7 +428,7 @@ def test_a_forward_that_died_while_windows_moved_leaves_nothing_wrong() -> None:
             cache.reset()
             assert not cache.verify().differing
             got = forward(model, steps[:, : at + 1], cache, logits_to_keep=1)
-        assert distance(got, wanted) < TOLERANCE
+        assert_near(got, wanted)
     cache.reset()
     assert not cache.verify().differing
     assert num_lost
@@ -446,8 +442,8 @@ def test_a_bypassed_call_goes_on_where_the_rows_were() -> None:
         with torch.no_grad():
             logits.append(model(inputs_embeds=embeddings, past_key_values=past).logits[:, -1])
         logits.append(forward(model, prompt[:, :1], past))
-    assert distance(logits[2], logits[0]) < TOLERANCE
-    assert distance(logits[3], logits[1]) < TOLERANCE
+    assert_near(logits[2], logits[0])
+    assert_near(logits[3], logits[1])
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from hf_paged_cache import PagedPrefixCache
 from ..conformance import scenes
 from ..conformance.player import Measured, Player, setting
 from ..internals import WRITE_OUTSIDE_GRAPHS
-from ..reference import IDS, PROMPT, Forwards, assert_right, assert_same, batch, row, run
+from ..reference import IDS, PROMPT, Forwards, assert_near, assert_right, assert_same, batch, row, run
 from ..tiny_models import CHARACTERS, VOCABULARY, build, character_tokenizer, tiny
 from . import test_attaching, test_bad_input, test_paths, test_ranks
 
@@ -420,7 +420,7 @@ def test_what_torch_compile_returns_is_run_as_the_model_inside() -> None:
                 for new in (ids[:, :-1], ids[:, -1:]):
                     wanted = plain(new, past_key_values=reference, logits_to_keep=1).logits
                     got = compiled(new, past_key_values=cache, logits_to_keep=1).logits
-                    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-4 * float(wanted.abs().max()))
+                    assert_near(got, wanted)
             cache.reset()
             assert_same(run(plain, input_ids=ids), run(compiled, cache, input_ids=ids))
             assert cache.last_call.reused_tokens == 32

@@ -13,7 +13,7 @@ from hf_paged_cache.model.layers import cache_layers
 from hf_paged_cache.model.trial import measure_bytes_per_token
 
 from ..internals import make_forwards_cheap
-from ..reference import PROMPT, TOLERANCE, assert_right, assert_same, batch, is_same, row, run
+from ..reference import PROMPT, assert_near, assert_right, assert_same, batch, is_same, row, run
 from ..tiny_models import WINDOW, build, tiny
 
 MODELS = ("mistral", "gemma3")  # each layer has a window, or every other
@@ -24,11 +24,6 @@ IDS = torch.tensor([row((1, 150))])
 def forward(model: PreTrainedModel, cache: Any, start: int, stop: int) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS[:, start:stop], past_key_values=cache).logits  # type: ignore[no-any-return]
-
-
-def assert_close(got: torch.Tensor, wanted: torch.Tensor) -> None:
-    assert got.shape == wanted.shape
-    assert float((got - wanted).abs().max()) <= TOLERANCE * float(wanted.abs().max())
 
 
 @NAMES
@@ -50,11 +45,11 @@ def test_a_layer_is_to_transformers_what_that_of_a_dynamic_cache_is(stops: tuple
         for query_length in (1, 2, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW):
             for index, layer in enumerate(theirs.layers):
                 assert ours.get_mask_sizes(query_length, index) == layer.get_mask_sizes(query_length), (start, index)
-        assert_close(forward(model, ours, start, stop), forward(model, theirs, start, stop))
+        assert_near(forward(model, ours, start, stop), forward(model, theirs, start, stop))
         for mine, layer in zip(ours.layers, theirs.layers, strict=True):
             assert mine.get_seq_length() == layer.get_seq_length() == stop
             for got, wanted in ((mine.keys, layer.keys), (mine.values, layer.values)):
-                assert_close(got, wanted)
+                assert_near(got, wanted)
 
 
 CHANGES: dict[str, Callable[[Any], None]] = {
