@@ -39,6 +39,10 @@ _RAN_ELSEWHERE = (
 # functions that decide what each step is passed
 _PREPARING = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
 _RESUMED = "the last call's rows resumed"
+_NO_CACHE_WANTED = (
+    "generate was passed this cache, and use_cache is False, given or by generation_config: it would run the whole "
+    "prompt again in each step, after what the cache holds; pass use_cache=True, or no cache"
+)
 
 
 class Calls(Opening):
@@ -312,7 +316,8 @@ class Calls(Opening):
         if new is None:
             return
         begins = not state.counts
-        if len(state.counts) != len(new):  # the rows of a loop may have become more
+        # a loop may have more rows now, and a `generate` of the model's own call another one
+        if len(state.counts) != len(new) or any(row.stopped != _RESUMED for row in new):
             state.counts = new
         else:
             for row, more in zip(state.counts, new, strict=True):
@@ -369,7 +374,9 @@ class Calls(Opening):
 
 
 def _require_whole_prompt(arguments: Mapping[str, Any]) -> None:
-    """Refuse a first forward that has no mask and positions that do not begin at 0."""
+    """Refuse a first forward that is to use no cache, or has no mask and positions that do not begin at 0."""
+    if arguments.get("use_cache") is False:
+        raise CacheArgumentError(_NO_CACHE_WANTED)
     positions, first = arguments.get("position_ids"), 0
     if isinstance(positions, Tensor) and positions.dim() == 2 and positions.numel():
         first = int(positions[:, 0].min())
