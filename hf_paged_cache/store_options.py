@@ -1,10 +1,13 @@
 """Reads what a store may be given besides its model, and refuses bad options before anything is loaded. No torch."""
 
+import difflib
 from os import PathLike, fspath
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 from .blocks.arguments import int_of_at_least, num_bytes_of
 from .errors import CacheArgumentError
+
+_OF_CACHES = ("cache_salt", "capture")  # options of a cache alone
 
 
 class StoreSizes(TypedDict, total=False):
@@ -39,8 +42,12 @@ def given_sizes(sizes: StoreSizes) -> dict[str, Any]:
     """
     for name in sizes:
         if name not in StoreOptions._fields:
-            taken = f"a store takes {', '.join(StoreOptions._fields)}, and a PagedPrefixCache also cache_salt, capture"
-            raise TypeError(f"unexpected keyword argument {name!r}; {taken}")
+            close = difflib.get_close_matches(name, [*StoreOptions._fields, *_OF_CACHES], 1)
+            hint = f"did you mean {close[0]}? " if close and close[0] != name else ""
+            raise TypeError(
+                f"unexpected keyword argument {name!r}; {hint}a store takes {', '.join(StoreOptions._fields)}, and a "
+                f"PagedPrefixCache also {', '.join(_OF_CACHES)}"
+            )
     return {name: size for name, size in sizes.items() if size is not None and (name, size) != ("host_bytes", 0)}
 
 

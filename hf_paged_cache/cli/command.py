@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,9 +45,23 @@ class Command(TyperCommand):
         try:
             return super().invoke(ctx)
         except (PagedCacheError, OSError, UnicodeDecodeError) as error:
-            what = "the model is not supported: " if isinstance(error, UnsupportedModelError) else ""
-            print(f"hf-paged-cache {ctx.info_name}: {what}{error}", file=sys.stderr)
+            is_of_model = isinstance(error, UnsupportedModelError)
+            said = f"the model is not supported: {error}" if is_of_model else _as_typed(str(error), ctx)
+            print(f"hf-paged-cache {ctx.info_name}: {said}", file=sys.stderr)
             raise typer.Exit(2) from error
+
+
+def _as_typed(said: str, ctx: Any) -> str:
+    """Return a message with options as they are typed: `--max-bytes` for `max_bytes`; words in quotes or paths stay.
+
+    A name that is a word is an option at the message's beginning, and in backticks.
+    """
+    names = [each.name for each in ctx.command.params] + [given[2:].partition("=")[0] for given in ctx.args]
+    options = {name.replace("-", "_") for name in names}
+    plain = "|".join(re.escape(name) for name in options if "_" not in name and name) or "(?!)"
+    said = re.sub(rf"^({plain})(?= is )|(?<=`)({plain})(?=`)", r"--\g<0>", said)
+    words = "|".join(re.escape(name) for name in options if "_" in name) or "(?!)"
+    return re.sub(rf"(?<![\w'\"./-])({words})(?![\w'\"./-])", lambda name: f"--{name[0].replace('_', '-')}", said)
 
 
 def require_model(name: str | None, revision: str | None, dtype: str | None) -> None:

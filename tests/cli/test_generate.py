@@ -99,7 +99,7 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
     again = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert (again.returncode, again.stderr, again.stdout) == (0, "", f"{out}: done already: 4 prompts\n")
     for option, said in {
-        "--num-beams=2": "num_beams: null then, 2 now",
+        "--num-beams=2": "--num-beams: null then, 2 now",
         "--dtype=bfloat16": 'dtype: null then, "bfloat16" now',
         "--seed=3": "seed: 0 then, 3 now",
     }.items():
@@ -113,9 +113,9 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
 
 
 MISTAKES: list[tuple[list[str], str]] = [
-    (["--batchsize", "4"], "batchsize is no option of generate that a job takes; did you mean batch_size?"),
+    (["--batchsize", "4"], "--batchsize is no option of generate that a job takes; did you mean --batch-size?"),
     (["--temprature=0.5"], "temprature is no option of generate that a job takes; did you mean temperature?"),
-    (["--max-length", "10"], "max_length is not an option here: "),
+    (["--max-length", "10"], "--max-length is not an option here: "),
 ]
 
 
@@ -138,7 +138,7 @@ def test_a_value_that_generate_cannot_take_is_refused_by_its_name(
 ) -> None:
     done = generate(prompts, model_folder, tmp_path / "out.jsonl", "--do-sample", "--temperature", "-1")
     assert done.exit_code == 2
-    assert "generate cannot run with do_sample=True, temperature=-1 (ValueError: " in done.stderr
+    assert "generate cannot run with --do-sample=True, temperature=-1 (ValueError: " in done.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
