@@ -118,7 +118,7 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
         self.lie_apart({"key": keys, "value": values}, self.base)
         self.n += key_states.shape[2]
         read, reads = (keys[:, :, :stop], values[:, :, :stop]), self.owner().reads
-        return read if reads is None else reads.read(self.layer_idx, *read)  # type: ignore[no-any-return]
+        return read if reads is None else reads.read(self.layer_idx, *read)
 
     def lie_in(self, tensors: Mapping[str, Tensor], n: int, base: int) -> None:
         """Let the layer lie in these tensors, [R, H, room, D], by name: their first columns are those from `base` on.
