@@ -21,8 +21,9 @@ from hf_paged_cache.integration import ambient, chunked_prompt, opening, shared_
 from hf_paged_cache.integration.calls import Calls
 from hf_paged_cache.model.fingerprint import Fingerprint
 from hf_paged_cache.model.rope import RopeRegime
-from hf_paged_cache.rows import captured, moves
+from hf_paged_cache.rows import moves
 from hf_paged_cache.rows import states as rows_states
+from hf_paged_cache.rows.graphs import Arena
 from hf_paged_cache.rows.ids import IdsStream
 from hf_paged_cache.rows.layers import Group, RowsLayer, WindowLayer
 from hf_paged_cache.rows.rows import Rows
@@ -75,7 +76,7 @@ def split_everywhere(patch: pytest.MonkeyPatch) -> None:
 
 def capture_everywhere(patch: pytest.MonkeyPatch) -> None:
     """Whatever may be captured is, whatever that takes."""
-    patch.setattr(captured, "NUM_EAGER", 0)
+    patch.setattr(Arena, "pays", lambda *_: True)
 
 
 def note_served(patch: pytest.MonkeyPatch, module: ModuleType) -> list[bool]:

@@ -26,7 +26,6 @@ from .memory import Columns, Streams
 from .rows import Rows
 
 NOT_WORTH_IT = "a capture takes more time than it would save"
-NUM_EAGER = 8  # number of eager forwards of a shape after which a capture is expected to pay
 CAPTURES = ("auto", False, "dry")
 _ATTENTIONS = ("sdpa", "eager")
 _TOLERANCE = 1e-4  # allowed difference in float32, as a share of the largest logit
@@ -103,14 +102,15 @@ class Said:
 class CapturedCall:
     """`CapturedCall` runs the forwards of one call, whose rows are static as long as they can be.
 
-    It has the arena from `begin` until it is closed. A shape is captured after `num_before` eager forwards.
+    It has the arena from `begin` until it is closed. A shape is captured when that is expected to pay, or `always`.
     """
 
     def __init__(
-        self, rows: Rows, model: Model, arena: Arena, said: Said, num_before: int, may_change: Callable[[], bool]
+        self, rows: Rows, model: Model, arena: Arena, said: Said, may_change: Callable[[], bool], *, always: bool
     ) -> None:
         self._facts, self._may_change = model.look(), may_change
-        self._rows, self._model, self._arena, self._num_before, self.said = rows, model, arena, num_before, said
+        self._rows, self._model, self._arena, self._always, self.said = rows, model, arena, always, said
+        self._wanted: list[Graph] = []  # of each forward whose capture did not pay yet
         self._max_columns = rows.state.limits.max_columns
         self._memory: list[Streams] | None = None
 
@@ -172,8 +172,9 @@ class CapturedCall:
             return None
         if said.num_forwards == 1 and graph.captured is not None and facts != graph.look:
             graph.drop()  # changed since another call; within one call it may change back
-        if graph.captured is None and graph.num_wanted < self._num_before:
-            graph.num_wanted += 1
+        num_coming = int(min(self._max_columns, room)) - n if tokens == 1 else 1
+        if graph.captured is None and not self._always and not arena.pays(graph, num_coming):
+            self._wanted.append(graph)
             said.why_not = NOT_WORTH_IT
             return None
         if not lies_there and not self._enter(room):
@@ -233,8 +234,8 @@ class CapturedCall:
             if not apart <= most:
                 graph.why_not = f"a graph's logits differ by {apart:.1e} of their scale from the eager forward's"
             graph.checked.append(n)
-            graph.saved_seconds = times[2] - times[1] - (times[1] - times[0])
-            if self._num_before and graph.saved_seconds <= 0 and len(graph.checked) >= NUM_CHECKS:
+            self._arena.note_saved(graph, times[2] - times[1] - (times[1] - times[0]))
+            if not self._always and graph.saved_seconds <= 0 and len(graph.checked) >= NUM_CHECKS:
                 graph.why_not = NOT_WORTH_IT
         if graph.why_not:
             graph.captured = None
@@ -250,6 +251,9 @@ class CapturedCall:
         """End the call: rows that lie in the arena leave it, and another call may have it."""
         rows = self._rows
         self._memory = rows.captured = None
+        for graph in self._wanted:
+            graph.num_wanted += 1
+        self._wanted.clear()
         try:
             if rows.is_open and self._arena.holds(rows.all.memory):
                 rows.is_whole = rows.is_whole and not rows.is_edited  # their memory is another one from here on
@@ -338,7 +342,7 @@ class Capturing:
         def may_change() -> bool:
             return state.calls_back or self._fingerprint.may_change_in_a_forward()
 
-        call = CapturedCall(rows, model, self._arena, said, 0 if self.capture == "dry" else NUM_EAGER, may_change)
+        call = CapturedCall(rows, model, self._arena, said, may_change, always=self.capture == "dry")
         said.why_not = call.begin(num_rows, num_columns)
         if not said.why_not:
             rows.captured = call

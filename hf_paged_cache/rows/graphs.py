@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import attrgetter
+from time import perf_counter
 from typing import Any
 from weakref import ref
 
@@ -30,6 +31,9 @@ from .memory import Shape, Stream, Streams
 TOKENS = (1, 16, 64, 256)  # tokens that a shape may have; fewer are filled up on the right
 NUM_CHECKS = 2  # number of replays of a graph that are compared with the eager forward
 _SMALLEST_ROOM = 512
+_CAPTURE_SECONDS = 0.3  # time that a capture is taken to need, before one was measured
+_SAVED_SECONDS = 0.015  # time that a replay is taken to save, before one was measured
+_TIMES_AGAIN = 8  # a graph is expected to be wanted this many times as often as it was in earlier calls
 EXPERTS = "the setting of experts"  # name of one thing that `Model.look` returns
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # errors where a capture fails
 _TRAINING = attrgetter("training")
@@ -301,7 +305,7 @@ class Graph:
     why_not: str = ""  # why they are not captured any more
     look: Mapping[str, object] = field(default_factory=dict)  # what `Model.look` returned when they were captured
     checked: list[int] = field(default_factory=list)  # columns before each replay that was compared
-    num_wanted: int = 0  # number of forwards that would have been replays
+    num_wanted: int = 0  # number of forwards of earlier calls that would have been replays
     saved_seconds: float = 0.0  # time that the last replay that was compared has saved against the eager forward
 
     def drop(self) -> None:
@@ -326,6 +330,7 @@ class Arena:
     def __init__(self) -> None:
         # Returns how many bytes the arena may take now. None: half of an accelerator's free memory; all of a host's.
         self.most_bytes: Callable[[], int] | None = None
+        self._capture_seconds, self._saved_seconds, self._is_measured = _CAPTURE_SECONDS, _SAVED_SECONDS, False
         self.shapes: tuple[Shape, ...] = ()  # of the rows that lay here last
         self._lock = new_lock()
         self._holder: ref[Any] | None = None
@@ -426,6 +431,7 @@ class Arena:
         self, graph: Graph, model: Model, held: Sequence[Streams], tokens: int, facts: Mapping[str, object]
     ) -> None:
         """Capture a graph over this memory, or note why that failed."""
+        began = perf_counter()
         try:
             captured = Captured(model, held, tokens)
             self._pool = captured.capture(self._pool)
@@ -434,6 +440,17 @@ class Arena:
             return
         graph.captured, graph.look = captured, facts
         graph.checked.clear()
+        self._capture_seconds = perf_counter() - began
+
+    def pays(self, graph: Graph, num_coming: int) -> bool:
+        """Return whether a capture is expected to take less time than its replays save, of which so many are sure."""
+        return (_TIMES_AGAIN * graph.num_wanted + num_coming) * self._saved_seconds > self._capture_seconds
+
+    def note_saved(self, graph: Graph, seconds: float) -> None:
+        """Note that a replay took so much less time than the eager forward."""
+        graph.saved_seconds = seconds
+        self._saved_seconds = max(self._saved_seconds, seconds) if self._is_measured else seconds
+        self._is_measured = self._is_measured or seconds > 0
 
     def _most(self, shapes: Sequence[Shape]) -> float:
         if self.most_bytes is not None:
