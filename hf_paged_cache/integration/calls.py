@@ -269,7 +269,7 @@ class Calls(Opening):
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
         may_capture = is_prompt and rows.in_generate and rows.captured is None and rows.chunks is None
         if why is None and may_capture and self.captures:
-            self.begin_captured(rows, request, rows.n + num_new)
+            self.begin_captured(rows, request, rows.n, rows.n + num_new)
         return arguments, num_new, [len(row.token_ids) for row in request.rows]
 
     # Methods that rows call after a forward, and as they change.

@@ -256,7 +256,7 @@ class Opening:
             else:
                 return None
             if self.captures:
-                self.begin_captured(rows, request, stop)
+                self.begin_captured(rows, request, start, stop)
             rows.copies = [*asked.copies] if len(running) < len(asked.copies) else None
             fill(self.store, rows, running, found.known, start, self._columns_to_make(rows, stop), takes_over=True)
             state.pending = count_prompt(
@@ -284,8 +284,8 @@ class Opening:
         num_rows = len(arguments["input_ids"])
         return images.encoded(arguments, range(num_rows), num_rows)  # type: ignore[no-any-return]
 
-    def begin_captured(self, rows: Rows, request: ForwardRequest, stop: int) -> None:
-        """Let the next forward, which ends with column `stop`, and later ones run by graphs, if they may be."""
+    def begin_captured(self, rows: Rows, request: ForwardRequest, start: int, stop: int) -> None:
+        """Let the next forward, of the columns `[start, stop)`, and later ones run by graphs, if they may be."""
         unusual, state = request.keep_columns, rows.state
         if state.adapters is not None:
             unusual = "adapters were given for each row"
@@ -295,7 +295,7 @@ class Opening:
             unusual = "the model takes images"
         elif rows.reads_all:
             unusual = "a function that is not transformers' says what each step is passed"
-        state.captured = self.capturing.begin(rows, len(request.rows), stop, unusual)
+        state.captured = self.capturing.begin(rows, len(request.rows), start, stop, unusual)
 
     def begin_chunks(self, rows: Rows, chunked: ChunkedPrompt, given: GenerateArguments) -> None:
         """Let rows begin with what is known of a prompt, in whole chunks, so that `generate` passes later chunks."""

@@ -26,6 +26,7 @@ from .memory import Columns, Streams
 from .rows import Rows
 
 NOT_WORTH_IT = "a capture takes more time than it would save"
+NOT_FASTER = "a replay took as long as the eager forward"
 CAPTURES = ("auto", False, "dry")
 _ATTENTIONS = ("sdpa", "eager")
 _TOLERANCE = 1e-4  # allowed difference in float32, as a share of the largest logit
@@ -110,17 +111,37 @@ class CapturedCall:
     ) -> None:
         self._facts, self._may_change = model.look(), may_change
         self._rows, self._model, self._arena, self._always, self.said = rows, model, arena, always, said
-        self._wanted: list[Graph] = []  # of each forward whose capture did not pay yet
         self._max_columns = rows.state.limits.max_columns
         self._memory: list[Streams] | None = None
 
-    def begin(self, num_rows: int, num_columns: int) -> str:
-        """Take the arena for so many rows, of so many columns as yet; return why the call is not captured."""
-        room = self._arena.room(num_rows, self._room_wanted(num_columns, 1))
-        if not self._arena.fits(self._arena.shapes, num_rows, room):
+    def begin(self, num_rows: int, start: int, stop: int) -> str:
+        """Take the arena for a first forward of the columns `[start, stop)`; return why the call is not captured.
+
+        Where no capture would pay, the call's forwards are counted, and its rows may share columns.
+        """
+        arena, experts = self._arena, self._model.experts()
+        room = arena.room(num_rows, self._room_wanted(stop, 1))
+        if not arena.fits(arena.shapes, num_rows, room):
             return too_large(num_rows, room)
-        is_free = self._arena.check_out(self, self._rows.state.digest)
-        return "" if is_free else "another call has the arena"
+        if not arena.check_out(self, self._rows.state.digest):
+            return "another call has the arena"
+        wanted = {1: max(0, int(min(self._max_columns, room)) - stop)}  # tokens of a forward -> number of forwards
+        if stop - start <= TOKENS[-1]:
+            tokens = next(each for each in TOKENS if stop - start <= each)
+            wanted[tokens] = wanted.get(tokens, 0) + 1
+        graphs = [(self._graph(num_rows, tokens, room, experts), number) for tokens, number in wanted.items()]
+        if self._always or any(number and self._pays(graph, number) for graph, number in graphs):
+            return ""
+        for graph, number in graphs:
+            graph.num_wanted += number
+        arena.check_in(self)
+        return next((graph.why_not for graph, _ in graphs if graph.why_not), NOT_WORTH_IT)
+
+    def _graph(self, num_rows: int, tokens: int, room: int, experts: object) -> Graph:
+        return self._arena.graph(num_rows, tokens, room, self._model.attention, experts)
+
+    def _pays(self, graph: Graph, num_coming: int) -> bool:
+        return self._always or (not graph.why_not and self._arena.pays(graph, num_coming))
 
     def _room_wanted(self, n: int, tokens: int) -> int:
         """Return the columns that rows need room for, of which there are `n`, in forwards of so many tokens."""
@@ -166,15 +187,15 @@ class CapturedCall:
         room = held[0].tensor.shape[3] if lies_there and held is not None else 0
         if n + tokens > room:
             lies_there, room = False, arena.room(rows.num_rows, self._room_wanted(n, tokens))
-        graph = arena.graph(rows.num_rows, tokens, room, self._model.attention, facts.get(EXPERTS))
+        graph = self._graph(rows.num_rows, tokens, room, facts.get(EXPERTS))
         if graph.why_not:
             said.why_not = graph.why_not
             return None
         if said.num_forwards == 1 and graph.captured is not None and facts != graph.look:
             graph.drop()  # changed since another call; within one call it may change back
         num_coming = int(min(self._max_columns, room)) - n if tokens == 1 else 1
-        if graph.captured is None and not self._always and not arena.pays(graph, num_coming):
-            self._wanted.append(graph)
+        if not self._pays(graph, num_coming):
+            graph.num_wanted += 1
             said.why_not = NOT_WORTH_IT
             return None
         if not lies_there and not self._enter(room):
@@ -236,7 +257,7 @@ class CapturedCall:
             graph.checked.append(n)
             self._arena.note_saved(graph, times[2] - times[1] - (times[1] - times[0]))
             if not self._always and graph.saved_seconds <= 0 and len(graph.checked) >= NUM_CHECKS:
-                graph.why_not = NOT_WORTH_IT
+                graph.why_not = NOT_FASTER
         if graph.why_not:
             graph.captured = None
             self.said.why_not = graph.why_not
@@ -251,9 +272,6 @@ class CapturedCall:
         """End the call: rows that lie in the arena leave it, and another call may have it."""
         rows = self._rows
         self._memory = rows.captured = None
-        for graph in self._wanted:
-            graph.num_wanted += 1
-        self._wanted.clear()
         try:
             if rows.is_open and self._arena.holds(rows.all.memory):
                 rows.is_whole = rows.is_whole and not rows.is_edited  # their memory is another one from here on
@@ -328,8 +346,8 @@ class Capturing:
             attach_forward(model)
         return may_be_captured
 
-    def begin(self, rows: Rows, num_rows: int, num_columns: int, unusual: str | None) -> Said:
-        """Have rows run by graphs from their next forward on, which ends with this column, if they may be.
+    def begin(self, rows: Rows, num_rows: int, start: int, stop: int, unusual: str | None) -> Said:
+        """Have rows run by graphs from their next forward on, of the columns `[start, stop)`, if they may be.
 
         Return what tells how the call's forwards run. Where it is `unusual`, that says why they are not captured.
         """
@@ -343,7 +361,7 @@ class Capturing:
             return state.calls_back or self._fingerprint.may_change_in_a_forward()
 
         call = CapturedCall(rows, model, self._arena, said, may_change, always=self.capture == "dry")
-        said.why_not = call.begin(num_rows, num_columns)
+        said.why_not = call.begin(num_rows, start, stop)
         if not said.why_not:
             rows.captured = call
         return said

@@ -33,7 +33,7 @@ NUM_CHECKS = 2  # number of replays of a graph that are compared with the eager 
 _SMALLEST_ROOM = 512
 _CAPTURE_SECONDS = 0.3  # time that a capture is taken to need, before one was measured
 _SAVED_SECONDS = 0.015  # time that a replay is taken to save, before one was measured
-_TIMES_AGAIN = 8  # a graph is expected to be wanted this many times as often as it was in earlier calls
+_TIMES_AGAIN = 8  # a graph is expected to be wanted this many times as often as it was
 EXPERTS = "the setting of experts"  # name of one thing that `Model.look` returns
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError)  # errors where a capture fails
 _TRAINING = attrgetter("training")
@@ -305,7 +305,7 @@ class Graph:
     why_not: str = ""  # why they are not captured any more
     look: Mapping[str, object] = field(default_factory=dict)  # what `Model.look` returned when they were captured
     checked: list[int] = field(default_factory=list)  # columns before each replay that was compared
-    num_wanted: int = 0  # number of forwards of earlier calls that would have been replays
+    num_wanted: int = 0  # number of forwards that would have been replays
     saved_seconds: float = 0.0  # time that the last replay that was compared has saved against the eager forward
 
     def drop(self) -> None:
@@ -443,7 +443,9 @@ class Arena:
         self._capture_seconds = perf_counter() - began
 
     def pays(self, graph: Graph, num_coming: int) -> bool:
-        """Return whether a capture is expected to take less time than its replays save, of which so many are sure."""
+        """Return whether a graph is captured, or its capture expected to take less time than its replays save."""
+        if graph.captured is not None:
+            return True
         return (_TIMES_AGAIN * graph.num_wanted + num_coming) * self._saved_seconds > self._capture_seconds
 
     def note_saved(self, graph: Graph, seconds: float) -> None:

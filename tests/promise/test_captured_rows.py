@@ -479,11 +479,11 @@ def test_a_shape_is_captured_once_it_would_have_paid(pays: bool, monkeypatch: py
     for _ in range(12):
         assert_same(reference, run(model, cache, input_ids=IDS, max_new_tokens=STEPS))
         said.append(cache.last_call.captured)
-    assert said[0].startswith(f"0 of {STEPS} forwards were captured")
+    assert said[0] == "a capture takes more time than it would save"
     if pays:
         assert said[-1] == f"{STEPS} of {STEPS} forwards were captured"
     else:
-        assert said[-1].endswith("a capture takes more time than it would save")
+        assert said[-1].endswith("a replay took as long as the eager forward")
 
 
 @pytest.mark.parametrize("capture", ["yes", True, None, 0, ""])
