@@ -229,6 +229,7 @@ def _state_rules(model: PreTrainedModel, traits: StateTraits) -> StateRules | No
         traits.chunk,
         max([traits.num_pads_that_show, *(state.shape[-1] for state in inputs)]),
         traits.clamps_one_token,
+        not others,
     )
 
 

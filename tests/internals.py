@@ -213,7 +213,7 @@ FAULT_POINTS: list[tuple[Any, str]] = [
 ]
 
 # Where a snapshot takes memory: a module, and the name of its function.
-SNAPSHOT_COPIES = [(call_keep, "copied"), (rows_states, "copied")]
+SNAPSHOT_COPIES = [(call_keep, "copied"), (rows_states, "copied"), (rows_states, "to_device")]
 
 
 @contextmanager

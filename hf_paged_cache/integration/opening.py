@@ -84,6 +84,7 @@ class Opening:
             windows=self.store.window_of,
             margin=self.store.block_size + _MOST_TAKEN_BACK,
             align=self.store.align,
+            most_inside=self.store.snapshots.most if self.store.rules.is_recorded else 0,
             clamps_one_token=self.store.rules.clamps_one_token,
         )
 

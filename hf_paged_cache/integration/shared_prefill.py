@@ -91,14 +91,14 @@ def _cut(store: BlockStore, found: Plan, rows: list[PlannedRow], known: Sequence
             first, last = max(of_row.num_tokens, ahead), max(of_row.num_in_blocks, ahead)
             most = bounds.latest - row.pad
             parts_at = min(of_row.num_matched, most) // align * align
-            if not store.has_states:
-                wanted, least = {parts_at}, first + 1
-            else:
-                wanted = {most // align * align, parts_at}
+            wanted, least = {parts_at}, first + 1
+            if store.has_states and last:
+                least = max(least, last + _LEAST_GAIN)
+            if store.has_states and not store.rules.is_recorded:
+                wanted.add(most // align * align)
                 places = range(first // grid * grid + grid, most, grid)
                 if len(places) + len(wanted) <= store.snapshots.num_free:
                     wanted.update(places)
-                least = max(first + 1, last + _LEAST_GAIN if last else 1)
             rows[number] = row._replace(wanted=tuple(place for place in wanted if place >= least))
     return cut(found, rows, bounds)
 

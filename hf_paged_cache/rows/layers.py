@@ -388,8 +388,9 @@ class LayerKinds(NamedTuple):
     without_columns: frozenset[int] = frozenset()  # layers that carry states alone
     indexed: frozenset[int] = frozenset()  # layers that choose keys by an index
     placeholders: frozenset[int] = frozenset()  # layers that hold nothing: they read what another holds, or nothing
-    align: int = 1  # see `RowStates`
-    clamps_one_token: bool = False
+    align: int = 1  # states are kept after multiples of so many tokens of a row
+    most_inside: int = 0  # most of them that are recorded inside one forward; 0 unless convolutions alone carry states
+    clamps_one_token: bool = False  # one token is computed otherwise than several
 
     def make(self, owner: Callable[[], Any]) -> list[Any]:
         """Make layers that hold nothing."""

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from ..attention import causal
 from ..blocks import TokenIds, Window
 from ..errors import ForwardMismatchError
-from ..kv.states import put_states, read_states
+from ..kv.states import StateKey, put_states, read_states
 from ..model.layers import cache_layers, has_keys, streams_of
 from . import memory, moves
 from .ids import IdsStream, Prompt
@@ -78,8 +78,7 @@ class Rows(Cache):
                 group.layers[layer_idx] = layer
         self.states: RowStates | None = None
         if kinds.num_states:
-            with_states = {at: layers[at] for at in kinds.num_states}
-            self.states = RowStates(with_states, kinds.align, clamps_one_token=kinds.clamps_one_token)
+            self.states = RowStates({at: layers[at] for at in kinds.num_states}, kinds)
         # rows can go on only after certain columns, because layers have windows or carry states
         self.is_exact = bool(kinds.windows) or self.states is not None
         self.groups = (self.all, *self.windows.values())
@@ -220,6 +219,15 @@ class Rows(Cache):
         if self.must_confirm:
             output = self.calls.confirm(self, output)
         return output
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        """Update a convolution's state as transformers does; return the inputs that the convolution runs over."""
+        inputs: Tensor = super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+        states, num_new = self.states, self.num_new
+        if states is not None and states.most_inside and self.is_running and 1 < num_new <= inputs.shape[-1]:
+            pads = [prompt.pad for prompt in self.prompts]
+            states.record(StateKey(layer_idx, "conv", state_idx), inputs, pads, self.n, self.n + num_new)
+        return inputs
 
     def _start_reads(self, start: int, stop: int) -> None:
         """Choose what the layers read in a forward of the columns `[start, stop)`."""

@@ -23,21 +23,22 @@ from ..kv.states import (
     select_rows,
     without_past,
 )
+from ..kv.tensors import to_device
+from .layers import LayerKinds
 
 
 class RowStates:
-    """`RowStates` has the states of one call's rows, which lie in these layers, by index.
+    """`RowStates` has the states of one call's rows, which lie in these layers, by index."""
 
-    Args:
-        align: states are kept after multiples of so many tokens of a row.
-        clamps_one_token: whether one token is computed otherwise than several.
-    """
-
-    def __init__(self, layers: StateLayers, align: int, *, clamps_one_token: bool) -> None:
-        self._layers, self._align, self.clamps_one_token = layers, align, clamps_one_token
+    def __init__(self, layers: StateLayers, kinds: LayerKinds) -> None:
+        self._layers, self._align, self.clamps_one_token = layers, kinds.align, kinds.clamps_one_token
+        self.most_inside = kinds.most_inside
         # For each row, number of tokens -> what layers carried after these, where that is to be kept with its blocks.
         self.taken: list[dict[int, States]] = []
         self.next_place = 0  # first number of columns after which the states of some row may be taken
+        # Inside the running forward: number of columns behind a place, row, and its number of tokens up to there.
+        self._inside: list[tuple[int, int, int]] = []
+        self._recorded: dict[StateKey, Tensor] = {}  # what convolutions carried at these places: tensors [places, ...]
 
     def num_needed(self, num_columns: int, *, is_padding: bool) -> int:
         """Return how many of a prompt's last columns run in the forward over all rows.
@@ -63,6 +64,26 @@ class RowStates:
     def begin(self, num_rows: int) -> None:
         self.taken, self.next_place = [{} for _ in range(num_rows)], 0
 
+    def record(self, key: StateKey, inputs: Tensor, pads: Sequence[int], start: int, stop: int) -> None:
+        """Record what a convolution carries inside a forward of the columns `[start, stop)`: its last inputs there.
+
+        Shapes: inputs [R, ..., columns up to `stop`].
+        """
+        if not self._recorded:
+            inside, align = list[tuple[int, int, int]](), self._align
+            for row, pad in enumerate(pads):
+                first = max(0, start - pad) // align * align + align
+                inside += [(stop - pad - place, row, place) for place in range(first, stop - pad, align)]
+            self._inside = sorted(inside)[: self.most_inside]  # those nearest to the prompts' ends
+        if not self._inside:
+            return
+        width = self._layers[key.layer_idx].conv_kernel_size[key.state_idx] or 0
+        with suppress(torch.OutOfMemoryError):  # without one of them, none is taken
+            rows = to_device([row for _, row, _ in self._inside], inputs.device)
+            ends = to_device([-1 - num_behind for num_behind, _, _ in self._inside], inputs.device)
+            windows = torch.nn.functional.pad(inputs.detach(), (width, 0)).unfold(-1, width, 1)
+            self._recorded[key] = windows.movedim(-2, 1)[rows, ends]
+
     def take(self, pads: Sequence[int], n: int, *, is_step: bool) -> None:
         """Take the states of rows that are at a place where states are kept.
 
@@ -70,6 +91,10 @@ class RowStates:
         """
         align = self._align
         self.next_place = min((n + align - (n - pad) % align for pad in pads), default=0)
+        recorded, self._recorded = self._recorded, {}
+        if recorded and recorded.keys() == self.read().keys():
+            for number, (_, row, num_tokens) in enumerate(self._inside):
+                self.taken[row][num_tokens] = row_of(recorded, number)
         at = [row for row, pad in enumerate(pads) if n > pad and (n - pad) % align == 0]
         if not at or (is_step and self.clamps_one_token):
             return

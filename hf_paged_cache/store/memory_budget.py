@@ -80,6 +80,7 @@ class StateRules(NamedTuple):
     chunk: int = 1  # number of tokens that kernels compute at once; a split elsewhere rounds otherwise
     width: int = 0  # columns of padding that a row must see, if it has so many, to be as if it had seen all of them
     clamps_one_token: bool = False  # one token is computed otherwise than several
+    is_recorded: bool = False  # convolutions alone carry states: one forward shows those after each of its tokens
 
     def bytes_beside(self, bytes_per_block: int) -> int:
         """Return the bytes of snapshots for each block that there can be."""

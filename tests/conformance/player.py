@@ -134,6 +134,12 @@ class Player:
         return 64 if self.has_states else BLOCK_SIZE
 
     @property
+    def keeps_every_block(self) -> bool:
+        """Whether convolutions alone carry states, so that one can be kept at every block."""
+        rules = state_rules(self.store)
+        return rules is not None and rules.is_recorded
+
+    @property
     def clamps_one_token(self) -> bool:
         """Whether what is generated is computed otherwise than a prompt, and so never found."""
         rules = state_rules(self.store)

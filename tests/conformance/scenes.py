@@ -51,10 +51,10 @@ def partial_hit(num_more: int) -> Callable[[Player], None]:
         num_common = 4 * play.unit + num_more
         second = batch(row((1, num_common), (2, 12)))
         play.fill(**batch(a_prompt(play)))
-        if play.has_states:
+        if play.has_states and not play.keeps_every_block:
             play.call(**second, reused=0)
         else:
-            play.hit(**second, reused=num_common)
+            play.hit(**second, reused=play.places(num_common) if play.has_states else num_common)
         play.cache.reset()
         play.hit(**batch(row((1, num_common), (3, 12))), reused=play.places(num_common))
 

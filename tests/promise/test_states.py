@@ -71,7 +71,7 @@ def test_no_block_that_is_known_is_written_again(name: str) -> None:
     for was, tensor in zip(before, held_tensors(cache), strict=True):
         written = (tensor[: len(was)] != was).flatten(1).any(1)
         assert int(written.sum()) == 1, "the one that is full after the known blocks"
-    assert "blocks are cached up to token 144" in cache.last_call.rows[0].stopped
+    assert "blocks are cached up to token 144" in cache.last_call.rows[0].stopped or name == "lfm2"
 
 
 @NAMES
@@ -100,7 +100,8 @@ def test_what_is_generated_is_found_from_its_last_boundary_by_others(name: str) 
         assert other.last_call.computed_tokens == num_run + 10 - 2 * SHARED
         return
     assert other.last_call.computed_tokens == num_run % unit + 10
-    assert cache.stats().num_snapshots <= 4, "one of those that were passed"
+    if name != "lfm2":  # which has one at every block of the prompt
+        assert cache.stats().num_snapshots <= 4, "one of those that were passed"
 
 
 @NAMES
@@ -212,6 +213,21 @@ def test_a_long_prompt_leaves_the_snapshots_of_others_where_there_is_no_room_for
     cache.reset()
     play(model, cache, **batch(row((2, SHARED), (8, 5))), max_new_tokens=1)
     assert cache.last_call.computed_tokens == 5
+
+
+def test_convolutions_alone_keep_every_block_out_of_one_forward() -> None:
+    model = tiny("lfm2")
+    cache = PagedPrefixCache(model)
+    rows = row((1, 100)), row((2, 89))
+    with Forwards(model) as shapes:
+        run(model, cache, **batch(*rows), max_new_tokens=1)
+    assert shapes == [(2, 100)]
+    assert cache.stats().num_snapshots == 6 + 5
+    for tokens in rows:
+        for shared in (16, 48, 80):
+            other = PagedPrefixCache(cache.store)
+            play(model, other, **batch(tokens[:shared] + row((shared, 20))))
+            assert other.last_call.reused_tokens == shared
 
 
 @NAMES
