@@ -268,6 +268,6 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return module.p > 0
     return any(
-        isinstance(value, float) and value > 0 and any(part in name for part in _NOISE)
+        isinstance(value, int | float) and value is not True and value > 0 and any(part in name for part in _NOISE)
         for name, value in [*module.__dict__.items()]  # another thread may set one meanwhile
     )

@@ -356,9 +356,10 @@ def test_a_dropout_module_counts_wherever_it_is_put_and_one_of_zero_does_not(tin
     assert known.finds_all()
 
 
-def test_noise_on_embeddings_counts_while_it_is_added(known: Known) -> None:
+@pytest.mark.parametrize("alpha", [5, 5.0])
+def test_noise_on_embeddings_counts_while_it_is_added(alpha: float, known: Known) -> None:
     known.model.train()
-    hook = activate_neftune(known.model, 5.0)
+    hook = activate_neftune(known.model, alpha)
     assert (known.finds_nothing(), known.stopped) == (True, "a dropout or noise is active; call model.eval()")
     deactivate_neftune(known.model, hook)
     assert known.finds_all()
