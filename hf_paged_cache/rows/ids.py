@@ -65,6 +65,10 @@ class IdsStream:
             held = self._ids = grown
         held.narrow(1, num_before, ids.shape[1]).copy_(ids)
 
+    def crop(self, num_columns: int, prompts: Sequence[Prompt]) -> None:
+        """Let the next ids follow the first columns: they are not those of a prompt that had more."""
+        self._named = {row: named[: max(0, num_columns - prompts[row].pad)] for row, named in self._named.items()}
+
     def select(self, index: Tensor) -> None:
         """Let row `i` continue as row `index[i]`."""
         if self._named:

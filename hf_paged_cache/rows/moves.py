@@ -93,6 +93,7 @@ def crop(rows: Any, tokens_to_remove: int) -> None:
     for layer in rows.layers:
         if rows.why_bypassed is not None or isinstance(layer, RowsLayer):
             layer.crop(-num)
+    rows.ids.crop(n, rows.prompts)
     rows.n = n
     rows.seen_same, rows.common_columns = min(rows.seen_same, n), min(rows.common_columns, n)
     for prompt in rows.prompts:

@@ -248,6 +248,20 @@ def test_a_new_image_after_rows_that_resume_is_computed_and_not_kept() -> None:
     assert_same(run(model, **given), run(model, held, **given))
 
 
+def test_what_follows_an_image_after_a_crop_has_the_name_of_what_ran() -> None:
+    model, held, given = begin("idefics3", [TEXT, 1, FIRST])
+    other, ids = torch.tensor([SECOND]), given["input_ids"]
+    with torch.no_grad():
+        model(**given, past_key_values=held, logits_to_keep=1)
+        held.crop(-5)
+        mask = torch.ones((1, ids.shape[1] - 5 + other.shape[1]), dtype=torch.int64)
+        model(input_ids=other, attention_mask=mask, past_key_values=held, logits_to_keep=1)
+    never_ran = torch.cat([ids, other[:, 5:]], dim=1)  # the tokens that were taken back, and behind them the later ones
+    given = {**given, "input_ids": never_ran, "attention_mask": torch.ones_like(never_ran)}
+    for cache in (PagedPrefixCache(held.store), held):
+        assert_same(run(model, **given), run(model, cache, **given))
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_rows_whose_images_have_no_name_are_not_taken_for_equal(name: str) -> None:
     model, _ = tiny(name)
