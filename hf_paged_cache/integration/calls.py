@@ -111,7 +111,7 @@ class Calls(Opening):
         state = rows.state
         for name in ("digest", "resets", "regime", "deltas", "adapters"):
             setattr(state, name, getattr(before, name))
-        if rows.why_bypassed is None and self.fingerprint.digest() != state.digest:
+        if rows.why_bypassed is None and not self.looks_same(state):
             rows.note_look(is_same=False)  # what follows under a changed model is not kept
         state.was_alone = not self.fingerprint.may_change_in_a_forward()
         state.calls_back = state.calls_back or self.fingerprint.own_forward is not None

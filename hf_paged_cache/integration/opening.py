@@ -331,13 +331,19 @@ class Opening:
         rows.prompt_end = state.limits.num_prompt_columns
 
     def is_same(self, rows: Rows) -> bool:
-        """Return whether the model is as it was when the rows began."""
+        """Return whether the model is as it was when the rows began, and rows may be kept."""
         state, fingerprint = rows.state, self.fingerprint
         # of a call of one forward, or where nobody could act between two
         is_one_forward = rows.num_forwards <= 1 or not (state.calls_back or rows.reads_all)
         if is_one_forward and state.was_alone and not fingerprint.may_change_in_a_forward():
             return True
-        return bool(fingerprint.digest() == state.digest)
+        return self.looks_same(state)
+
+    def looks_same(self, state: CallState) -> bool:
+        """Look at the model: return whether it is as when the call's rows began, and rows may be kept."""
+        fingerprint = self.fingerprint
+        is_same = fingerprint.digest() == state.digest and fingerprint.adapter_names == state.adapters
+        return is_same and fingerprint.bypass() is None
 
 
 def _distinct(rows: Sequence[RowInput]) -> tuple[Sequence[int], Sequence[int]]:

@@ -50,6 +50,8 @@ def apply(rows: Any, index: Sequence[int] | Tensor, start: int = 0, shared: Shar
     if rows.states is not None:
         rows.states.select(at)
     rows.ids.select(at)
+    if rows.state.adapters is not None:
+        rows.state.adapters = [rows.state.adapters[number] for number in at.tolist()]
     if at.shape[0] != rows.num_rows:
         rows.common_columns = 0
     if not start:

@@ -258,6 +258,30 @@ def test_adapter_names_and_the_active_adapter_are_never_confused(adapted: peft.P
         check(adapted, cache, None, **arguments)
 
 
+@pytest.mark.parametrize("way", ["a loop", "a generate that goes on"])
+def test_rows_that_go_on_under_another_adapter_are_kept_up_to_there(way: str, adapted: peft.PeftModel) -> None:
+    cache = PagedPrefixCache(adapted, block_size=4)
+    mask = torch.ones_like(IDS)
+    with torch.no_grad():
+        adapted(IDS[:, :20], past_key_values=cache, logits_to_keep=1, adapter_names=["default"])
+        if way == "a loop":
+            adapted(IDS[:, 20:], past_key_values=cache, logits_to_keep=1, adapter_names=["other"])
+        else:
+            run(adapted, cache, input_ids=IDS[:, 20:], attention_mask=mask, adapter_names=["other"])
+    check(adapted, cache, 20, adapter_names=["default"])
+
+
+def test_rows_that_change_places_take_their_adapters_along(adapted: peft.PeftModel) -> None:
+    inputs, names = torch.cat([IDS, IDS.flip(1)]), ["default", "other"]
+    for after, kept in ((names, 20), (names[::-1], 49)):
+        cache = PagedPrefixCache(adapted, block_size=1)
+        with torch.no_grad():
+            adapted(inputs[:, :20], past_key_values=cache, logits_to_keep=1, adapter_names=names)
+            cache.reorder_cache(torch.tensor([1, 0]))
+            adapted(inputs.flip(0)[:, 20:], past_key_values=cache, logits_to_keep=1, adapter_names=after)
+        check(adapted, cache, 2 * kept, input_ids=inputs, adapter_names=names)
+
+
 def test_activated_lora_is_right_and_not_reused(model: PreTrainedModel) -> None:
     """It begins to work at an offset of each row, so keys and values hang on where its tokens stand."""
     wrapped = peft.get_peft_model(model, lora(1, alora_invocation_tokens=PROMPT[20:22])).eval()

@@ -78,6 +78,26 @@ def test_a_plain_forward_under_other_conditions_than_were_read_is_not_kept(model
     assert cache.last_call.reused_tokens == 20  # of the forward that ran as was read
 
 
+@pytest.mark.parametrize("way", ["a loop", "a generate that goes on", "steps"])
+def test_what_rows_compute_once_a_dropout_is_active_is_not_kept(way: str) -> None:
+    model = build("gpt2")
+    cache = PagedPrefixCache(model, block_size=4)
+    with torch.no_grad():
+        if way == "steps":
+            step = AtStep(3, model.train)
+            ran = run(model, cache, input_ids=IDS[:, :20], max_new_tokens=20, logits_processor=[step]).sequences
+        else:
+            model(IDS[:, :20], past_key_values=cache, logits_to_keep=1)
+            model.train()
+            ran, mask = IDS[:, :40], torch.ones((1, 40), dtype=torch.int64)
+            if way == "a loop":
+                model(IDS[:, 20:40], past_key_values=cache, logits_to_keep=1)
+            else:
+                run(model, cache, input_ids=IDS[:, 20:40], attention_mask=mask)
+    model.eval()
+    assert_right(model, cache, input_ids=torch.cat([ran, IDS[:, :5]], dim=1), reused=20)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_a_shared_prefix_computed_before_the_model_changed_is_not_what_rows_resume_from(
     name: str, monkeypatch: pytest.MonkeyPatch
