@@ -151,7 +151,7 @@ def _take_over(
         done = min(done, row.pad + source.num_tokens)
     if 2 * done < start or (rows.is_exact and (done < start or not previous.can_go_on_at(start))):
         return 0
-    rows.all.take(previous.all.memory, done)
+    rows.all.take(previous.all.memory, start)  # with the columns that are filled next
     return done
 
 

@@ -146,6 +146,17 @@ def test_rows_in_another_dtype_than_known_blocks_read_them_rightly(monkeypatch: 
     torch.testing.assert_close(got.logits[0], wanted.logits[0], rtol=0, atol=0.05 * float(wanted.logits[0].abs().max()))
 
 
+def test_an_index_goes_on_where_rows_have_less_in_common_with_the_call_before_than_blocks_know() -> None:
+    model = zoo.build("glm_moe_dsa")
+    cache, prompts = PagedPrefixCache(model, block_size=16), [ids_of((1, 64), (2, 3)), ids_of((1, 40), (3, 3))]
+    for prompt in prompts:
+        generate: Any = model.generate  # its output holds no rows, so the next call may take their memory
+        generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=2, past_key_values=cache)
+    prompt = ids_of((1, 64), (4, 3))
+    assert_same(run(model, input_ids=prompt), run(model, cache, input_ids=prompt))
+    assert cache.last_call.reused_tokens == 64
+
+
 def test_rows_that_a_function_of_the_caller_has_given_away_stay_as_they_are() -> None:
     model, prompt, kept = tiny("llama"), ids_of((1, 40)), []
 
