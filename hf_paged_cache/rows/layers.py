@@ -133,8 +133,8 @@ class RowsLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers'
 
     def lie_apart(self, tensors: Mapping[str, Tensor], base: int) -> None:
         """Let the layer lie in tensors that it has made, until the forward has ended."""
+        self.owner().apart.add(self.window)  # first: an interrupt may come in between
         self.lie_in(tensors, self.n, base)
-        self.owner().apart.add(self.window)
 
     def named(self) -> list[tuple[str, Tensor]]:
         return [] if self.held is None else [("key", self.held[0]), ("value", self.held[1])]
@@ -262,9 +262,9 @@ class IndexedLayer(RowsLayer, DynamicIndexedLayer):  # type: ignore[no-untyped-c
         at, owner = self._num_indexed, self.owner()
         stop, held = at + new.shape[2], self._index
         if held is None or stop > held.shape[2] or held.dtype != new.dtype or held.device != new.device:
+            owner.apart.add(None)
             self._index = held = _grown(held, at, room_for(stop, owner.wanted), new)
             self.indexer_dtype, self.indexer_device = new.dtype, new.device
-            owner.apart.add(None)
         held.narrow(2, at, new.shape[2]).copy_(new)
         self._num_indexed = stop
         return held.narrow(2, 0, stop).squeeze(1)
@@ -448,6 +448,8 @@ class Group:
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """Let the layers lie in this memory from here on: its first columns are the columns `[base, n)`."""
+        apart = self._owner().apart
+        apart.add(self.window)  # until all layers lie there: an interrupt may come in between
         self.memory, self.room_end, of_layers = held, math.inf, dict[int, dict[str, Tensor]]()
         for tensor, names in held:
             self.room_end = min(self.room_end, base + tensor.shape[3])
@@ -458,6 +460,7 @@ class Group:
                 owner = self._owner()
                 owner.layers.append(owner.layer_class_to_replicate())
             self.layers[layer_idx].lie_in(tensors, n, base)
+        apart.discard(self.window)
 
     def gather(self) -> None:
         """Let the memory be that in which the layers lie by themselves."""

@@ -208,13 +208,13 @@ class Rows(Cache):
         for layer in self.layers if self.why_bypassed is None else ():
             if layer.n != n and layer.held is not None:
                 self.is_whole = False
-        self.n, self.is_running = n, False
-        if self.states is not None and n >= self.states.next_place:
-            self.states.take([prompt.pad for prompt in self.prompts], n, is_step=self.num_new == 1 and n > 1)
         if self.apart:
             self._gather()
         else:
             self._versions = tuple(map(_VERSION, self._tensors))
+        self.n, self.is_running = n, False  # after an interrupt before this, the forward is taken back
+        if self.states is not None and n >= self.states.next_place:
+            self.states.take([prompt.pad for prompt in self.prompts], n, is_step=self.num_new == 1 and n > 1)
         self.num_forwards += 1
         if self.must_confirm:
             output = self.calls.confirm(self, output)
@@ -267,7 +267,7 @@ class Rows(Cache):
         """
         first = self.first
         if first is not None and first.n != self.n and first.held is not None and not self.is_running:
-            self.n, self.is_whole = first.n, False
+            self.is_whole, self.n = False, first.n
             self._gather()
 
     def is_lost(self, idents: Collection[int]) -> bool:
@@ -451,6 +451,7 @@ class Rows(Cache):
             self.is_open
             and self.is_whole
             and self.why_bypassed is None
+            and not self.apart  # an interrupt came before layers lay together
             and min(self.n, self.keep_end) > 0
             and self._versions == tuple(map(_VERSION, self._tensors))
         )

@@ -183,6 +183,24 @@ def test_wherever_the_end_of_generate_is_interrupted_the_store_can_be_reset() ->
         assert_all_accounted_for(cache)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_wherever_rows_that_grow_are_interrupted_what_is_kept_is_what_ran(references: dict[str, Any]) -> None:
+    """In an empty store layers make memory of their own in the first forward, which becomes that of the rows."""
+    model = tiny("llama")
+    names = ("after_forward", "_append_elsewhere", "lie_apart", "lie_in", "_gather", "gather", "take", "note_writes")
+    with Interrupter(names=names) as counter:
+        run(model, PagedPrefixCache(model, block_size=4), max_new_tokens=4, **CALLS["greedy"])
+    assert counter.num_lines > 100
+    for at_line in range(1, counter.num_lines + 1):
+        cache = PagedPrefixCache(model, block_size=4)
+        with Interrupter(at_line, names=names) as interrupter, contextlib.suppress(KeyboardInterrupt):
+            run(model, cache, max_new_tokens=4, **CALLS["greedy"])
+        cache.reset()
+        output = run(model, cache, max_new_tokens=4, **CALLS["greedy"])
+        assert is_same(references["greedy"], output), interrupter.place
+        assert_all_accounted_for(cache)
+
+
 @pytest.mark.parametrize(("num_known", "num_blocks"), [(0, 2), (20, None)], ids=["first", "further"])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_wherever_the_end_of_a_forward_is_interrupted_it_has_happened_or_not(
