@@ -188,9 +188,9 @@ class PagedPrefixCache(Cache):
     def update(self, *states: Any, **kwargs: Any) -> NoReturn:
         """Raise ForwardMismatchError: only a forward that was not announced writes here; others write to rows."""
         raise ForwardMismatchError(
-            "a layer writes, and no forward was announced to the cache: run the model that the cache was built for "
-            "through its own __call__, not model.model(...), and enter `with cache:` after detach(); another model, "
-            "also a copy of this one, needs a cache of its own: PagedPrefixCache(that_model)"
+            f"this cache belongs to another model object (a {type(self.store.model).__name__}; a copy is another one, "
+            "too): build a PagedPrefixCache for the model that runs. If it is the same object, run it through its own "
+            "__call__, not model.model(...), and enter `with cache:` after detach()"
         )
 
     update_conv_state = update_recurrent_state = update_indexer = update

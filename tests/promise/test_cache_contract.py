@@ -269,7 +269,7 @@ def test_rows_change_as_those_of_a_dynamic_cache_do(
 def test_a_layer_does_not_write_and_is_not_made_without_a_forward_of_the_model(filled: Any, layer_idx: int) -> None:
     ours, theirs = filled
     new, num_layers = torch.zeros(2, 2, 1, 16), len(ours.layers)
-    with pytest.raises(ForwardMismatchError, match="through its own __call__"):
+    with pytest.raises(ForwardMismatchError, match="run it through its own __call__"):
         ours.update(new, new, layer_idx)
     assert len(ours.layers) == num_layers
     assert_same_content(ours, theirs)
