@@ -55,5 +55,7 @@ def demo(
     of = f"{questions} questions after one prompt of {len(tokenizer(shared)['input_ids'])} tokens"
     print(f"{model or DEMO_MODEL}: {of}, each with DynamicCache, then with PagedPrefixCache.", flush=True)
     options: Any = {"max_new_tokens": max_new_tokens, "stop_strings": ["\n"]}
-    if not measure(cache, tokenizer, ids, "question", titles=asked, **options):
+    is_same = measure(cache, tokenizer, ids, "question", titles=asked, **options)
+    print(f"More of this model: hf-paged-cache doctor {loaded.name_or_path}")
+    if not is_same:
         raise typer.Exit(1)

