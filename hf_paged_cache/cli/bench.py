@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from ..errors import CacheArgumentError
 from ..jobs.order import ordered
 from ..jobs.prompts import read_rows, tokenized
 from ..wording import counted
@@ -55,6 +56,8 @@ def bench(
     Ends with the speed-ups, the tokens reused, and how much of all prompts is shared. Exits with 1 if tokens differ in
     float32.
     """
+    if prompts.is_dir():
+        raise CacheArgumentError(f"{prompts} is a folder; the order is MODEL PROMPTS")
     rows = dict(enumerate(read_rows(prompts, column)))  # before torch is imported
     command.require_model(model, revision, dtype)
 
@@ -67,8 +70,8 @@ def bench(
     is_same = measure(cache, tokenizer, ids, "prompt", seconds=seconds, max_new_tokens=max_new_tokens)
     num_tokens = sum(map(len, ids))
     num_shared = num_tokens - sum(each.num_computed for each in ordered(ids))
-    share = f"{num_shared:,} ({num_shared / num_tokens:.0%}) stand at the beginning of another one, too"
-    print(f"Of the {num_tokens:,} tokens of all {len(ids)} prompts, {share}, in whole blocks.")
+    share = f"{num_shared:,} of {num_tokens:,} prompt tokens ({num_shared / num_tokens:.0%}) can be shared"
+    print(f"All {counted(len(ids), 'prompt')}: {share}.")
     if str(loaded.dtype) == "torch.float32" and not is_same:
         raise typer.Exit(1)
 
@@ -116,6 +119,8 @@ def measure(
         )
         if perf_counter() - start > seconds and len(answered) > 1:
             break
+    if len(answered) < len(prompts):
+        print(f"Stopped after {len(answered)} of {counted(len(prompts), noun)}: {seconds:g} s are over (--seconds).")
     print(_summary(answered, noun))
     return all(each.same_tokens for each in answered)
 

@@ -35,7 +35,9 @@ def test_own_prompts_are_answered_twice_and_counted(model_folder: str, prompt_fi
     reused, total = map(int, re.findall(r"Reused (\d+) of (\d+) prompt tokens", done.stdout)[0])
     assert 3 * shared <= reused <= 3 * len(SHARED)  # a part of a block, too, where the row before is still held
     assert total == 4 * len(SHARED) + len("abcdefgh")
-    assert f"Of the {total} tokens of all 4 prompts, {3 * shared} (" in done.stdout
+    assert f"All 4 prompts: {3 * shared} of {total} prompt tokens (" in done.stdout
+    assert done.stdout.endswith("%) can be shared.\n")
+    assert "Stopped" not in done.stdout
 
 
 @pytest.mark.parametrize(("seconds", "number"), [("50", 2), ("2000", 3)])
@@ -46,4 +48,5 @@ def test_no_prompt_begins_once_the_time_is_over(
     monkeypatch.setattr(module, "perf_counter", lambda: next(times))
     done = bench(model_folder, prompt_file, "--column", "text", "--seconds", seconds)
     assert done.exit_code == 0, done.output
+    assert f"Stopped after {number} of 4 prompts: {seconds} s are over (--seconds).\n" in done.stdout
     assert f"Time to first token, {number} prompts: " in done.stdout
