@@ -61,7 +61,8 @@ def _as_typed(said: str, ctx: Any) -> str:
     plain = "|".join(re.escape(name) for name in options if "_" not in name and name) or "(?!)"
     said = re.sub(rf"^({plain})(?= is )|(?<=`)({plain})(?=`)", r"--\g<0>", said)
     words = "|".join(re.escape(name) for name in options if "_" in name) or "(?!)"
-    return re.sub(rf"(?<![\w'\"./-])({words})(?![\w'\"./-])", lambda name: f"--{name[0].replace('_', '-')}", said)
+    unquoted = rf"(?<![\w'\"./-])({words})(?![\w'\"./-])|(?<=did you mean )\w+"
+    return re.sub(unquoted, lambda name: f"--{name[0].replace('_', '-')}", said)
 
 
 def require_model(name: str | None, revision: str | None, dtype: str | None) -> None:

@@ -14,6 +14,7 @@ import typer
 from ..errors import CacheArgumentError
 from ..jobs.job import load_and_complete, run_job, run_on_ray
 from ..jobs.options import FLAGS, How
+from ..store_options import store_options
 from . import command
 from .command import Device, DiskFolder, Dtype, MaxBytes, Revision
 
@@ -60,6 +61,7 @@ def generate(
         raise CacheArgumentError(f"give PROMPTS before options of transformers' generate, such as {prompts}")
     if address is not None and workers is None:
         raise CacheArgumentError("--address is of a Ray cluster; give --workers, too")
+    store_options(max_bytes=max_bytes)  # refuses the 8 of "8 GB" before its GB is read as an option
     options = {"max_bytes": max_bytes, "disk_folder": disk_folder, **options_by_name(context.args)}
     found = (path.stat() for each in _OF_A_MODEL for path in sorted(Path(model).expanduser().glob(each)))
     files = sha256(repr([(each.st_size, each.st_mtime_ns) for each in found]).encode()).hexdigest()

@@ -75,7 +75,9 @@ class Answers:
             problem = f"{self._path} already exists, and no {self._job_path.name} says of which job it is"
             raise CacheArgumentError(f"{problem}; {_ANEW}") from error
         changed = [
-            f"{name}: {json.dumps(before.get(name))} then, {json.dumps(self._job.get(name))} now"
+            "the input has other rows than when this job began"
+            if name == "input"
+            else f"{name}: {json.dumps(before.get(name))} then, {json.dumps(self._job.get(name))} now"
             for name in {**before, **self._job}
             if before.get(name) != self._job.get(name)
         ]

@@ -36,7 +36,7 @@ class RowError(CacheArgumentError):
 def read_rows(prompts: Any, column: str) -> list[Row]:
     """Return the rows of a file, or of a list of texts, of chats or of rows, such as a `datasets.Dataset`."""
     if isinstance(prompts, str | PathLike):
-        rows = _of_file(Path(prompts))
+        rows = _of_file(Path(prompts), may_be_a_prompt=isinstance(prompts, str))
     else:
         kind = type(prompts).__name__
         if isinstance(prompts, Mapping) or not hasattr(prompts, "__iter__") or hasattr(prompts, "columns"):
@@ -45,14 +45,19 @@ def read_rows(prompts: Any, column: str) -> list[Row]:
         if hasattr(prompts, "with_format"):  # a dataset that gives its rows as tensors, too
             prompts = prompts.with_format(None)
         rows = [each if isinstance(each, Mapping) else {column: each} for each in prompts]
-    for number, row in enumerate(rows):
-        prompt_of(row, number, column)
+    try:
+        for number, row in enumerate(rows):
+            prompt_of(row, number, column)
+    except RowError as error:
+        where = f"{prompts}, " if isinstance(prompts, str | PathLike) else ""
+        raise CacheArgumentError(f"{where}{error}") from None
     return rows
 
 
-def _of_file(path: Path) -> list[Row]:
+def _of_file(path: Path, *, may_be_a_prompt: bool) -> list[Row]:
     if not path.is_file():
-        raise CacheArgumentError(f"there is no file {path}; prompts themselves are given as a list")
+        problem = f"{path} is a folder" if path.is_dir() else f"there is no file {path}"
+        raise CacheArgumentError(f"{problem}{'; prompts themselves are given as a list' * may_be_a_prompt}")
     readers = {".jsonl": _json_lines, ".csv": _csv, ".parquet": _parquet}
     if path.suffix.lower() not in readers:
         raise CacheArgumentError(f"{path} is of no kind of file that is read: give {', '.join(readers)}")
@@ -74,7 +79,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
                 if text.strip():
                     yield json.loads(text)
             except (ValueError, RecursionError) as error:
-                raise CacheArgumentError(f"{path}, line {line} is no JSON ({brief(error)})") from error
+                why = brief(error).partition(": line ")[0]  # JSON's own line is always the first
+                raise CacheArgumentError(f"{path}, line {line} is no JSON ({why})") from error
 
 
 def _csv(path: Path) -> Iterator[Row]:

@@ -12,7 +12,7 @@ GENERATE = ("generate", "--model", "no-model", "--out", "out.jsonl")
 MISTAKES: list[tuple[list[str], str]] = [
     (
         ["--column", "question"],
-        "row 0, counted from 0: it has no column 'question'; there are 'text', 'n': mend it, or name another",
+        "prompts.jsonl, row 0, counted from 0: it has no column 'question'; there are 'text', 'n': mend it",
     ),
     (["--progress"], "--progress needs a value after it"),
     (["--disk-bytes", "1GB"], "--disk-bytes is 1GB without --disk-folder"),
@@ -27,14 +27,20 @@ MISTAKES: list[tuple[list[str], str]] = [
 ]
 FOUND: list[tuple[tuple[str, ...], str]] = [
     *(((*GENERATE, "prompts.jsonl", "--column", "text", *given), said) for given, said in MISTAKES),
-    ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl; prompts themselves"),
-    ((*GENERATE, "prompts.jsonl"), "row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'"),
+    ((*GENERATE, "none.jsonl"), "generate: there is no file none.jsonl\n"),
+    ((*GENERATE, "."), "generate: . is a folder\n"),
+    (
+        (*GENERATE, "prompts.jsonl"),
+        "prompts.jsonl, row 0, counted from 0: it has no column 'prompt'; there are 'text', 'n'",
+    ),
     ((*GENERATE, "good.csv", "--out", "nowhere/out.jsonl"), "cannot be written: there is no folder nowhere"),
     ((*GENERATE, "good.csv", "--out", "done.jsonl"), "exists, and no done.jsonl.job.json says of which job it is"),
     ((*GENERATE, "good.csv", "--max-bytes", "much"), "--max-bytes is 'much'"),
+    ((*GENERATE, "good.csv", "--max-bytes", "8", "GB"), "for gigabytes give 8GB, without a space\n"),
     ((*GENERATE, "good.csv", "--dtype", "int4"), "there is no dtype int4; give fp32, bf16 or fp16, or leave it out"),
     ((*GENERATE, "good.csv", "--model", "./modle"), "there is no folder ./modle"),
-    (("bench", "no-model", "prompts.jsonl"), "bench: row 0, counted from 0: it has no column 'prompt'"),
+    (("bench", "no-model", "prompts.jsonl"), "bench: prompts.jsonl, row 0, counted from 0: it has no column 'prompt'"),
+    (("bench", "good.csv", "."), "bench: . is a folder; the order is MODEL PROMPTS\n"),
     (("bench", "./nothere", "good.csv"), "bench: there is no folder ./nothere"),
     (("doctor", "./nothere"), "doctor: there is no folder ./nothere\n"),
     (("load", "./nothere"), "load: there is no folder nothere"),

@@ -109,12 +109,12 @@ def test_a_finished_job_that_is_run_again_says_so_without_a_model_and_another_on
     os.utime(Path(model_folder) / "model.safetensors")  # may be another model now
     assert "another job (model files: " in generate(prompts, model_folder, out).stderr
     prompts.write_text(prompts.read_text().replace("bc", "cb"))
-    assert '; input: "' in generate(prompts, model_folder, out).stderr
+    assert "; the input has other rows than when this job began); " in generate(prompts, model_folder, out).stderr
 
 
 MISTAKES: list[tuple[list[str], str]] = [
     (["--batchsize", "4"], "--batchsize is no option of generate that a job takes; did you mean --batch-size?"),
-    (["--temprature=0.5"], "temprature is no option of generate that a job takes; did you mean temperature?"),
+    (["--temprature=0.5"], "temprature is no option of generate that a job takes; did you mean --temperature?"),
     (["--max-length", "10"], "--max-length is not an option here: "),
 ]
 

@@ -117,7 +117,7 @@ def test_a_job_goes_on_where_it_was_interrupted_also_in_the_middle_of_a_line(
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": 6}, "max_new_tokens: 5 then, 6 now"),
     ({"num_beams": 2}, "num_beams: null then, 2 now"),
-    ({"prompts": [*PROMPTS[:-1], "another"]}, "input: "),
+    ({"prompts": [*PROMPTS[:-1], "another"]}, "the input has other rows than when this job began.;"),
     ({"model": "other"}, "weights: "),
 ]
 
