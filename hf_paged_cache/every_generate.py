@@ -5,6 +5,7 @@ Each call gets a cache of its own on its model's store. A store lives as long as
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -119,7 +120,10 @@ class EveryGenerate:
         return [each.as_dict() for each in self._counts]
 
     def __str__(self) -> str:
-        return "\n".join(line for each in self.counts() for line in _lines(each)) or "no generate was called"
+        lines = [line for each in self.counts() for line in _lines(each)]
+        if any(re.search(r" computed: .*\bN\b", line) for line in lines):
+            lines.append("  N stands for numbers that differ")
+        return "\n".join(lines) or "no generate was called"
 
     def _count(self, model: Any, why: str) -> None:
         with self._lock:

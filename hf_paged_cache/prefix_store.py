@@ -104,7 +104,7 @@ class PrefixStore:
             if num_blocks < 2:
                 raise CacheArgumentError(
                     f"max_bytes is {sizes['max_bytes']}, but two blocks of {options.block_size} tokens need "
-                    f"{2 * num_bytes} bytes"
+                    f"{2 * num_bytes} bytes ({math.ceil(2 * num_bytes / 1e5) / 10}MB)"
                 )
         self.model = model
         self.blocks = BlockStore(

@@ -60,7 +60,7 @@ def doctor(
     cache.prefill([0] * 32)  # shows what a block takes, and so how many blocks there can be
     if (num_blocks := cache.stats().num_blocks) is not None:
         usable, size = num_blocks - 1, cache.store.blocks.block_size  # one block is reserved
-        _tell("room for", f"{usable * size:,} tokens, in {usable:,} blocks of {size}, with the default num_blocks")
+        _tell("room for", f"{usable * size:,} tokens, in {usable:,} blocks of {size}, with half of what is free")
 
 
 def _tell(name: str, value: object) -> None:

@@ -211,7 +211,7 @@ def test_the_summary_has_the_words_of_the_docs_and_the_most_frequent_reasons(eve
     model = build("llama")
     run(model, input_ids=IDS, do_sample=True, num_return_sequences=3)
     run(model, input_ids=NEXT[0])
-    first, *others = str(every).splitlines()
+    first, *others, note = str(every).splitlines()
     tokens = 3 * IDS.shape[1] + NEXT[0].shape[1]
     found = every.counts()[0]
     shared, computed = found["shared_tokens"], found["computed_tokens"]
@@ -222,3 +222,4 @@ def test_the_summary_has_the_words_of_the_docs_and_the_most_frequent_reasons(eve
     )
     assert others
     assert all(line.startswith("  ") and " computed: " in line for line in others)
+    assert note == "  N stands for numbers that differ"

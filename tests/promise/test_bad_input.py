@@ -57,7 +57,7 @@ def test_max_bytes_buys_as_many_blocks_as_it_pays_for() -> None:
     with pytest.raises(CacheArgumentError, match="PrefixStore"):
         PagedPrefixCache(PrefixStore(tiny("llama")), block_size=8)
     assert PrefixStore(tiny("llama"), max_bytes=10 * bytes_per_block + 1).blocks.budget.num_blocks == 10
-    with pytest.raises(CacheArgumentError):
+    with pytest.raises(CacheArgumentError, match=rf"need {2 * bytes_per_block} bytes \(0.1MB\)$"):
         PrefixStore(tiny("llama"), max_bytes=2 * bytes_per_block - 1)
 
 
