@@ -93,8 +93,9 @@ class PagedPrefixCache(Cache):
 
     # Methods that the hooks call.
 
-    def begin_rows(self, model: Any, given: GenerateArguments) -> Rows:
-        """Begin a `generate`, and return the rows that it runs on."""
+    @contextlib.contextmanager
+    def running(self, model: Any, given: GenerateArguments) -> Iterator[Rows]:
+        """Enclose a `generate`, with the rows that it runs on: however it ends, complete columns are kept."""
         held = self._current.take(unless_elsewhere=not given.only_new_tokens)  # no other call goes on with these rows
         try:
             rows = self._calls.begin(model, given, held)
@@ -104,16 +105,11 @@ class PagedPrefixCache(Cache):
             self._ranks.tell_refusal(error, always=True)
             raise
         rows.handle, rows.is_behind_handle = ref(self), False
-        return rows
-
-    @contextlib.contextmanager
-    def running(self, rows: Rows) -> Iterator[None]:
-        """Enclose a `generate` on rows: whatever ends the call, complete columns are kept, and the rows stay."""
         running, lock = self.store.blocks.running, self.store.blocks.lock
         with lock:  # `stats` looks through them in any thread
             running.add(rows)
         try:
-            yield
+            yield rows
         except torch.OutOfMemoryError:
             rows.reset()
             self._calls.give_way(rows)

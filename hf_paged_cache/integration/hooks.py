@@ -44,7 +44,8 @@ class GenerateBracket:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         brought = cache = _paged(kwargs)
-        generate, is_replaced = self.__wrapped__, self.replaced is not None
+        is_replaced = self.replaced is not None
+        generate = self.replaced if is_replaced else type(self.model).generate.__get__(self.model)
         if brought is None:
             takes_cache = not (is_replaced or has_own_generate(self.model)) or self._takes_cache()
             if takes_cache and all(kwargs.get(name) is None for name in CACHE_ARGUMENTS):
@@ -59,10 +60,10 @@ class GenerateBracket:
         needs_none = given.cache_implementation is not None or given.is_assistant or given.only_new_tokens
         if given.why_no_cache or (brought is None and needs_none):
             return generate(*args, **kwargs)
-        name, rows = cache_argument(type(self.model)), cache.begin_rows(self.model, given)
-        if rows.state.images is not None:  # a tower is to run for images that are not known alone
-            kwargs = {name: value for name, value in kwargs.items() if name not in rows.state.images.pixels}
-        with cache.running(rows):
+        name = cache_argument(type(self.model))
+        with cache.running(self.model, given) as rows:
+            if rows.state.images is not None:  # a tower is to run for images that are not known alone
+                kwargs = {key: value for key, value in kwargs.items() if key not in rows.state.images.pixels}
             output = generate(*args, **kwargs, **{name: rows})
             if not rows.is_open:
                 rows.calls.note_elsewhere(rows, given)
@@ -70,12 +71,12 @@ class GenerateBracket:
             return output
 
     @property
-    def __wrapped__(self) -> Any:
+    def __wrapped__(self) -> Any:  # what `inspect.signature` asks
         return self.replaced if self.replaced is not None else type(self.model).generate.__get__(self.model)
 
     def _takes_cache(self) -> bool:
         """Return whether a `generate` of the model's own can be passed a cache."""
-        name, parameters = cache_argument(type(self.model)), inspect.signature(self.__wrapped__).parameters.values()
+        name, parameters = cache_argument(type(self.model)), inspect.signature(self).parameters.values()
         return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 

@@ -30,7 +30,7 @@ from .request import CallState, Chunks, RowInput, RowsCalls, RunsForwards
 from .shared import Looks, Seen, SharedColumns
 from .states import RowStates
 
-_VERSION = attrgetter("_version")
+_TENSOR, _VERSION = attrgetter("tensor"), attrgetter("_version")
 
 
 class Rows(Cache):
@@ -125,22 +125,20 @@ class Rows(Cache):
             self.in_generate = True
         self.is_passed = True
 
-    def begin_rows(self, model: Any, given: Any) -> "Rows":
-        """Return the rows on which a `generate` runs that was passed these: these, or others that go on from them."""
+    @contextmanager
+    def running(self, model: Any, given: Any) -> Iterator["Rows"]:
+        """Enclose a `generate` that was passed these rows, with the rows that it runs on: these, or others that go on
+        from them.
+        """
         previous: Rows | None = self
         if not given.only_new_tokens:
             self.escaped = True
             if not self.is_open:  # the rows were given to a function that calls `generate` itself
                 previous, self.previous = self.previous, None
-        begun: Rows = self.calls.begin(model, given, previous)
-        begun.handle = self.handle
-        return begun
-
-    @contextmanager
-    def running(self, rows: "Rows") -> Iterator[None]:
-        """Span the `generate` that runs on `rows` and was passed these rows."""
+        rows: Rows = self.calls.begin(model, given, previous)
+        rows.handle = self.handle
         try:
-            yield
+            yield rows
         finally:
             previous = rows.previous
             self.calls.close(rows)
@@ -324,8 +322,10 @@ class Rows(Cache):
 
     def note_writes(self) -> None:
         """Note that everything written to the rows until here was written by us."""
-        self._tensors = [tensor for group in self.groups for tensor, _ in group.memory]
-        self._versions = tuple(map(_VERSION, self._tensors))
+        tensors = list[Tensor]()
+        for group in self.groups:
+            tensors += map(_TENSOR, group.memory)
+        self._tensors, self._versions = tensors, tuple(map(_VERSION, tensors))
 
     @property
     def is_edited(self) -> bool:
