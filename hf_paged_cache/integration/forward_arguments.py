@@ -78,10 +78,9 @@ class ArgumentReader:
                 why_all = why_all or "the model cannot say which logits it needs while drafts are verified"
         elif not isinstance(num_logits, int) or isinstance(num_logits, bool) or num_logits <= 0:
             num_logits, why_all = 1, why_all or f"{_ALL_LOGITS} (pass logits_to_keep=1 for the last one's)"
-        inputs = [
-            RowInput(array("q", of_row[max(0, pad - before) :].tobytes()), pad, first)
-            for of_row, pad, first in zip(ids, pads, firsts, strict=True)
-        ]
+        inputs = list[RowInput]()
+        for of_row, pad, first in zip(ids, pads, firsts, strict=True):
+            inputs.append(RowInput(array("q", of_row[max(0, pad - before) :].tobytes()), pad, first))
         return ForwardRequest(
             rows=tuple(inputs),
             num_new_columns=num_new,
@@ -266,6 +265,5 @@ def _values(
             f"{(num_rows, before + num_new)}: pass ids that continue exactly where the rows stopped, "
             "or cache.reset() first"
         )
-    found = read_arrays([tensor for tensor in (ids, mask, positions) if tensor is not None])
-    token_ids = np.full((num_rows, num_new), -1) if ids is None else found.pop(0)
-    return token_ids, None if mask is None else found.pop(0), None if positions is None else found.pop(0)
+    token_ids, shown, numbers = read_arrays((ids, mask, positions))
+    return np.full((num_rows, num_new), -1) if ids is None else token_ids, shown, numbers

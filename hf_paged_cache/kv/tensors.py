@@ -7,6 +7,7 @@ import contextlib
 import math
 import mmap
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,19 +45,24 @@ def _mapped(num_bytes: int) -> mmap.mmap:
     return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
-def read_arrays(tensors: Sequence[Tensor]) -> list[np.ndarray]:
-    """Return the values of tensors as int64 of their shapes; floats are cut.  Cost: one wait for each accelerator."""
-    found = [np.empty(0, np.int64)] * len(tensors)
-    together: dict[torch.device, list[int]] = {}
+def read_arrays(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Return the values of tensors as int64 arrays of their shapes; floats are cut, and None stays None.
+
+    Cost: one wait for each accelerator.
+    """
+    found: list[np.ndarray | None] = [None] * len(tensors)
+    together: dict[torch.device, dict[int, Tensor]] = {}
     for number, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
         if tensor.device.type == "cpu":
             found[number] = tensor.detach().to(torch.int64).numpy()
         else:
-            together.setdefault(tensor.device, []).append(number)
-    for numbers in together.values():
-        values = torch.cat([tensors[number].flatten().to(torch.int64) for number in numbers]).cpu().numpy()
-        for number in numbers:
-            shape = tensors[number].shape
+            together.setdefault(tensor.device, {})[number] = tensor
+    for on_device in together.values():
+        values = torch.cat([tensor.flatten().to(torch.int64) for tensor in on_device.values()]).cpu().numpy()
+        for number, tensor in on_device.items():
+            shape = tensor.shape
             found[number], values = values[: shape.numel()].reshape(shape), values[shape.numel() :]
     return found
 

@@ -69,7 +69,7 @@ def sampled_digest(model: Any) -> str:
     settings = {name: value for name, value in model.config.to_diff_dict().items() if name not in _NO_SETTINGS}
     adapters = [adapter_state(module) for module in listing.modules if hasattr(module, "_active_adapter")]
     weights = [(key, tuple(tensor.shape), tensor.dtype) for key, tensor in listing.weights]
-    return _sha256(repr((sorted(settings.items()), adapters, weights, listing.values())).encode())
+    return _sha256(repr((sorted(settings.items()), adapters, weights, listing.read().values)).encode())
 
 
 def adapter_state(module: nn.Module) -> list[object]:

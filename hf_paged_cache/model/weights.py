@@ -75,22 +75,22 @@ class Listing:
         self._scales = [f"{name.removesuffix('inv_freq')}attention_scaling" for _, name in rotary]
         parts = [part for each in self._tensors if each is not None for part in plain_tensors(each)]
         self._laid = [part for part in parts if _has_memory(part)]
-        self._layout = _layout(self._laid)
+        # what `tensor.data = ...` changes
+        self._places = [*map(Tensor.data_ptr, self._laid)]
+        self._sizes, self._strides = [*map(Tensor.numel, self._laid)], [*map(Tensor.stride, self._laid)]
         self._counted = [part for part in parts if not part.is_inference()]  # the others have no versions
         self._samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for sample in map(_sample, self._laid):
             self._samples.setdefault((sample.device, sample.dtype), []).append(sample)
         self.device_types = sorted({"cpu", *(device.type for device, _ in self._samples)})
 
-    def values(self) -> bytes:
-        """Return a few values of each weight.  Cost: one wait for each accelerator."""
-        return read_bytes(self._samples) if self._samples else b""
-
     def is_as_found(self) -> bool:
         """Return whether the model has these modules, and these weights in the same memory."""
         return (
             all(map(is_, map(dict.get, self._owners, self._keys), self._tensors))
-            and _layout(self._laid) == self._layout
+            and [*map(Tensor.data_ptr, self._laid)] == self._places
+            and [*map(Tensor.numel, self._laid)] == self._sizes
+            and [*map(Tensor.stride, self._laid)] == self._strides
             and [*map(type, self.modules)] == self._kinds
             and [*map(_CHILDREN, self._attributes)] == self._children
             and [*map(dict.get, self._loaded, repeat("_hf_hook"))] == self._loaders
@@ -105,7 +105,8 @@ class Listing:
             functions += map(dict.get, attributes, repeat(name))
         functions += (*everywhere._global_forward_hooks, *everywhere._global_forward_pre_hooks)
         scales = [*map(dict.get, self._rotary, self._scales)]
-        return Reading(self.values(), [*map(_VERSION, self._counted)], functions, scales)
+        values = read_bytes(self._samples) if self._samples else b""
+        return Reading(values, [*map(_VERSION, self._counted)], functions, scales)
 
 
 # What has a `listing`, and counts in `num_changes` the steps of optimizers on its weights.
@@ -158,11 +159,6 @@ def _has_memory(tensor: Tensor) -> bool:
         return tensor.layout == torch.strided and tensor.data_ptr() >= 0
     except RuntimeError:
         return False
-
-
-def _layout(tensors: list[Tensor]) -> tuple[object, ...]:
-    """Return what `tensor.data = ...` changes."""
-    return [*map(Tensor.data_ptr, tensors)], [*map(Tensor.numel, tensors)], [*map(Tensor.stride, tensors)]
 
 
 def _sample(tensor: Tensor) -> Tensor:
