@@ -3,19 +3,22 @@
 The memory of the call before becomes the rows' own where they go on in it: then nothing is copied at all.
 """
 
+import math
 from collections.abc import Sequence
 
 from ..blocks import Window, WindowBlocks
 from ..kv.block_pool import Slab
 from ..kv.states import States, row_of, stacked
 from ..rows import memory
-from ..rows.layers import Group
+from ..rows.layers import SPARE, Group
 from ..rows.memory import Shape
 from ..rows.request import RowInput
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .find import Known
 from .share import share_known
+
+_MOST_MAPPED_AHEAD = 4096  # columns made ahead for shorter prompts, on a host
 
 
 def fill(
@@ -24,15 +27,19 @@ def fill(
     inputs: Sequence[RowInput],
     known: Sequence[Known],
     start: int,
-    wanted: int,
+    stop: int,
     *,
     takes_over: bool = False,
 ) -> None:
-    """Let rows begin with their columns before `start`, all of which are known; they will have `wanted` columns.
+    """Let rows begin with their columns before `start`, all of which are known, and a forward up to `stop` follow.
 
     With `takes_over`, the memory of the call before may become these rows'.
     """
-    slabs, room = store.pool.all.slabs, max(start, wanted)
+    slabs, most = store.pool.all.slabs, rows.state.limits.max_columns
+    # an accelerator takes every byte when it is asked for; a host may refuse to map what nobody would have written
+    ahead = max(256, stop // 4) if store.pool.accelerators else max(_MOST_MAPPED_AHEAD, stop)
+    wanted = stop + SPARE if math.isinf(most) else min(max(stop, int(most)), stop + ahead)
+    room = max(start, wanted)
     if not start:
         rows.all.take(memory.make(memory.shapes_of_slabs(slabs), len(inputs), wanted) if slabs else [], 0)
         rows.begin(inputs, 0, wanted)

@@ -92,38 +92,40 @@ class Known:
             self.ahead, self.num_tokens = Source(ahead, number, num_tokens), num_tokens
 
 
+@dataclass(eq=False)
 class Finding:
     """`Finding` finds what a store knows of rows that begin, and holds the leases of it until it is closed.
 
     What lower tiers know is loaded into the store. Rows that are exact start exactly where they are known, or anew.
     """
 
-    def __init__(
-        self, store: BlockStore, inputs: Sequence[RowInput], latest: int, previous: Rows | None, *, is_exact: bool
-    ) -> None:
-        self.known: list[Known] = []  # of each row
-        self._store, self.inputs, self._previous, self.is_exact = store, inputs, previous, is_exact
-        self._brought: Mapping[int, str] = {}  # block -> lower tier that it has come from for this call
-        if store.tiers is not None:
-            wanted = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in inputs if row.pad < latest]
-            self._brought = tier_load.load(store, store.tiers, wanted)
+    store: BlockStore
+    inputs: Sequence[RowInput]
+    previous: Rows | None
+    is_exact: bool
+    known: list[Known] = field(default_factory=list)  # of each row; empty before the first look
+    brought: Mapping[int, str] = field(default_factory=dict)  # block -> lower tier that it came from for this call
 
     def close(self) -> None:
         """Give back what is leased."""
-        with self._store.lock:
-            if self._previous is not None:
-                self._previous.is_lent = False
+        with self.store.lock:
+            if self.previous is not None:
+                self.previous.is_lent = False
             for row in self.known:
                 if row.lease is not None and not row.lease.is_freed:
-                    self._store.leases.give_back(row.lease)
+                    self.store.leases.give_back(row.lease)
 
     def look(self, latest: int) -> None:
         """Find what is known of rows that start at column `latest` at the latest."""
-        store, previous = self._store, self._previous
+        store, previous = self.store, self.previous
         chains = {} if previous is None else previous.state.chains
         exactly, is_alone = latest if self.is_exact else None, len(self.inputs) == 1
         if self.known:
             self.close()
+        elif store.tiers is not None:
+            rows = [row for row in self.inputs if row.pad < latest]
+            wanted = [Wanted(row.root, row.salt, row.token_ids, latest - row.pad) for row in rows]
+            self.brought = tier_load.load(store, store.tiers, wanted)
         with store.lock:
             self.known = found = []
             for group in store.windows:
@@ -133,8 +135,8 @@ class Finding:
             before = previous_rows(previous)
             for row in self.inputs:
                 known = known_of(store, row, chains, before, exactly, is_alone=is_alone)
-                if self._brought and known.lease is not None:
-                    tiers = Counter(self._brought[each] for each in known.lease.block_ids if each in self._brought)
+                if self.brought and known.lease is not None:
+                    tiers = Counter(self.brought[each] for each in known.lease.block_ids if each in self.brought)
                     known.brought = {name: number * store.block_size for name, number in tiers.items()}
                 found.append(known)
             if store.pool.accelerators:
@@ -145,7 +147,7 @@ class Finding:
 
         It is the last such column, and a multiple of `size`; 0: there is none.
         """
-        pads = [row.pad - self._store.rules.width for row in self.inputs]  # where rows may begin anew
+        pads = [row.pad - self.store.rules.width for row in self.inputs]  # where rows may begin anew
         while True:
             self.look(latest)
             ends = []
@@ -225,7 +227,7 @@ def _in_blocks(store: BlockStore, row: RowInput, chain: HashChain, most: int) ->
     """Return what blocks hold of a row that starts after at most `most` tokens, and the hashes of these blocks."""
     hashes, size, tokens = chain.hashes_of(), store.block_size, row.token_ids
     found = store.leases.look(hashes, row.salt, tokens, most)
-    end = end_of_image(tokens, found.num_matched, found.num_matched + size) if hold_images(tokens) else None
+    end = end_of_image(tokens, found.num_matched, found.num_matched + size) if row.holds_images else None
     if end is not None and end <= most:  # the block that the image ends in may have been kept up to there
         up_to_end = HashChain(row.root, size, filled_up(tokens, end, size)).hashes_of()
         if store.leases.look(up_to_end, row.salt, tokens, end).num_tokens == end:

@@ -152,14 +152,14 @@ class Seen(NamedTuple):
             return given, self.why_whole
         rows = []
         for number, row in enumerate(given):
-            tokens = row.token_ids[:]
-            for image, detail in zip(self.images.of_row(number, len(given)), self.details[number], strict=True):
+            tokens, images = row.token_ids[:], self.images.of_row(number, len(given))
+            for image, detail in zip(images, self.details[number], strict=True):
                 start, stop = image.start - row.pad, image.stop - row.pad
                 if start < 0 or stop >= len(tokens):
                     return given, _NO_END
                 if not name_image(tokens, start, stop, hashlib.sha256(image.digest + detail).digest(), block_size):
                     return given, _NO_NAME
-            rows.append(row._replace(token_ids=tokens))
+            rows.append(row._replace(token_ids=tokens, holds_images=bool(images)))
         return rows, None
 
 

@@ -1,6 +1,5 @@
 """Opens rows: reads what their first forward asks for, leases what is known of it, and fills the rows with that."""
 
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -10,15 +9,15 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 
 from ..blocks import RootFacts
-from ..blocks.image_tokens import hold_images, whole_images
+from ..blocks.image_tokens import whole_images
 from ..call.counters import PromptCounters, count_bypassed, count_prompt
 from ..call.fill import fill
 from ..call.find import Finding
 from ..call.keep import keep
 from ..model.fingerprint import Fingerprint
-from ..model.layers import cache_layers, presented
+from ..model.layers import cache_layers, own_cache_class, presented
 from ..rows.captured import Capturing
-from ..rows.layers import SPARE, kinds_of
+from ..rows.layers import kinds_of
 from ..rows.request import CallState, ForwardRequest, RequestRead, RowInput, RowsCalls
 from ..rows.rows import Rows
 from ..rows.shared import IN_CHUNKS as READ_IN_CHUNKS
@@ -38,7 +37,6 @@ _MODEL_CHANGED = "the model changed while a part of the prompt was computed firs
 _OTHER_WINDOWS = "layers have other windows than when the store was built; build another one for the model as it is now"
 _POSITIONS_OF_PADDING = "positions of padding are the largest, and rotary frequencies follow the largest that runs"
 _NUM_FOUND = attrgetter("num_found")
-_MOST_MAPPED_AHEAD = 4096  # columns made ahead for shorter prompts, on a host
 _MOST_TAKEN_BACK = 32  # most tokens of drafts that layers with a window can take back
 
 
@@ -79,6 +77,7 @@ class Opening:
         self.looks = parts.looks
         self.salt, self.counters, self.ranks, self.capturing = salt, counters, ranks, capturing
         self.reads_only, self.captures = False, capturing.attach()
+        self._insists_on_class = own_cache_class(self.model) is not None
         self.has_deltas = any(hasattr(module, "rope_deltas") for module in self.model.modules())
         self._kinds = kinds_of(cache_layers(self.model))._replace(  # rows of a model that has changed get more layers
             windows=self.store.window_of,
@@ -90,8 +89,8 @@ class Opening:
 
     def new_rows(self, state: CallState) -> Rows:
         """Make rows of a call that no forward has run yet."""
-        rows: Rows = presented(self.model, Rows(cast("RowsCalls", self), self._kinds, self.looks, state))
-        return rows
+        rows = Rows(cast("RowsCalls", self), self._kinds, self.looks, state)
+        return presented(self.model, rows) if self._insists_on_class else rows
 
     # What a forward asks for.
 
@@ -227,14 +226,12 @@ class Opening:
             is_padding = not all(row.token_ids for row in running)
             num_needed = max(num_needed, rows.states.num_needed(stop, is_padding=is_padding))
         latest = stop - num_needed if request.keep_columns is None else 0
-        hides_images = self.image_inputs.takes_images and any(
-            row.shift or hold_images(row.token_ids) for row in running
-        )
+        hides_images = self.image_inputs.takes_images and any(row.shift or row.holds_images for row in running)
         # a shorter forward would have other frequencies, and processes in step must run equally many forwards
         may_run_ahead = may_run_ahead and not (state.regime or state.is_in_step or hides_images)
         model_looks = self.looks.model_looks or rows.kinds.indexed or rows.chunks is not None  # chunks promise bits
         rows.may_be_lazy = self.fingerprint.attention == "sdpa" and not model_looks
-        with closing(Finding(self.store, running, latest, previous, is_exact=is_exact)) as found:
+        with closing(Finding(self.store, running, previous, is_exact)) as found:
             found.look(latest)
             num_found = [*map(_NUM_FOUND, found.known)]
             if groups:  # every rank knows as much; one message a call
@@ -259,7 +256,7 @@ class Opening:
             if self.captures:
                 self.begin_captured(rows, request, start, stop)
             rows.copies = [*asked.copies] if len(running) < len(asked.copies) else None
-            fill(self.store, rows, running, found.known, start, self._columns_to_make(rows, stop), takes_over=True)
+            fill(self.store, rows, running, found.known, start, stop, takes_over=True)
             state.pending = count_prompt(
                 request, found.known, num_found, asked.members, asked.copies, start, ahead.num_computed
             )
@@ -267,13 +264,6 @@ class Opening:
                 if row.chain is not None:
                     state.chains[row.chain.root] = row.chain
         return start
-
-    def _columns_to_make(self, rows: Rows, stop: int) -> int:
-        """Return for how many columns rows get room that have `stop` columns after their first forward."""
-        most = rows.state.limits.max_columns
-        # an accelerator takes every byte when it is asked for; a host may refuse to map what nobody would have written
-        ahead = max(256, stop // 4) if self.store.pool.accelerators else max(_MOST_MAPPED_AHEAD, stop)
-        return stop + SPARE if math.isinf(most) else min(max(stop, int(most)), stop + ahead)
 
     def bypass(self, rows: Rows, arguments: Mapping[str, Any], why: str) -> Mapping[str, Any]:
         """Let rows run on transformers' own layers from here on; return the arguments of their forward."""
@@ -314,11 +304,11 @@ class Opening:
         stop, size, inputs = request.num_new_columns, chunked.chunks.size, request.rows
         latest = (stop - chunked.num_logits) // size * size
         try:
-            with closing(Finding(self.store, inputs, latest, rows.previous, is_exact=rows.is_exact)) as found:
+            with closing(Finding(self.store, inputs, rows.previous, rows.is_exact)) as found:
                 column = found.look_together(latest, size)
                 if not column:
                     return
-                fill(self.store, rows, inputs, found.known, column, self._columns_to_make(rows, stop))
+                fill(self.store, rows, inputs, found.known, column, stop)
                 numbers, num_found = range(len(inputs)), [row.num_tokens for row in found.known]
                 request = replace(request, num_new_columns=column, num_logits_needed=1)  # others are counted later
                 state.pending = count_prompt(request, found.known, num_found, numbers, numbers, column, {})

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ..call.fill import fill
 from ..call.find import Finding, Known
 from ..call.plan import FORWARD_COST_ON_ACCELERATOR, FORWARD_COST_ON_HOST, Bounds, Plan, PlannedRow, cut, plan
-from ..rows.request import CallState, RowInput
+from ..rows.request import CallLimits, CallState, RowInput
 from ..rows.rows import Rows
 from ..store.block_store import BlockStore
 from .forward_arguments import ArgumentReader
@@ -118,7 +118,7 @@ def _run(
         some = [row._replace(token_ids=row.token_ids[: max(0, stop - row.pad)]) for row in some]
         if going_on is None:
             start = 0 if all(row.pad >= start for row in some) else start
-            going_on = type(rows)(rows.calls, rows.kinds, rows.looks, CallState("ahead"))
+            going_on = type(rows)(rows.calls, rows.kinds, rows.looks, CallState("ahead", CallLimits(max_columns=stop)))
             going_on.must_confirm = False
             going_on.may_be_lazy = rows.may_be_lazy
             fill(store, going_on, some, [known[number] for number in numbers], start, stop)

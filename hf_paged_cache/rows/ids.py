@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..blocks import TokenIds
-from ..blocks.image_tokens import end_of_image, hold_images
+from ..blocks.image_tokens import end_of_image
 from .request import RowInput
 
 
@@ -48,7 +48,7 @@ class IdsStream:
             if row.pad < num_columns:
                 known = torch.frombuffer(row.token_ids, dtype=torch.int64, count=num_columns - row.pad)
                 ids[number, row.pad : num_columns] = known
-            if hold_images(row.token_ids):
+            if row.holds_images:
                 prompts[-1].image_end = end_of_image(row.token_ids, 0, len(row.token_ids))
                 named[number] = row.token_ids
         self._named = named

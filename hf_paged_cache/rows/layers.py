@@ -8,6 +8,7 @@ columns: [0, base) are shared by rows, or passed and gone | [base, n) lie in `he
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -429,14 +430,15 @@ def kinds_of(layers: Sequence[Any]) -> LayerKinds:
     )
 
 
+@dataclass(eq=False)
 class Group:
     """`Group` has the columns of all rows in layers that hold the same of them: all columns, or one window."""
 
-    def __init__(self, owner: Callable[[], Any], window: Window | None = None) -> None:
-        self._owner, self.window = owner, window
-        self.layers: dict[int, RowsLayer] = {}  # by layer index
-        self.memory: list[Streams] = []  # where the columns lie
-        self.room_end = math.inf  # column at which the shortest tensor of the memory ends
+    owner: Callable[[], Any]  # the rows
+    window: Window | None = None
+    layers: dict[int, RowsLayer] = field(default_factory=dict)  # by layer index
+    memory: list[Streams] = field(default_factory=list)  # where the columns lie
+    room_end: float = math.inf  # column at which the shortest tensor of the memory ends
 
     @property
     def base(self) -> int:
@@ -457,7 +459,7 @@ class Group:
                 of_layers.setdefault(layer_idx, {})[name] = part
         for layer_idx, tensors in of_layers.items():
             while layer_idx not in self.layers:  # the model's config names fewer
-                owner = self._owner()
+                owner = self.owner()
                 owner.layers.append(owner.layer_class_to_replicate())
             self.layers[layer_idx].lie_in(tensors, n, base)
         apart.discard(self.window)

@@ -23,6 +23,7 @@ class RowInput(NamedTuple):
     root: bytes = b""  # parent of the first block: all that conditions keys and values besides tokens
     salt: bytes = b""  # namespace of the row's blocks
     shift: int | None = 0  # how far images have moved the positions of the text after them; None: not known
+    holds_images: bool = False  # image tokens may be among the tokens
 
 
 class Chunks(NamedTuple):
