@@ -450,7 +450,7 @@ class Group:
 
     def take(self, held: list[Streams], n: int, base: int = 0) -> None:
         """Let the layers lie in this memory from here on: its first columns are the columns `[base, n)`."""
-        apart = self._owner().apart
+        apart = self.owner().apart
         apart.add(self.window)  # until all layers lie there: an interrupt may come in between
         self.memory, self.room_end, of_layers = held, math.inf, dict[int, dict[str, Tensor]]()
         for tensor, names in held:
