@@ -164,10 +164,16 @@ class Tiers:
         return tuple(found)
 
     def lay_out(self, parts: Mapping[Kind, Sequence[Part]]) -> None:
-        """Let rows be made of these parts from here on. If they were made of others, nothing is found any more."""
-        if any(self._parts.setdefault(kind, of_kind) != of_kind for kind, of_kind in parts.items()):
-            self.reset()
+        """Let rows be made of these parts from here on. Files stay; what was made of other parts is found no more."""
+        changed = {kind for kind, of_kind in parts.items() if self._parts.setdefault(kind, of_kind) != of_kind}
+        if changed:
+            for run in [run for run in self.runs if run.rows is not None]:
+                self._forget(run)
+            of_files = {key: entry for key, entry in self.entries.items() if entry[1].run in self.runs}
+            self.entries = {key: entry for key, entry in of_files.items() if key[0] not in changed}
             self._parts |= parts
+            if self.folder is not None:
+                self.folder.looked_at = None  # files may fit now that did not
 
     def touch(self, kind: Kind, names: Iterable[Name]) -> list[Name]:
         """Note that these contents are used, so that they go last; return the names of those that are not here."""

@@ -121,6 +121,25 @@ def test_what_is_evicted_is_found_by_others_although_its_head_never_was(tmp_path
     assert found(new_cache(copy.deepcopy(model), tmp_path))[0] == 68
 
 
+def test_files_stay_where_keys_take_on_another_dtype(tmp_path: Path) -> None:
+    twin, model = tiny("llama"), copy.deepcopy(tiny("llama"))
+    leave(model, tmp_path)
+    theirs = {*saved_paths(tmp_path)}
+    cache = new_cache(model, tmp_path)
+    for ids in prompts(10)[5:]:
+        call(model, ids, cache)
+    tiers_of(cache).writer.submit(int).result()
+    paths = {*saved_paths(tmp_path)}
+    assert theirs < paths
+    model.double()
+    for ids in prompts():
+        assert_same(call(model, ids), call(model, ids, cache))
+    assert paths <= {*saved_paths(tmp_path)}
+    assert all(run.problem is None for run in tiers_of(cache).runs)
+    assert found(new_cache(twin, tmp_path))[0] == 68
+    cache.check()
+
+
 @pytest.mark.parametrize("what", ["before a look", "after a look", "the folder"])
 def test_files_that_have_gone_are_misses(what: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, folder = tiny("llama"), tmp_path / "folder"
