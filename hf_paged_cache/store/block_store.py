@@ -119,16 +119,15 @@ class BlockStore:
 
         Keys and values have another dtype, shape or device from here on, or the budget holds fewer blocks.
         """
-        if is_idle := self._is_idle:
+        if is_idle := self._is_idle():
             self.budget.count_anew()
             self.reset_prefix_cache(keep_tiers=True)
         return is_idle
 
-    @property
-    def _is_idle(self) -> bool:
-        """True if no call holds blocks; pins may."""
-        pinned = {*self.leases.pins()}
-        return all(lease in pinned for lease in self.allocator.allocations() if lease.block_ids)
+    def _is_idle(self, salt: bytes | None = None) -> bool:
+        """Return whether no call holds blocks, of one salt or of all; pins may."""
+        leases, pinned = self.allocator.allocations(), {*self.leases.pins()}
+        return all(lease in pinned for lease in leases if lease.block_ids and salt in (None, lease.namespace))
 
     def make_way(self) -> None:
         """Let the pool grow no more after a model's forward ran out of memory.
@@ -218,8 +217,8 @@ class BlockStore:
 
         Nothing is kept that was computed before. A running call refuses it.
         """
-        allocator, num_pinned = self.allocator, len(self.leases.pinned_blocks(salt))
-        if num_pinned < (allocator.num_blocks_in_use if salt is None else allocator.num_blocks_in_use_of(salt)):
+        allocator = self.allocator
+        if not self._is_idle(salt):
             raise CacheBusyError(
                 f"a call is running {where_of(salt)}; reset the prefix cache when it has ended (rows of plain forwards "
                 "end with their cache's reset())"
@@ -242,7 +241,7 @@ class BlockStore:
 
         The pool may grow anew where memory ran out.
         """
-        if self._is_idle:
+        if self._is_idle():
             self.leases.unpin(None, None)
         self.budget.reset()
         self.snapshots.reset()

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged_cache import CacheArgumentError, PagedPrefixCache, PrefixStore
+from hf_paged_cache import CacheArgumentError, CacheBusyError, PagedPrefixCache, PrefixStore
 
-from ..reference import AtStep, assert_same, at_once, row, run
+from ..internals import split_everywhere
+from ..reference import AtStep, assert_same, at_once, batch, row, run
 from ..tiny_models import build, tiny
 from .test_conditions_of_reuse import ROPES
 
@@ -224,6 +225,30 @@ def test_a_reset_drops_pins_with_everything_else(cache: PagedPrefixCache) -> Non
     assert cache.unpin(PREFIX) == 0
     ask(cache, PREFIX)
     assert cache.last_call.reused_tokens == 0
+
+
+@pytest.mark.parametrize("salt", [None, "alice"])
+def test_a_reset_while_a_call_shares_a_pinned_prefix_is_refused_and_changes_nothing(
+    salt: str | None, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    split_everywhere(monkeypatch)
+    cache = PagedPrefixCache(store, cache_salt=salt)
+    ask(cache, PREFIX)
+    cache.pin(PREFIX)
+    rows, refused = batch(PREFIX + row((3, 3)), PREFIX + row((4, 3))), []
+
+    def reset() -> None:
+        for act in (store.reset_prefix_cache, cache.reset_prefix_cache):
+            with pytest.raises(CacheBusyError) as told:
+                act()
+            refused.append(told.value)
+
+    assert_same(run(MODEL, **rows), run(MODEL, cache, **rows, logits_processor=[AtStep(1, reset)]))
+    assert len(refused) == 2
+    assert cache.stats().num_pinned_blocks == 8
+    cache.reset()
+    cache.reset_prefix_cache()
+    assert cache.lookup(PREFIX).num_tokens == 0
 
 
 def test_when_the_model_changes_pins_are_not_found_and_can_be_given_back_or_renewed() -> None:
