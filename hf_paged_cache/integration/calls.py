@@ -346,12 +346,12 @@ class Calls(Opening):
         rows.prompt_end = 0
         if not rows.is_open:
             return
-        is_source = rows.is_source
-        rows.note_look(is_same=not is_source or rows.seen_same == rows.n or self.is_same(rows))
+        has_new = rows.is_source and rows.seen_same != rows.n
+        rows.note_look(is_same=not has_new or self.is_same(rows))
         with store.lock:
             if store.resets_of(self.salt) != state.resets:
                 rows.is_whole = False  # what was computed before the reset is to be forgotten
-            elif is_source and rows.seen_same == rows.n:
+            elif has_new and rows.seen_same == rows.n:  # rows of earlier calls may be of earlier weights
                 store.forget_other_weights(state.digest)
         keep_blocks(store, rows, state, self.salt)
 

@@ -299,3 +299,17 @@ def test_checkpoints_that_drop_the_cache_are_named_also_where_a_prefix_is_known(
     model.train()
     model.gradient_checkpointing_disable()
     assert_right(model, cache, input_ids=other)
+
+
+def test_rows_of_older_weights_that_end_leave_what_newer_weights_computed() -> None:
+    model = build("llama")
+    store, ids = PrefixStore(model, block_size=4), torch.tensor([row((1, 40))])
+    before, after = PagedPrefixCache(store), PagedPrefixCache(store)
+    run(model, before, input_ids=ids)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    run(model, after, input_ids=ids)
+    after.reset()
+    before.reset()
+    assert after.lookup(ids).num_tokens == 40
+    assert store.stats().num_cached_blocks == 11
