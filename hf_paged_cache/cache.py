@@ -96,14 +96,16 @@ class PagedPrefixCache(Cache):
     @contextlib.contextmanager
     def running(self, model: Any, given: GenerateArguments) -> Iterator[Rows]:
         """Enclose a `generate`, with the rows that it runs on: however it ends, complete columns are kept."""
-        held = self._current.take(unless_elsewhere=not given.only_new_tokens)  # no other call goes on with these rows
+        # no other call goes on with these rows
+        previous = self._current.take(unless_elsewhere=not given.only_new_tokens)
         try:
-            rows = self._calls.begin(model, given, held)
+            rows = self._calls.begin(model, given, previous)
         except PagedCacheError as error:
-            if held is not None:
-                self._current.put(held)
+            if previous is not None:
+                self._current.put(previous)
             self._ranks.tell_refusal(error, always=True)
             raise
+        previous = None  # their memory goes as soon as the new rows give them up
         rows.handle, rows.is_behind_handle = ref(self), False
         running, lock = self.store.blocks.running, self.store.blocks.lock
         with lock:  # `stats` looks through them in any thread

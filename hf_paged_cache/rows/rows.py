@@ -136,7 +136,7 @@ class Rows(Cache):
             if not self.is_open:  # the rows were given to a function that calls `generate` itself
                 previous, self.previous = self.previous, None
         rows: Rows = self.calls.begin(model, given, previous)
-        rows.handle = self.handle
+        rows.handle, previous = self.handle, None
         try:
             yield rows
         finally:
