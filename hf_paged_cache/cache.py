@@ -258,7 +258,7 @@ class PagedPrefixCache(Cache):
         blocks, counters = self.store.blocks, self._counters
         with blocks.lock:
             blocks.settle()
-            running = [each for each in [*blocks.running] if each.handle() is self]
+            running = [each for each in [*blocks.running] if each.handle is not None and each.handle() is self]
             of_rows, static_bytes = bytes_of_rows([self._current.rows], running), self.store.arena.num_bytes
             return blocks.stats(counters, self.cache_salt, static_bytes, of_rows, counters.last.peak_kv_bytes)
 

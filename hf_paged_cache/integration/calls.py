@@ -167,6 +167,11 @@ class Calls(Opening):
         with self.store.lock:
             self.counters.add_call("generate", counts, 0, bypassed=True)
 
+    def note_bypass(self) -> None:
+        """Count a running call as bypassed from here on."""
+        with self.store.lock:
+            self.counters.note_bypass()
+
     # Methods that rows call before a forward.
 
     def refuse(self, model: Any) -> NoReturn:
@@ -261,9 +266,6 @@ class Calls(Opening):
         if why is not None:
             self.keep(rows)
             arguments = self.bypass(rows, arguments, why)
-            if state.counts:  # if not, the call begins with this forward, and counts as bypassed when it has returned
-                with self.store.lock:
-                    self.counters.note_bypass()
         elif any(prompt.pad != row.pad for prompt, row in zip(rows.prompts, request.rows, strict=True)):
             inputs = self.with_roots(state, request)  # rows of padding alone get more of it
             rows.prompts = [Prompt(row.root, row.pad, row.first_position, row.shift) for row in inputs]
@@ -362,7 +364,10 @@ class Calls(Opening):
             self.keep(rows)
 
     def _leave_blocks(self, rows: Rows) -> None:
-        """Let rows of a call that is over hold no blocks of a pool that has moved, or of which half is in use."""
+        """Let rows of a call that is over hold no blocks of a pool that has moved, or of which half is in use.
+
+        Where memory is short they hold them, until the next call begins.
+        """
         store, shared = self.store, rows.shared
         if shared is None or not shared.leases:
             return
@@ -370,7 +375,8 @@ class Calls(Opening):
             most, in_use = store.budget.num_blocks, store.allocator.num_blocks_in_use
             has_grown = store.pool.all.capacity != shared.num_pool_blocks
         if has_grown or (most is not None and 2 * in_use > most):
-            rows.make_dense()
+            with contextlib.suppress(torch.OutOfMemoryError):
+                rows.make_dense()
 
 
 def _require_whole_prompt(arguments: Mapping[str, Any]) -> None:

@@ -110,6 +110,8 @@ class Opening:
         state.seen, state.digest, state.regime = rows.seen, fingerprint.digest(), b""
         with store.lock:
             state.resets = store.resets_of(self.salt)
+        if rows.previous is not None and rows.previous.state.resets != state.resets:
+            rows.previous = None  # a reset has come after those rows began: what they hold is to be forgotten
         state.was_alone = not fingerprint.may_change_in_a_forward()
         state.calls_back = state.calls_back or fingerprint.own_forward is not None
         state.adapters = fingerprint.adapter_names

@@ -81,8 +81,8 @@ def run_ahead(
 def _cut(store: BlockStore, found: Plan, rows: list[PlannedRow], known: Sequence[Known], bounds: Bounds) -> Plan:
     """Return a plan whose forwards also end where windows or states of rows are to be kept.
 
-    One place is where a row parts from what is known. States, unless a forward shows them everywhere, are also kept
-    at the last place before the prompt's end and, in a long prompt, at places in between, as long as there is room.
+    One place is where a row parts from what is known. States are also kept at the last place before the prompt's end
+    and, in a long prompt, at places in between, as long as there is room.
     """
     align, grid = store.align, store.grid
     with store.lock:

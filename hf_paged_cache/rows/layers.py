@@ -214,16 +214,19 @@ class WindowLayer(RowsLayer):  # type: ignore[no-untyped-call]
         n, stop, old, first = self.n, self.n + key_states.shape[2], self.held, self.window.handed_from(self.n)
         lowest, room = n if old is None else self.base, self.room_for(max(wanted, stop + SPARE))
         num_kept = min(stop - lowest, room) if n == 0 or stop - lowest <= room else self.most_kept
-        start, read, made = min(first, stop - num_kept), [], []
+        start, read, moved = min(first, stop - num_kept), [], []
         for place, new in enumerate((key_states, value_states)):
             held, whole = None if old is None else old[place], new
             if held is not None and start < n:
                 whole = torch.cat([held[:, :, start - self.base : n - self.base].to(new), new], dim=2)
             if held is None or held.shape[2] < room or held.dtype != new.dtype or held.device != new.device:
                 held = zeros((*new.shape[:2], room, new.shape[3]), new.dtype, new.device)
-            held[:, :, :num_kept] = whole[:, :, whole.shape[2] - num_kept :]
-            made.append(held)
+            moved.append((held, whole[:, :, whole.shape[2] - num_kept :]))
             read.append(whole[:, :, first - start :])
+        self.base = stop  # if moving is interrupted, nothing that lies here counts
+        for held, last in moved:
+            held[:, :, :num_kept] = last
+        made = moved[0][0], moved[1][0]
         tensors = {"key": made[0], "value": made[1]}
         if old is not None and old[0] is made[0] and old[1] is made[1]:
             self.lie_in(tensors, stop, stop - num_kept)

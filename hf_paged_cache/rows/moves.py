@@ -37,15 +37,17 @@ def apply(rows: Any, index: Sequence[int] | Tensor, start: int = 0, shared: Shar
         for layer in rows.layers:
             layer.reorder_cache(at)
         return
-    is_whole, is_broken = rows.is_whole and not rows.is_edited, rows.is_broken
+    is_whole, is_broken, groups = rows.is_whole and not rows.is_edited, rows.is_broken, rows.groups
     rows.is_whole, rows.is_broken = False, True  # interrupted: some streams have changed
     if shared is not None:
         num = rows.n - shared.plan.first_own
         tails = memory.selected(rows.all.memory, at, num, num + max(SPARE, rows.wanted - rows.n))
         rows.share(shared, tails, rows.n)
-    elif not start:
-        rows.make_dense()
-    for group in rows.groups if shared is None else rows.windows.values():
+        groups = rows.windows.values()
+    elif not start and rows.shared is not None:
+        rows.make_dense(at.tolist())
+        groups = rows.windows.values()
+    for group in groups:
         group.select(at, rows.n, start)
     if rows.states is not None:
         rows.states.select(at)

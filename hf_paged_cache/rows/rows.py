@@ -137,9 +137,14 @@ class Rows(Cache):
                 previous, self.previous = self.previous, None
         rows: Rows = self.calls.begin(model, given, previous)
         rows.handle, previous = self.handle, None
+        store = self.calls.store
+        with store.lock:
+            store.running.add(rows)
         try:
             yield rows
         finally:
+            with store.lock:
+                store.running.discard(rows)
             previous = rows.previous
             self.calls.close(rows)
             if not self.is_open:
@@ -286,10 +291,10 @@ class Rows(Cache):
         for layer in self.layers:
             if isinstance(layer, RowsLayer):
                 layer.crop(self.n - layer.n)
-        self._gather()
         # of states, and of windows, what the next token needs may have been written over
         if not self.windows_go_on_at(self.n):
             self.is_whole, self.is_broken = False, True
+        self._gather()  # this lets layers of one window begin at one column, also where they did not
         self.is_broken = bool(self.n) and (self.is_broken or self.states is not None)
 
     # Memory of the rows.
@@ -370,8 +375,8 @@ class Rows(Cache):
             memory.copy_columns(part, made, 0, at - start)
         return Columns(made, 0, 0, stop - start)
 
-    def make_dense(self) -> None:
-        """Give each row all of its columns, in memory of its own."""
+    def make_dense(self, index: Sequence[int] | None = None) -> None:
+        """Give each row all of its columns, in memory of its own; with `index`, those of row `index[i]` to row `i`."""
         if self.shared is None:
             return
         if not self.is_running and self.is_edited:
@@ -379,9 +384,11 @@ class Rows(Cache):
         self._gather()
         stop = max(self.n, *(layer.n for layer in self.layers))  # in a forward some layers have more columns
         room, shapes = room_for(stop, self.wanted), memory.shapes_of_rows(self.all.memory)
-        made = memory.make(shapes, self.num_rows, room)
-        for row, prompt in enumerate(self.prompts):
-            self.copy_columns(row, prompt.pad, stop, made, row, prompt.pad)
+        sources = range(self.num_rows) if index is None else index
+        made = memory.make(shapes, len(sources), room)
+        for row, source in enumerate(sources):
+            pad = self.prompts[source].pad
+            self.copy_columns(source, pad, stop, made, row, pad)
         self.shared = self.reads = None
         self.take(made, self.n)
 
@@ -417,6 +424,8 @@ class Rows(Cache):
             put_states({at: layers[at] for at in self.kinds.num_states}, self.states.read())
         for row in self.state.counts:
             row.stopped += f"; then {why}"
+        if self.state.counts:  # if not, the call begins with this forward, and is counted when that has returned
+            self.calls.note_bypass()
         self.why_bypassed, self.is_open = why, True
         self.run_on(layers)
 

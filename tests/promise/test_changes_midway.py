@@ -277,3 +277,31 @@ def test_a_model_whose_own_code_changes_it_in_the_middle_of_a_call_leaves_nothin
     assert num_calls > 5
     layer.weight, num_calls = kept, 9
     assert_right(model, cache, input_ids=ids)
+
+
+def test_rows_that_are_older_than_a_reset_are_not_begun_with(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reset comes when the call has taken them, and no forward has run yet."""
+    cache, prepare = PagedPrefixCache(model, block_size=4), model.prepare_inputs_for_generation
+    reference = run(model, input_ids=IDS)
+    model.generate(IDS, past_key_values=cache, max_new_tokens=1)
+
+    @functools.wraps(prepare)
+    def reset(*given: Any, **more: Any) -> Any:
+        if cache.stats().num_calls == 1:
+            cache.reset_prefix_cache()
+        return prepare(*given, **more)
+
+    monkeypatch.setattr(model, "prepare_inputs_for_generation", reset)
+    assert_same(reference, run(model, cache, input_ids=IDS))
+    assert cache.last_call.reused_tokens == 0
+
+
+def test_a_loop_whose_layers_are_given_keys_by_hand_is_counted_as_bypassed(model: PreTrainedModel) -> None:
+    cache = PagedPrefixCache(model, block_size=4)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        cache.layers[0].keys = cache.layers[0].keys.clone()
+        model(IDS[:, :1], past_key_values=cache)
+    assert cache.stats().num_bypassed_calls == 1

@@ -16,8 +16,16 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_paged_cache import ForwardMismatchError, PagedPrefixCache
 from hf_paged_cache.rows import memory
+from hf_paged_cache.rows.rows import Rows
 
-from ..internals import FAULT_POINTS, layer_write, make_forwards_cheap, make_pools_grow, reused_of_chunks
+from ..internals import (
+    FAULT_POINTS,
+    layer_write,
+    make_forwards_cheap,
+    make_pools_grow,
+    reused_of_chunks,
+    split_everywhere,
+)
 from ..reference import assert_same, batch, row, run
 from ..tiny_models import build, tiny
 
@@ -200,3 +208,26 @@ def test_a_call_with_a_misspelt_option_leaves_the_rows_that_can_go_on(rows: list
     given = {"input_ids": new, "attention_mask": torch.ones(len(rows), 17, dtype=torch.long), "max_new_tokens": 3}
     assert_same(run(model, reference, **given), run(model, cache, **given))
     cache.check()
+
+
+def test_out_of_memory_as_a_call_leaves_blocks_does_not_replace_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has grown during the call, so its rows get columns of their own when it ends."""
+    split_everywhere(monkeypatch)
+    make_pools_grow(monkeypatch)
+    model, cache, num_struck = tiny("llama"), PagedPrefixCache(tiny("llama"), block_size=4), 0
+    call = batch(row((1, 16), (2, 3)), row((1, 16), (3, 3)))
+    reference = run(model, **call, max_new_tokens=80)
+    run(model, cache, **batch(row((1, 16))), max_new_tokens=1)
+    cache.reset()
+
+    def refusing(rows: Rows) -> None:
+        nonlocal num_struck
+        if not rows.in_generate and rows.shared is not None:
+            num_struck += 1
+            raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Rows, "make_dense", refusing)
+        assert_same(reference, run(model, cache, **call, max_new_tokens=80))
+    assert num_struck == 1
+    assert_sound(cache)

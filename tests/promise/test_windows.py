@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_paged_cache import PagedPrefixCache, PrefixStore
+from hf_paged_cache import ForwardMismatchError, PagedPrefixCache, PrefixStore
 from hf_paged_cache.model.layers import cache_layers
 from hf_paged_cache.model.trial import measure_bytes_per_token
+from hf_paged_cache.rows import layers
 
 from ..internals import make_forwards_cheap
 from ..reference import PROMPT, assert_near, assert_right, assert_same, batch, is_same, row, run
@@ -18,7 +20,7 @@ from ..tiny_models import WINDOW, build, tiny
 
 MODELS = ("mistral", "gemma3")  # each layer has a window, or every other
 NAMES = pytest.mark.parametrize("name", MODELS)
-IDS = torch.tensor([row((1, 150))])
+IDS = torch.tensor([row((1, 200))])
 
 
 def forward(model: PreTrainedModel, cache: Any, start: int, stop: int) -> torch.Tensor:
@@ -168,3 +170,38 @@ def test_a_call_is_right_in_a_pool_of_any_size(
             for cache in caches:
                 assert_same(reference, run(model, cache, **arguments))
                 cache.check()
+
+
+@pytest.mark.parametrize(("owner", "name"), [(torch, "cat"), (layers, "zeros")], ids=["cat", "zeros"])
+def test_a_loop_whose_window_runs_out_of_memory_as_it_moves_goes_on_right_or_is_refused(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys have moved then and values have not, or one layer has and the next one has not."""
+    model, make, number = tiny("mistral"), getattr(owner, name), 0
+    stops = [42, 98, 128, 160, *range(188, 200)]  # the room grows at 98, and is full at 192
+    wanted, past = [], DynamicCache(config=model.config)
+    for start, stop in pairwise([0, *stops]):
+        wanted.append(forward(model, past, start, stop))
+    num_calls = 0
+
+    def failing(*given: Any, **more: Any) -> Any:
+        nonlocal num_calls
+        if owner is layers or more == {"dim": 2}:
+            num_calls += 1
+            if num_calls == number:
+                raise torch.OutOfMemoryError("on purpose")
+        return make(*given, **more)
+
+    monkeypatch.setattr(owner, name, failing)
+    while num_calls >= number:
+        number, num_calls, cache = number + 1, 0, PagedPrefixCache(model, block_size=4)
+        for (start, stop), logits in zip(pairwise([0, *stops]), wanted, strict=True):
+            try:
+                got = forward(model, cache, start, stop)
+            except torch.OutOfMemoryError:
+                try:
+                    got = forward(model, cache, start, stop)
+                except ForwardMismatchError:
+                    break
+            assert_near(got, logits)
+    assert number > 3
