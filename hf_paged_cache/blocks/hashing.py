@@ -64,7 +64,7 @@ def root_hash(*parts: bytes) -> bytes:
 
 
 def digest_behind(parent: bytes, token_bytes: bytes) -> bytes:
-    """Return the digest of a block without extra keys, after the block or the root with the digest `parent`."""
+    """Return the digest of the block with these tokens behind `parent`, a block's digest or a root; no extra keys."""
     return sha256(parent + token_bytes).digest()
 
 

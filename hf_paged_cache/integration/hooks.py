@@ -141,7 +141,7 @@ def left_as_it_was(model: Any) -> Iterator[None]:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_forward(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Tell a cache of the forward that brings it, and return what is to run: a forward pre-hook."""
+    """Announce a forward to the cache among its arguments; return the arguments to run with: a forward pre-hook."""
     arguments = _by_name(model, args, kwargs) if args else kwargs
     cache = arguments.get("past_key_values")
     if type(cache) is Rows and cache.is_open:  # nearly all forwards are steps

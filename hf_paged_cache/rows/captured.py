@@ -101,7 +101,7 @@ class Said:
 
 
 class CapturedCall:
-    """`CapturedCall` runs the forwards of one call, whose rows are static as long as they can be.
+    """`CapturedCall` runs the forwards of one call: by graphs where it can, while the call's rows lie in the arena.
 
     It has the arena from `begin` until it is closed. A shape is captured when that is expected to pay, or `always`.
     """

@@ -73,7 +73,7 @@ def _apart(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
 
 
 class SavedFile(NamedTuple):
-    """`SavedFile` holds what a file says of itself."""
+    """`SavedFile` is the header of a file: its model, its blocks, and where their contents lie."""
 
     path: Path
     num_bytes: int
