@@ -46,7 +46,7 @@ def fill(
         return
     shared = None
     if len(inputs) > 1 and rows.may_be_lazy and rows.captured is None:
-        shared = share_known(store, inputs, known, start, rows.looks)
+        shared = share_known(store, inputs, known, start, rows.looks, rows.copies or range(len(inputs)))
     done = 0  # column up to which all rows have the memory of the call before
     if takes_over and shared is None:
         done = _take_over(rows, inputs, known, start, slabs)

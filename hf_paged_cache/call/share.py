@@ -25,11 +25,16 @@ from .find import Known
 
 
 def share_known(
-    store: BlockStore, inputs: Sequence[RowInput], known: Sequence[Known], start: int, looks: Looks
+    store: BlockStore,
+    inputs: Sequence[RowInput],
+    known: Sequence[Known],
+    start: int,
+    looks: Looks,
+    copies: Sequence[int],
 ) -> SharedColumns | None:
     """Find what rows have in common of the blocks that hold their columns before `start`.
 
-    None where it does not pay to hold that once, for all rows.
+    None where it does not pay to hold that once, for all rows that go on: row `i` from the row `copies[i]` that runs.
     """
     size, numbers = store.block_size, dict[bytes, int]()  # a block's digest -> a number for the block
     with store.lock:
@@ -43,7 +48,7 @@ def share_known(
         digests = [each.digest for each in hashes]
         tables.append([numbers.setdefault(each, len(numbers)) for each in digests])
     launch = launch_tokens([slab for slab, _ in slabs], are_padded=any(pads)) if looks.weighs_launches else 0.0
-    plan = find_segments(pads, tables, start, size, launch)
+    plan = find_segments(pads, tables, start, size, launch, [copies.count(row) for row in range(len(inputs))])
     if plan is None:
         return None
     segments, leases = list[Sequence[Streams]](), list[Allocation]()
@@ -128,23 +133,28 @@ def _where(
 
 
 def find_segments(
-    pads: Sequence[int], tables: Sequence[Sequence[int]], start: int, block_size: int, launch_tokens: float
+    pads: Sequence[int],
+    tables: Sequence[Sequence[int]],
+    start: int,
+    block_size: int,
+    launch_tokens: float,
+    num_copies: Sequence[int],
 ) -> Plan | None:
     """Return the plan that reads least before column `start`; None if none reads less than each row by itself.
 
     A plan costs the tokens that it reads, and `launch_tokens` for each segment. `tables` are the ids of the full blocks
-    of each row, from its first token on; equal ids hold equal tokens.
+    of each row, from its first token on; equal ids hold equal tokens. So many rows go on from each row.
 
     Examples:
         >>> tables = [7, 3, 4], [7, 3, 5]
-        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=2).segments
+        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=2, num_copies=[1, 1]).segments
         (Segment(rows=(0, 1), start=0, block_ids=(7, 3)),)
-        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=20) is None
+        >>> find_segments([0, 0], tables, 11, block_size=4, launch_tokens=20, num_copies=[1, 1]) is None
         True
     """
     limits = [min(len(table), max(0, start - pad) // block_size) for pad, table in zip(pads, tables, strict=True)]
-    ends, segments, num_rows = [*pads], list[Segment](), len(pads)
-    waiting = [([*range(num_rows)], 0, 0)]  # rows, number of common blocks, number of these in segments
+    ends, segments, num_rows = [*pads], list[Segment](), sum(num_copies)
+    waiting = [([*range(len(pads))], 0, 0)]  # rows, number of common blocks, number of these in segments
     while waiting:
         members, depth, begin = waiting.pop()
         at: dict[int, list[int]] = {}
@@ -159,7 +169,7 @@ def find_segments(
                 if len({*blocks}) > 1:
                     break
                 common += 1
-            if (len(sharing) - 1) * (common - begin) * block_size > launch_tokens:
+            if (sum(num_copies[row] for row in sharing) - 1) * (common - begin) * block_size > launch_tokens:
                 segments.append(Segment(tuple(sharing), begin * block_size, tuple(tables[sharing[0]][begin:common])))
                 done = common
                 for row in sharing:
