@@ -183,7 +183,7 @@ class Player:
             self.slots.append(copy.copy(slot))
         elif name == "saved":
             self.slots.append(Slot(store=f"other{len(self.slots)}"))
-        elif name in ("forget", "forget_all"):
+        if "reset_prefix_cache" in action.ours:  # perhaps interrupted: what had ended before has ended
             for other in self.slots:
                 if other.store == slot.store and (name == "forget_all" or other.salt == slot.salt):
                     other.mask = None
